@@ -78,13 +78,23 @@ format: $(ENVIRONMENT)
 
 build: $(STAMPS)/extension
 
+# Kernels of usual shapes come along where NVRTC is installed: used where its build is the same.
+WHEEL_SHAPES ?= deepseek-v3:128,256,512 kimi-k2:128,256,512 qwen3-235b-a22b:128,256
+WHEEL_MIB ?= 5
+
 # auditwheel tags the wheel with the oldest systems that it runs on. torch is not included.
-wheel: $(ENVIRONMENT)
-	@rm -rf build/wheel && mkdir -p dist
-	$(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
+wheel: build
+	@rm -rf build/wheel build/compiled build/lib build/bdist.* && mkdir -p dist build/compiled
+	@for shape in $(WHEEL_SHAPES); do \
+	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize --arch sm_90a \
+	    --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
+	    rm -f build/compiled/*; break; }; \
+	done
+	MOE_P2P_COMPILED=$(CURDIR)/build/compiled $(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@if $(PY) -c 'import auditwheel' 2> /dev/null; then \
 	  PATH="$$(dirname $(PY)):$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl; \
 	else cp build/wheel/*.whl dist; echo "auditwheel is missing: the wheel is for systems like this one"; fi
+	@! find dist -name '*.whl' -size +$(WHEEL_MIB)M | grep . || { echo "above $(WHEEL_MIB) MiB: fewer WHEEL_SHAPES"; exit 1; }
 
 sdist: $(ENVIRONMENT)
 	@rm -rf moe_p2p.egg-info && mkdir -p dist

@@ -125,11 +125,23 @@ class WithPath(build_py):
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            self._file.write_text(self._lines)
+        if self.editable_mode:
+            return
+        self._file.write_text(self._lines)
+        for source, target in self._kernels().items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), str(self._file)]
+        kernels = map(str, self._kernels().values())
+        return [*super().get_outputs(include_bytecode), str(self._file), *kernels]
+
+    def _kernels(self) -> dict[Path, Path]:
+        """Compiled kernels to ship (`make wheel` names their folder), each with its place."""
+        folder = os.environ.get("MOE_P2P_COMPILED")
+        files = sorted(Path(folder).glob("*.*")) if folder else []
+        place = Path(self.build_lib, "moe_p2p", "gpu", "compiled")
+        return {file: place / file.name for file in files if file.suffix != ".lock"}
 
     @property
     def _file(self) -> Path:

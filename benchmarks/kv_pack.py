@@ -101,7 +101,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--row-bytes", type=int, default=576)
     parser.add_argument("--sms", type=int, nargs="+", default=[6], help="multiprocessors")
-    parser.add_argument("--write-bytes", type=int, nargs="+", default=[1 << 20], help="of a part")
+    parser.add_argument(
+        "--write-bytes", type=int, nargs="+", default=[1 << 20, 4 << 20], help="of a part"
+    )
     parser.add_argument("--ring-bytes", type=int, default=64 << 20)
     parser.add_argument("--pages", type=int, help="of a request, 64 tokens each")
     given = parser.parse_args()

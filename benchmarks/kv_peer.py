@@ -16,19 +16,23 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from moe_p2p import Engine, EngineConfig, MoeP2pError, UnavailableError, kv
+from moe_p2p import AbortedError, Engine, EngineConfig, MoeP2pError, UnavailableError, kv
+from moe_p2p.kv.tail import Slot, Slots
 from tests.support.kv_fakes import cache_of
+from tests.support.kv_mutations import mutated
 
 LAYERS = 4
 PAGE_TOKENS = {"prefill": 4, "decode": 8}
 SHARED = 2  # pages of the decode side's prefix cache, which nothing may change
 CACHED, FREE = 0xAB, 0xCC
 LEASE_S = 8.0
+PREEMPTED = "preempted, and begun anew"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,9 @@ class Setting:
     verify: str = "always"
     token_bytes: int = 64  # of a layer
     link: kv.KVLink | None = None
+    device: str = "cpu"
+    fence: str = "key"
+    mutation: str = ""
 
     @property
     def layout(self) -> kv.KVLayout:
@@ -67,10 +74,10 @@ class Job:
     cancel: str = ""
     cancel_after_s: float = 0.0
     pause_s: float = 0.0  # of prefill, between layers
+    preempted: bool = False  # prefill gives its pages up once, half way, and begins anew
 
-    @property
-    def name(self) -> str:
-        return f"request {self.number}"
+    def name(self, attempt: int) -> str:
+        return f"request {self.number}.{attempt}"
 
 
 @dataclasses.dataclass
@@ -84,7 +91,15 @@ class Result:
     ended_at: float = 0.0  # it was cancelled, or failed; on this host's monotonic clock
     reusable_at: float = 0.0  # its pages were free
     packed: int = 0  # writes of packed rows
+    preempted: bool = False
     lost: bool = False  # it failed because a worker was lost
+
+
+@dataclasses.dataclass(frozen=True)
+class Cancel:
+    """Says that a user gives the request of this job up now."""
+
+    number: int
 
 
 def stream(number: int, layer: int, nbytes: int) -> Tensor:
@@ -126,8 +141,11 @@ class Peer:
         config = EngineConfig(
             transport=setting.transport, transport_settings=setting.settings, nics_per_rank=1
         )
-        self.engine = Engine(config, label=setting.instance)
-        self.cache = cache_of(layout, 0, setting.num_pages)
+        self.device = torch.device(setting.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.engine = Engine(config, label=setting.instance, gpu=self.device.index)
+        self.cache = cache_of(layout, 0, setting.num_pages, setting.device)
         self.page_tokens = layout.groups[0].page_size
         self.view = self.cache.tensors[0].view(LAYERS, setting.num_pages, -1)
         self.pool = Pool(range(SHARED, setting.num_pages))
@@ -135,6 +153,8 @@ class Peer:
             "instance": setting.instance,
             "timeouts": setting.timeouts,
             "link": setting.link,
+            "fence": setting.fence,
+            "max_requests": 16,  # so that slots are used again soon
         }
         if setting.role == "prefill":
             self.worker: Any = kv.KVSender(self.engine, self.cache, **common)
@@ -147,6 +167,7 @@ class Peer:
         leases = kv.TorchLeases(store, setting.timeouts.lease_s)
         self.membership = kv.Membership(self.worker, leases)
         self.jobs: list[threading.Thread] = []
+        self.requests: dict[int, kv.KVSending | kv.KVReservation] = {}  # under way, by job
 
     def serve(self) -> None:
         self.say("ready")
@@ -154,6 +175,10 @@ class Peer:
             message = self.pipe.recv()
             if message == "leave":
                 break
+            if isinstance(message, Cancel):
+                if request := self.requests.get(message.number):
+                    request.cancel("the user left")
+                continue
             thread = threading.Thread(target=self._run, args=(message,), daemon=True)
             self.jobs.append(thread)
             thread.start()
@@ -179,7 +204,11 @@ class Peer:
             except TimeoutError as error:
                 result.end, result.text = "unavailable", str(error)
             else:
-                (self._prefill if prefill else self._decode)(job, result)
+                run = self._prefill if prefill else self._decode
+                if job.preempted:
+                    run(job, result, 0)
+                    result.preempted, result.ended_at = prefill, 0.0
+                run(job, result, 1)
         except UnavailableError as error:
             result.end, result.text = "unavailable", str(error)
         except MoeP2pError as error:
@@ -192,20 +221,27 @@ class Peer:
 
     # --- prefill ---
 
-    def _prefill(self, job: Job, result: Result) -> None:
+    def _prefill(self, job: Job, result: Result, attempt: int) -> None:
         pages = self.pool.take(-(-job.total // self.page_tokens))
         try:
-            sending = self.worker.start(job.name, job.decode, {"kv": pages}, total=job.total)
+            sending = self.worker.start(
+                job.name(attempt), job.decode, {"kv": pages}, total=job.total
+            )
         except BaseException:
             self.pool.give(pages)
             raise
+        self.requests[job.number] = sending
         began = time.monotonic()
         try:
-            self._compute(job, sending, pages, began)
+            self._compute(job, sending, pages, began, preempted=attempt == 0)
+            if attempt == 0:
+                sending.cancel(PREEMPTED)
+                return
             self._cancel(job, result, sending, began)
             sending.wait(60)
             result.packed = sum(flight.packing.written for flight in sending.flights)
         finally:
+            del self.requests[job.number]
             result.ended_at = result.ended_at or time.monotonic()
             sending.wait_reusable(20)
             result.reusable_at = time.monotonic()
@@ -216,7 +252,9 @@ class Peer:
     def _time_to_cancel(job: Job, began: float) -> bool:
         return job.cancel == "prefill" and time.monotonic() - began >= job.cancel_after_s
 
-    def _compute(self, job: Job, sending: kv.KVSending, pages: Tensor, began: float) -> None:
+    def _compute(
+        self, job: Job, sending: kv.KVSending, pages: Tensor, began: float, *, preempted: bool
+    ) -> None:
         page_bytes = self.page_tokens * self.token_bytes
         whole = torch.zeros(LAYERS, len(pages) * page_bytes, dtype=torch.uint8)
         for layer in range(LAYERS):
@@ -225,22 +263,25 @@ class Peer:
             )
         rows = whole.view(LAYERS, len(pages), page_bytes)
         begin = 0
-        for end in job.ends:
+        for end in job.ends[:1] if preempted else job.ends:
             last = -(-end // self.page_tokens)
-            for layer in range(LAYERS):
-                self.view[layer, pages[begin:last].long()] = rows[layer, begin:last]
+            for layer in range(LAYERS // 2 if preempted else LAYERS):
+                self.view[layer, pages[begin:last].long()] = rows[layer, begin:last].to(self.device)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 if job.pause_s:
                     time.sleep(job.pause_s)
                 if self._time_to_cancel(job, began):
                     return
                 sending.layer(layer, end)
             begin = end // self.page_tokens
-        if job.cancel != "prefill":
+        if job.cancel != "prefill" and not preempted:
             sending.commit(b"token")
 
     # --- decode ---
 
-    def _decode(self, job: Job, result: Result) -> None:
+    def _decode(self, job: Job, result: Result, attempt: int) -> None:
+        """Of an attempt that prefill gives up: raises whatever else ended it."""
         prefix = job.prefix // self.page_tokens
         own = self.pool.take(-(-job.total // self.page_tokens) - prefix)
         self._check_marks(own)
@@ -248,7 +289,7 @@ class Peer:
         given = threading.Event()
         try:
             reservation = self.worker.reserve(
-                job.name,
+                job.name(attempt),
                 job.prefill,
                 {"kv": pages},
                 total=job.total,
@@ -259,8 +300,14 @@ class Peer:
         except BaseException:
             self._give_marked(own)
             raise
+        self.requests[job.number] = reservation
         began = time.monotonic()
         try:
+            if attempt == 0:
+                with contextlib.suppress(AbortedError):
+                    reservation.wait(60)
+                    raise AssertionError("an attempt that was given up is complete")
+                return
             self._cancel(job, result, reservation, began)
             if reservation.wait(60) != b"token":
                 raise AssertionError("the tail is of another request")
@@ -268,6 +315,7 @@ class Peer:
             time.sleep(random.random() * 0.02)
             self._check(job, own)  # nothing has landed late
         finally:
+            del self.requests[job.number]
             result.ended_at = result.ended_at or time.monotonic()
             reservation.wait_reusable(20)
             result.reusable_at = time.monotonic()
@@ -288,9 +336,11 @@ class Peer:
 
     def _check(self, job: Job, own: Tensor) -> None:
         for layer in range(LAYERS):
-            got = self.view[layer, own.long()].reshape(-1)[
-                : (job.total - job.prefix) * self.token_bytes
-            ]
+            got = (
+                self.view[layer, own.long()]
+                .reshape(-1)[: (job.total - job.prefix) * self.token_bytes]
+                .cpu()
+            )
             if not torch.equal(
                 got, stream(job.number, layer, job.total * self.token_bytes)[-len(got) :]
             ):
@@ -304,10 +354,18 @@ class Peer:
         while time.monotonic() - began < job.cancel_after_s and not request.done():
             time.sleep(0.001)
         result.ended_at = time.monotonic()
-        request.cancel("preempted" if job.cancel == "prefill" else "the user left")
+        request.cancel("given up" if job.cancel == "prefill" else "the user left")
+
+
+def newest_first(self: Slots, slot: Slot) -> None:
+    self._free.append(slot.number - self._first)
 
 
 def main(setting: Setting, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, ConnectionResetError):
+    with contextlib.suppress(EOFError, ConnectionResetError), contextlib.ExitStack() as stack:
+        if setting.mutation:
+            stack.enter_context(mutated(setting.mutation))
+            # What is late finds the next request in its slot, and not the one after many others.
+            stack.enter_context(mock.patch.object(Slots, "give_back", newest_first))
         Peer(setting, pipe).serve()

@@ -5,7 +5,8 @@
 
 Two processes on this host. healthy: from the call of cancel() to reusable pages, with a request
 under way. stopped: the other process is stopped (SIGSTOP) before the cancel; dead: it is killed
-(SIGKILL), and the time counts from there. Exit status 1 where a bound is broken: 5 ms p50 healthy,
+(SIGKILL), and the time counts from there. --gpu: the caches are memory of the first and of the last
+GPU. Exit status 1 where a bound is broken: 5 ms p50 healthy,
 else drain_s + 100 ms.
 """
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import kv_soak  # noqa: E402
+import torch  # noqa: E402
 from kv_peer import Job, Result  # noqa: E402
 
 HEALTHY_MS = 5.0
@@ -124,8 +126,16 @@ def main() -> int:
     parser.add_argument("--verify", default="sample:0.01")
     parser.add_argument("--drain-s", type=float, default=0.25)
     parser.add_argument("--margin-ms", type=float, default=100.0, help="above drain_s")
-    parser.set_defaults(pack=False, verbose=False, requests=0)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--fence", default="key", help="key, or queue_pair of verbs")
+    parser.set_defaults(pack=False, verbose=False, requests=0, mutation="")
     arguments = parser.parse_args()
+    arguments.device = {}
+    if arguments.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: torch finds no GPU; see python -m moe_p2p doctor")
+    if arguments.gpu:
+        last = torch.cuda.device_count() - 1
+        arguments.device = {"prefill": "cuda:0", "decode": f"cuda:{last}"}
     if reason := kv_soak.why_not(arguments.over):
         print(f"kv_reclaim: {reason}", file=sys.stderr)
         return 2

@@ -4,10 +4,15 @@
     python benchmarks/kv_soak.py --requests 10000 --over tcp      libfabric's tcp
 
 Two prefill and two decode workers are processes (kv_peer.py). A tenth of the requests is cancelled
-at either side, a third has a prefix at the decode side, half are pulled, some come in chunks. All
-bytes are compared and all checksums are on. With --pack half of the prefill workers pack their
-rows. Every --trouble-every requests one worker is killed, stopped for longer than drain_s, or
-leaves in good order, and another one joins.
+at either side, a tenth is preempted at prefill and begun anew, a third has a prefix at the decode
+side, half are pulled, some come in chunks. All bytes are compared and all checksums are on. With
+--pack half of the prefill workers pack their rows. Every --trouble-every requests one worker is
+killed, stopped for longer than drain_s while users give its requests up, or leaves in good order,
+and another one joins.
+
+    python benchmarks/kv_soak.py --requests 3000 --mutations      each part is needed
+
+runs it once for each part that all workers leave out: exit status 1 where a run ends well.
 
 Exit status 1: wrong bytes, a write into pages that were free, pages or slots that did not come
 back, a request that ended nowhere; 2: it cannot run here. Run for 300 requests by
@@ -34,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
-from kv_peer import LEASE_S, Job, Result, Setting  # noqa: E402
+from kv_peer import LEASE_S, Cancel, Job, Result, Setting  # noqa: E402
 from kv_peer import main as peer_main  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 
@@ -45,6 +50,7 @@ OVER = {
     "tcp": ("libfabric", "provider=tcp,interfaces=lo,timeout_ms=2000"),
 }
 WINDOW = 12  # requests under way
+MUTATIONS = ("no fence", "no nonce", "no epoch", "reuse before drain")  # of kv_mutations.py
 TROUBLES = ("kill", "stop", "leave")
 RECOVERY_S = 10.0  # after trouble at a worker, until all its requests must be complete again
 STUCK_S = 90.0  # after which a request that has not ended at a living worker hangs
@@ -86,6 +92,7 @@ class Soak:
         self.num_started = self.num_done = 0
         self.ends: dict[str, int] = {}
         self.troubles = dict.fromkeys(TROUBLES, 0)
+        self.preempted = 0  # requests that were preempted and completed all the same
         self.packed = 0  # writes of packed rows, of requests that are complete
         self.reusable_s: list[float] = []
         self.excused: set[int] = set()  # requests that may fail: cancelled, or a worker in trouble
@@ -107,6 +114,9 @@ class Soak:
             verify=self.arguments.verify,
             token_bytes=self.arguments.token_bytes,
             link=self.link(role),
+            device=self.arguments.device.get(role, "cpu"),
+            mutation=self.arguments.mutation,
+            fence=self.arguments.fence,
         )
         ours, theirs = self.context.Pipe()
         handle = self.context.Process(target=peer_main, args=(setting, theirs), daemon=True)
@@ -147,6 +157,7 @@ class Soak:
             cancel=draw.choices(["", "prefill", "decode"], [9, 0.5, 0.5])[0],
             cancel_after_s=draw.random() * 0.05,
             pause_s=draw.choice([0, 0, 0, 0.002]),
+            preempted=draw.random() < 0.1,
         )
         now = time.monotonic()
         if job.cancel or any(now - each.troubled_at < RECOVERY_S for each in (prefill, decode)):
@@ -193,6 +204,7 @@ class Soak:
                 f"wrong: {result.text}"
             )
         self.packed += result.packed
+        self.preempted += result.preempted
         name = f"{result.role} {'lost' if result.lost else result.end}"
         self.ends[name] = self.ends.get(name, 0) + 1
         if result.end == "failed":
@@ -218,6 +230,7 @@ class Soak:
             if not victim.stopped_until:
                 os.kill(pid, signal.SIGSTOP)
                 victim.stopped_until = time.monotonic() + 2 * self.timeouts.drain_s
+                self.give_up(victim)
             return
         self.start(role)  # the one that joins
         if kind == "kill":
@@ -227,6 +240,12 @@ class Soak:
         else:
             victim.leaving = True
             victim.pipe.send("leave")
+
+    def give_up(self, victim: Process) -> None:
+        """The other side cancels what is under way: its pages must come back by a fence."""
+        for process in self.processes:
+            for number in process.jobs.keys() & victim.jobs.keys() if process is not victim else ():
+                process.pipe.send(Cancel(number))
 
     # --- all of it ---
 
@@ -277,6 +296,7 @@ class Soak:
             "ends": self.ends,
             "troubles": self.troubles,
             "packed": self.packed,
+            "preempted": self.preempted,
             "reusable_ms": {"p50": round(at[0] * 1e3, 1), "p99": round(at[1] * 1e3, 1)},
         }
 
@@ -301,6 +321,7 @@ def main() -> int:
     parser.add_argument("--over", choices=OVER, default="loopback")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pack", action="store_true", help="half of the workers pack their rows")
+    parser.add_argument("--mutations", action="store_true", help="each of them must be caught")
     parser.add_argument("--trouble-every", type=int, default=100)
     parser.add_argument(
         "--verbose", action="store_true", help="error texts of requests that failed"
@@ -308,21 +329,36 @@ def main() -> int:
     parser.add_argument(
         "--drain-s", type=float, default=2.0, help="others may take the CPU for so long"
     )
-    parser.set_defaults(verify="always", token_bytes=64)
+    parser.set_defaults(verify="always", token_bytes=64, device={}, fence="key", mutation="")
     arguments = parser.parse_args()
     if reason := why_not(arguments.over):
         print(f"kv_soak: {reason}", file=sys.stderr)
         return 2
+    if not arguments.mutations:
+        error = failure_of(arguments)
+        if error:
+            print(f"kv_soak, seed {arguments.seed}: {error}", file=sys.stderr)
+        return 1 if error else 0
+    caught = []
+    for arguments.mutation in MUTATIONS:
+        error = failure_of(arguments)
+        caught.append(bool(error))
+        lines = error.strip().splitlines() or ["NOT CAUGHT"]
+        print(f"{arguments.mutation}: {lines[-1][:200]}", flush=True)
+    return 0 if all(caught) else 1
+
+
+def failure_of(arguments: argparse.Namespace) -> str:
+    """Empty: all went well."""
     soak = Soak(arguments)
     try:
         soak.run()
     except FailedError as error:
-        print(f"kv_soak, seed {arguments.seed}: {error}", file=sys.stderr)
-        return 1
+        return str(error)
     finally:
         soak.end()
-    print(json.dumps(soak.summary()))
-    return 0
+    print(json.dumps(soak.summary()), flush=True)
+    return ""
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ namespace {
 inline constexpr i32 kThreads = MOE_P2P_BLOCK_THREADS;
 
 // Words of `source` at the rank with this memory.
-__device__ RegionHeader* words_at(u64 data, i32 source) {
-  return region_header(partial_at(data, 0, source));
+__device__ RegionHeader* words_at(const DeviceComm& comm, u64 data, i32 source) {
+  return region_header(partial_at(comm, data, 0, source));
 }
 
 // Flags of the slots and rows that `source` sends to the rank with this memory.
-__device__ void clear_flags(u64 data, i32 source) {
+__device__ void clear_flags(const DeviceComm& comm, u64 data, i32 source) {
   for (i32 slot = 0; slot < kSteps; ++slot)
-    for (auto i = static_cast<i32>(threadIdx.x); i < kChunk; i += kThreads) {
-      st_relaxed_sys_u32(inbox_flags_at(data, slot, source) + i, 0);
-      st_relaxed_sys_u32(partial_flags_at(data, slot, source) + i, 0);
+    for (auto i = static_cast<i32>(threadIdx.x); i < chunk_of(comm); i += kThreads) {
+      st_relaxed_sys_u32(inbox_flags_at(comm, data, slot, source) + i, 0);
+      st_relaxed_sys_u32(partial_flags_at(comm, data, slot, source) + i, 0);
     }
 }
 
@@ -56,15 +56,16 @@ __global__ void __launch_bounds__(kThreads, 1) clean(const __grid_constant__ Cle
   // pass for later ones. But while one of two ranks has not cleaned, its kernels may still read or
   // store them. So the later one clears what both have at each other; at once, both do.
   for (i32 l = thread; l < kLocal; l += kThreads)
-    if (is_here(l)) st_release_sys_u64(&words_at(p.comm.data[l], self.local)->cleaning, p.round);
+    if (is_here(l))
+      st_release_sys_u64(&words_at(p.comm, p.comm.data[l], self.local)->cleaning, p.round);
   fence_sc_sys();
   __syncthreads();
   fence_sc_sys();
   for (i32 l = 0; l < kLocal; ++l) {
-    const bool later = ld_acquire_sys_u64(&words_at(own, l)->cleaning) >= p.round;
+    const bool later = ld_acquire_sys_u64(&words_at(p.comm, own, l)->cleaning) >= p.round;
     if (!is_here(l) || !__syncthreads_or(later)) continue;
-    clear_flags(own, l);
-    clear_flags(p.comm.data[l], self.local);
+    clear_flags(p.comm, own, l);
+    clear_flags(p.comm, p.comm.data[l], self.local);
   }
   begin_round(p.comm, first);
   __syncthreads();
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1) clean(const __grid_constant__ Cle
   for (i32 i = thread; i < kLocal * kSteps; i += kThreads) {
     const u64 step = first + static_cast<u64>(i / kLocal);
     if (!is_here(i % kLocal)) continue;
-    u64* word = header_word(partial_at(p.comm.data[i % kLocal], slot_of(step), self.local));
+    u64* word = header_word(partial_at(p.comm, p.comm.data[i % kLocal], slot_of(step), self.local));
     st_release_sys_u64(word, step + 1);  // pairs with wait_combine() there
   }
 }

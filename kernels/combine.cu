@@ -27,6 +27,7 @@ namespace moe_p2p {  // profilers show moe_p2p::combine
 __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     combine(const __grid_constant__ CombineParams p) {
   griddepcontrol_launch_dependents();
+  touch(p);
   griddepcontrol_wait();
   const Launch launch = Launch::ask(p.comm);
   const OpenSteps open = OpenSteps::ask(p.comm);
@@ -37,8 +38,8 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
   const auto is_valid = [&] {
     return magic == HandleMeta::kMagic && communicator == p.comm.communicator &&
-           num_chunks == p.num_chunks && num_slots == p.num_slots &&
-           (p.empty || !(receives || p.topk_weights) || num_rows == p.num_rows);
+           num_chunks == num_chunks_of(p) && num_slots == p.num_slots &&
+           (is_empty(p) || !(receives || p.topk_weights) || num_rows == p.num_rows);
   };
   // Otherwise the handle's contents may be stale.
   const auto is_trusted = [&] { return is_valid() && !launch.is_late(); };
@@ -48,41 +49,41 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     // The step of its dispatch if that is open, otherwise steps of its own, each with an empty
     // dispatch.
     const bool ends_pair = valid && sends && open.closed_by(launch.number(), meta.first_step);
-    const bool opens = sends && !p.empty && !ends_pair;
+    const bool opens = sends && !is_empty(p) && !ends_pair;
     const u64 first = !sends ? combined_step(p) : opens ? launch.next_step() : meta.first_step;
     if (Launch::opens()) {
-      launch.open(p.comm, opens ? p.num_chunks : 0);
+      launch.open(p.comm, opens ? num_chunks_of(p) : 0);
       if (ends_pair)
         st_relaxed_sys_u64(&open_steps(p.comm)[slot_of(first)].closer, launch.number() + 1);
       if (sends && !receives && valid) combined_step(p) = first;
-      if (!valid && !p.empty)
+      if (!valid && !is_empty(p))
         raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
                     communicator);
     }
     // A release without an open dispatch has nothing to do.
-    const bool good = is_trusted() && (!p.empty || ends_pair);
+    const bool good = is_trusted() && (!is_empty(p) || ends_pair);
     return {launch.join(p.comm, Phase::kCombine, good), first, opens};
   };
-  if (role.send >= 0 && !p.empty) {
+  if (role.send >= 0 && !is_empty(p)) {
     way::combine_send(p, role.send, is_trusted, begin);
   } else if (const Begun begun = begin(); role.recv >= 0) {
     way::combine_recv(p, begun, role.recv);
   } else if (begun.good && role.relay) {
     const u64 first = begun.first_step;
-    if (sends && !p.empty && relay_says_read(p, begun.opens)) {
+    if (sends && !is_empty(p) && relay_says_read(p, begun.opens)) {
       // Always chunk 0: combines of several chunks open steps of their own, in the other branch.
       say_chunk_read({p, Self(p.comm), HandleArrays(p)}, first, 0);
     }
-    relay(p.comm, first, p.num_chunks,
+    relay(p.comm, first, num_chunks_of(p),
           {.free = begun.opens,
-           .dispatch = begun.opens || p.empty,
+           .dispatch = begun.opens || is_empty(p),
            .weights = sends && p.topk_weights,
            .combine = receives});
-    if (kRelayEnds && receives)
+    if (relay_ends(p) && receives)
       // Later chunks have overwritten the headers of earlier ones.
-      for (i32 chunk = max(0, p.num_chunks - kSteps); chunk < p.num_chunks; ++chunk)
+      for (i32 chunk = max(0, num_chunks_of(p) - kSteps); chunk < num_chunks_of(p); ++chunk)
         end_step(p, Self(p.comm), first + static_cast<u64>(chunk));
-  } else if (begun.good) {
+  } else if (!kPlain && begun.good) {
     send_release(p, begun.first_step);
   }
   Launch::end(p.comm);

@@ -55,7 +55,7 @@ __device__ inline void copy(const CopyRequest& request, i32 thread) {
   const bool whole = (request.to | request.from) % sizeof(Vec) == 0;
   const u64 num_vecs = whole ? request.bytes / sizeof(Vec) : 0;
   for (u64 first = 0; first < num_vecs; first += kVecsAtOnce * kThreads) {
-    Vec vec[kVecsAtOnce];
+    Vec vec[kVecsAtOnce] = {};  // else all are kept from turn to turn
     const auto at = [&](i32 j) { return first + static_cast<u64>(j * kThreads + thread); };
 #pragma unroll
     for (i32 j = 0; j < kVecsAtOnce; ++j)

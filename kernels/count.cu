@@ -61,8 +61,10 @@ __device__ inline void count(const CountParams& p, i32* counts) {
       u64 ranks = 0;
       if (token < p.num_tokens) {
         ranks = ranks_of(p, token, first, first == 0 ? per_expert : nullptr);
-        char* in_rank = p.in_rank.get() + static_cast<i64>(token) * p.num_ranks + first;
-        for (i32 r = 0; r < ranks_here; ++r) in_rank[r] = static_cast<char>(ranks >> r & 1);
+        if (p.in_rank) {
+          char* in_rank = p.in_rank.get() + static_cast<i64>(token) * p.num_ranks + first;
+          for (i32 r = 0; r < ranks_here; ++r) in_rank[r] = static_cast<char>(ranks >> r & 1);
+        }
       }
       __syncwarp();
       count_sets(ranks, ranks_here, 1, counts + first, lane);
@@ -85,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kCountThreads, 1)
   if (!given) count(p, counts);
   const auto store = [&](const DevicePtr<i32>& to, const i32* from, i32 num, i32* host) {
     for (i32 i = thread; i < num; i += kCountThreads) {
-      if (!given) to[i] = from[i];
+      if (!given && to) to[i] = from[i];
       if (host) host[i] = given ? to[i] : from[i];
     }
   };

@@ -1,4 +1,7 @@
-"""`python -m moe_p2p bench | compile | demo | doctor | model | plan | store`; see --help."""
+"""`python -m moe_p2p accuracy | bench | compile | demo | doctor | model | plan | store | tune`.
+
+Each has a --help.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ import signal
 import sys
 
 COMMANDS = {
+    "accuracy": (
+        "moe_p2p.tools.accuracy",
+        "errors of sums whose partial sums travel in other types, and their bytes",
+    ),
     "bench": ("moe_p2p.tools.bench.command", "correctness, then latency and bytes on the wire"),
     "compile": (
         "moe_p2p.tools.compile_kernels",
@@ -26,12 +33,16 @@ COMMANDS = {
         "memory of every region for given shapes; --kv: a KV transfer; --weights: an update",
     ),
     "store": ("moe_p2p.tools.store", "serve the store in which engines' KV workers meet"),
+    "tune": (
+        "moe_p2p.tools.tune.command",
+        "measure this machine once: launch shapes, bulk, parts, NICs; found by itself",
+    ),
 }
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
-        lines = [f"  {name:7} {about}" for name, (_, about) in COMMANDS.items()]
+        lines = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
         usage = "\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS]", "", *lines])
         if arguments and arguments[0] in ("-h", "--help"):
             print(usage)

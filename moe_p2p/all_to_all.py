@@ -36,11 +36,15 @@ from moe_p2p.options import (
     WITH_SOURCE,
     WITH_WAIT_TICKS,
     ZERO_PADDING,
+    CombineDtype,
     DispatchForm,
     DispatchOptions,
     RowLayout,
     SumOrder,
+    partials_bits,
+    partials_from,
     sum_order_bits,
+    sum_order_of,
 )
 
 _ops = torch.ops.moe_p2p
@@ -182,6 +186,7 @@ class AllToAll(Halves):
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
         order: SumOrder = "ranks",
+        combine_dtype: CombineDtype | None = None,
         with_wait_ticks: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -198,6 +203,7 @@ class AllToAll(Halves):
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
         order: SumOrder = "ranks",
+        combine_dtype: CombineDtype | None = None,
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
@@ -213,6 +219,7 @@ class AllToAll(Halves):
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
         order: SumOrder = "ranks",
+        combine_dtype: CombineDtype | None = None,
         with_wait_ticks: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Adds up each token's rows at its own rank, in fp32 and in one order, and returns [T, H].
@@ -230,6 +237,10 @@ class AllToAll(Halves):
             On one node also "topk": the sum of a rank at the last k of its experts, and "rows":
             rows travel one by one, unweighted, each is added at its k; that takes combine_rows of
             the configuration. By rank, "rows" is "topk". Not with out.
+        combine_dtype: of the partial sums that travel. None: out_dtype. "int10": 10-bit integers
+            with a scale for each 32 values, two thirds of bfloat16's bytes and about its error; for
+            H of whole blocks, order "ranks", without gradients. "int10_nodes": what goes from node
+            to node only. A block that holds an inf or a NaN arrives as NaN. Alike on all ranks.
         with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
         Rows of x past num_tokens give zeros, plus bias. Differentiable in y, bias and the
@@ -251,7 +262,8 @@ class AllToAll(Halves):
             out,
             with_wait_ticks,
             grad,
-            sum_order_bits(order) if order != "ranks" else 0,
+            (sum_order_bits(order) if order != "ranks" else 0)
+            | (0 if combine_dtype is None else partials_bits(combine_dtype)),
         )
 
     def combine_with(
@@ -270,17 +282,20 @@ class AllToAll(Halves):
     ) -> Tensor | tuple[Tensor, ...]:
         """Runs a combine that `combine` has checked. grad: autograd records it.
 
-        order: options.sum_order_bits().
+        order: options.sum_order_bits(), with partials_bits().
         """
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
-            errors.require(not order, "out is given, which takes sums in order='ranks' only")
+            in_order = not sum_order_of(order)
+            errors.require(in_order, "out is given, which takes sums in order='ranks' only")
             out_dtype = out.dtype
         sum_dtype = y.dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
         options |= order
+        if grad and partials_from(order):
+            raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)
         if self._device is not None:
             self._prepare_combine(y.dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
@@ -292,7 +307,7 @@ class AllToAll(Halves):
         given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
         try:
             if out is not None:
-                _COMBINE_OUT(*given, max_tokens, out, scalars, ticks)
+                _COMBINE_OUT(*given, max_tokens, out, scalars, ticks, partials_from(order))
                 return with_more(out, scalars, ticks)
             out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(
                 *given,

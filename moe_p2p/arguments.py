@@ -36,6 +36,10 @@ NO_OUT_GRADIENT = (
     "an input of combine requires grad, but with `out` it is not differentiable; leave out `out`, "
     "or use torch.no_grad()"
 )
+NO_INT10_GRADIENT = (
+    "an input of combine requires grad, but with combine_dtype it is not differentiable; leave out "
+    "combine_dtype, or use torch.no_grad()"
+)
 NO_LATE_GRADIENT = (
     "{} requires grad, but a combine that is given topk_weights is not differentiable; give them "
     "to dispatch, or use torch.no_grad()"

@@ -19,29 +19,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import env, errors, ops
+from moe_p2p import env, errors, ops, tuned
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.engine import Engine
-from moe_p2p.gpu.kernels import DeviceSide, Partners
-from moe_p2p.gpu.prepared import refuse_capture, usual_calls
+from moe_p2p.gpu.kernels import DeviceSide
+from moe_p2p.gpu.partners import partners_of
+from moe_p2p.gpu.prepared import combines_of, dispatches_of, refuse_capture, usual_calls
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.options import (
     QUANTIZE,
-    SUM_ORDER_SHIFT,
+    CombineDtype,
     DispatchOptions,
     SumOrder,
     gradient_of,
-    sum_order_bits,
+    partials_from,
+    sum_order_of,
 )
-from moe_p2p.rendezvous import shared_memory
+from moe_p2p.rendezvous import mirror, shared_memory
 from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
-from moe_p2p.rendezvous.bootstrap import Bootstrap
 from moe_p2p.transfers import NicCounters, bytes_from, tensor_from
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -89,12 +92,11 @@ class Communicator(NotCopied):
             config.check_beside_engine()
         if config.on_gpu:
             refuse_capture("a communicator of this shape is not made: make it, or a call,")
-        meeting = Bootstrap(
-            group_or_store, rank=rank, world_size=world_size, timeout_s=config.timeout_s
-        )
+        meeting = mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self._masks = self._make_masks(masked)
+        self._tuned = tuned.find()
         with meeting, shared_memory.explained(self._shared_memory):
             own_engine = engine is None
             self.engine = self._choose_engine(meeting, engine)
@@ -115,11 +117,11 @@ class Communicator(NotCopied):
             )
             try:
                 address = bytes_from(call(_ops.all_to_all_address.default, self._comm))
-                addresses = meeting.exchange(address, "the addresses")
+                addresses = meeting.exchange(address, mirror.ADDRESSES)
                 call(
                     _ops.all_to_all_connect.default,
                     self._comm,
-                    [tensor_from(data) for data in addresses],
+                    [tensor_from(data, "address") for data in addresses],
                 )
                 if self._device is not None:
                     self._device.use_signals()
@@ -133,7 +135,7 @@ class Communicator(NotCopied):
     def _shared_memory(self) -> str:
         """Returns what the communicator needs of /dev/shm, in a sentence."""
         made = getattr(self, "engine", None)  # an engine that is not yet made has software NICs
-        software = made is None or made.provider == "loopback"
+        software = made is None or made.provider in transport.SOFTWARE
         num_nics = (self.config.nics_per_rank or 2) if made is None else made.num_nics
         local = getattr(self, "ranks_per_node", self.config.ranks_per_node or self.world_size)
         sizes = shared_memory.of_a_rank(
@@ -168,9 +170,10 @@ class Communicator(NotCopied):
         return given, on_host if self._on_gpu else given
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
-        config, num_local = self.config, self.ranks_per_node
+        num_local = self.ranks_per_node
         if not self._on_gpu:
             return None
+        config = self._shared.on_gpu(self.config, self.world_size, num_local)
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
         keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
@@ -178,8 +181,6 @@ class Communicator(NotCopied):
         def among_node(data: bytes) -> list[bytes]:
             return meeting.exchange(data, "fabric handles")[first : first + num_local]
 
-        # Only software NICs write through a mapping of the peer's memory.
-        windows = num_nodes > 1 and self.engine.provider == "loopback"
         return DeviceSide(
             self._comm,
             config,
@@ -188,13 +189,10 @@ class Communicator(NotCopied):
             ranks_per_node=num_local,
             key=keys[first].decode(),
             world=int(keys[0][:15], 16) | 1,
-            partners=Partners(
-                node, num_nodes, f"{keys[local].decode()}.partners", self.engine.num_nics
-            )
-            if windows
-            else None,
+            partners=partners_of(self.engine, node, num_nodes, keys[local].decode()),
             exchange=among_node if env.fabric() else None,
             masks=self._masks,
+            chosen=self._shared.chosen(self._tuned),
         )
 
     def _choose_engine(self, meeting: Bootstrap, given: Engine | None) -> Engine:
@@ -204,8 +202,13 @@ class Communicator(NotCopied):
             mine = transport.choose(config.transport, nics=config.nics)
         else:
             mine = transport.Choice(given.provider, "an engine was given", automatic=False)
-        offer = Offer(call(_ops.host_identity.default), mine)
+        name = tuned.transport_name(
+            mine.provider, config.provider_settings if given is None else given.opening.settings
+        )
+        shared = self._tuned.shared(name, str(config.device))
+        offer = Offer(call(_ops.host_identity.default), mine, shared)
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
+        self._shared = tuned.Shared.of(offers[0].tuned)
         choice = agree_on_transport(offers, config.ranks_per_node)
         if given is not None:
             return given
@@ -226,9 +229,9 @@ class Communicator(NotCopied):
         return engine
 
     def _create(self, meeting: Bootstrap) -> int:
-        config = self.config
+        config = self._shared.with_parts(self.config)
         facts = Facts(
-            fields=config.agreed() | {"world_size": str(self.world_size)},
+            fields=config.agreed(self._shared.bulk) | {"world_size": str(self.world_size)},
             host=call(_ops.host_identity.default),
             next_communicator=self.engine.next_communicator,
         )
@@ -251,6 +254,7 @@ class Communicator(NotCopied):
             wait=config.wait,
             num_threads=num_threads,
             on_device=int(self._on_gpu),
+            arrival_flags=config.arrival_flags,
         )
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
@@ -273,6 +277,11 @@ class Communicator(NotCopied):
     def closed(self) -> bool:
         """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
+
+    @property
+    def arrival_flags(self) -> str:
+        """How arrivals from other nodes are seen: "write", "gdrcopy", "relay"; else "none"."""
+        return str(_ops.all_to_all_arrival_flags.default(self._comm))
 
     @property
     def broken(self) -> str:
@@ -367,6 +376,7 @@ class Communicator(NotCopied):
         y_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         order: SumOrder = "ranks",
+        combine_dtype: CombineDtype | None = None,
         row_bytes: int = 0,
     ) -> None:
         """Compiles and loads, side by side, the kernels of dispatches with each of these options
@@ -377,24 +387,14 @@ class Communicator(NotCopied):
         UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
 
         x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
-        y_dtype, out_dtype, order: of combine; None: the widest combined, and y_dtype.
+        y_dtype, out_dtype, order, combine_dtype: of combine; None: the widest combined, y_dtype.
 
         Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
         """
-        ordered = sum_order_bits(order) > 0
-        errors.require(
-            (row_bytes > 0) == (x_dtype == torch.uint8),
-            f"row_bytes is {row_bytes} and x_dtype {x_dtype}: give row_bytes with torch.uint8, "
-            "and only then",
-        )
-        if self._device is None:
-            return
-        x_dtype = self.config.dtype if x_dtype is None else x_dtype
-        y_dtype = self.config.widest_combine_dtype if y_dtype is None else y_dtype
-        self._device.prepare(
-            [(x_dtype, each.number, row_bytes) for each in options],
-            [(y_dtype, y_dtype if out_dtype is None else out_dtype, ordered)],
-        )
+        dispatches = dispatches_of(self.config, options, x_dtype, row_bytes)
+        combines = combines_of(self.config, y_dtype, out_dtype, order, combine_dtype)
+        if self._device is not None:
+            self._device.prepare(dispatches, combines)
 
     @_when_traced
     def _prepare_dispatch(
@@ -412,15 +412,15 @@ class Communicator(NotCopied):
     ) -> None:
         if self._device is None:
             return
-        self._device.prepare_combine(y_dtype, out_dtype, options >> SUM_ORDER_SHIFT > 0)
+        self._device.prepare_combine(
+            y_dtype, out_dtype, sum_order_of(options) > 0, partials_from(options)
+        )
         if trains:
             self._device.prepare_dispatch(out_dtype, gradient_of(options))
 
     def close(self) -> None:
-        """Idempotent. Each rank closes by itself; what it has sent still arrives.
-
-        Does nothing in a child forked from the process that made it.
-        """
+        """Idempotent. Each rank closes by itself; what it has sent still arrives. Does nothing in a
+        child forked from the process that made it."""
         self._closing()
 
     def __enter__(self) -> Self:

@@ -14,16 +14,18 @@ from typing import Any, Literal, get_args
 import torch
 
 from moe_p2p import env, errors, ops
-from moe_p2p.gpu.launch_shape import few, flags_itself
+from moe_p2p.gpu.launch_shape import BulkSteps, few, flags_itself
 from moe_p2p.nics.transport import MAX_NICS, setting, shared_settings, without
 from moe_p2p.texts import numbers_of, settings_text
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_PART_BYTES = 2 << 20
 MAX_RANKS = 8192
 MAX_CPUS = 1 << 16
 Wait = Literal["spin", "yield", "sleep"]
+ArrivalFlags = Literal["auto", "write", "gdrcopy", "relay"]
 _CPU = torch.device("cpu")
 _DEVICES = ("cpu", "cuda")
 _CPU_KEY = "proxy_cpu"  # of transport_settings: read here, no provider sees it
@@ -141,6 +143,7 @@ class AllToAllConfig(EngineConfig):
     extra_bytes: bytes of all extras of one token, each rounded up to 16.
     part_bytes: between nodes, what a step sends leaves in up to four parts of at least so many
         bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
+        None: what `python -m moe_p2p tune` has measured on rank 0's machine, else 2 MiB.
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
     ranks_per_node: L, at most 64. None: ranks with the same host; they must be consecutive.
@@ -149,6 +152,11 @@ class AllToAllConfig(EngineConfig):
         or its name; kept as a torch.device.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
         but when steps have 129 to 256 tokens, all ranks have at most 48 or all have more.
+    arrival_flags: how a GPU sees what has arrived from other nodes. "write": the sender's NIC
+        stores a flag into its memory behind the data, where all NICs keep writes in order (verbs
+        with ordered_writes=1). "gdrcopy": the rank's thread stores it, where GDRCopy is installed.
+        "relay": that thread raises a word on the host, and a block of each kernel passes it on.
+        "auto": the first of them that can be. `AllToAll.arrival_flags` says which.
     mask_lost_ranks: a rank that is gone, or does not arrive within timeout_s, is masked: calls go
         on without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
 
@@ -164,13 +172,14 @@ class AllToAllConfig(EngineConfig):
     combine_dtype: torch.dtype | None = None
     combine_rows: int = 1
     extra_bytes: int = 0
-    part_bytes: int = 2 << 20
+    part_bytes: int | None = None
     steps_in_flight: int = 2
     expert_rank: tuple[int, ...] | None = None
     ranks_per_node: int | None = None
     num_threads: int | None = None
     device: torch.device | str = _CPU
     num_sms: int | None = None
+    arrival_flags: ArrivalFlags = "auto"
     mask_lost_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -199,6 +208,7 @@ class AllToAllConfig(EngineConfig):
         )
         object.__setattr__(self, "device", torch.device(self.device))
         self._check_choice("mask_lost_ranks", (False, True))
+        self._check_choice("arrival_flags", get_args(ArrivalFlags))
         errors.require(
             self.topk <= self.num_experts,
             f"topk is {self.topk}, must be at most num_experts {self.num_experts}",
@@ -242,8 +252,13 @@ class AllToAllConfig(EngineConfig):
         each = self.num_experts // world_size
         return [expert // each for expert in range(self.num_experts)]
 
-    def agreed(self) -> dict[str, str]:
-        """The fields that must be equal on all ranks, as text."""
+    @property
+    def least_part_bytes(self) -> int:
+        """part_bytes, or what None stands for where nothing was measured."""
+        return DEFAULT_PART_BYTES if self.part_bytes is None else self.part_bytes
+
+    def agreed(self, bulk: BulkSteps | None = None) -> dict[str, str]:
+        """The fields that must be equal on all ranks, as text. bulk: rank 0's; None: shipped."""
         values = {
             field.name: str(getattr(self, field.name))
             for field in dataclasses.fields(self)
@@ -254,13 +269,14 @@ class AllToAllConfig(EngineConfig):
             "combine_dtype": str(self.widest_combine_dtype),
             "transport_settings": shared_settings(self.provider_settings),
             "MOE_P2P_FABRIC": str(env.fabric()),
-            "num_sms": self._class_of_num_sms(),
+            "part_bytes": str(self.least_part_bytes),
+            "num_sms": self._class_of_num_sms(bulk),
         }
 
-    def _class_of_num_sms(self) -> str:
+    def _class_of_num_sms(self, steps: BulkSteps | None) -> str:
         """'few' or 'many' when num_sms changes the wire format, else 'any'. Equal on all ranks."""
         step, masks = self.step_tokens, self.mask_lost_ranks
-        ways = {flags_itself(step, masks=masks, bulk=bulk) for bulk in (False, True)}
+        ways = {flags_itself(step, masks=masks, bulk=bulk, steps=steps) for bulk in (False, True)}
         if not self.on_gpu or len(ways) == 1:
             return "any"
         return "few" if few(self.num_sms) else "many"
@@ -280,7 +296,7 @@ class AllToAllConfig(EngineConfig):
             "combine_item_bytes": self.widest_combine_dtype.itemsize,
             "combine_rows": self.combine_rows,
             "extra_bytes": self.extra_bytes,
-            "part_bytes": self.part_bytes,
+            "part_bytes": self.least_part_bytes,
         } | more
         if self.expert_rank is not None:
             values["expert_rank"] = list(self.expert_rank)

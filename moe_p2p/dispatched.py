@@ -90,6 +90,7 @@ class PendingCombine(NamedTuple):
     num_rows: int  # T
     out_dtype: torch.dtype
     with_scalars: bool
+    partials: int  # options.partials_of()
 
 
 def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch) -> Dispatched:

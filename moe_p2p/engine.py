@@ -18,8 +18,9 @@ Requests of a lower number go first; docs/transfer_engine.md says how long they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,11 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.awaiting import Awaiting
 from moe_p2p.config import EngineConfig
-from moe_p2p.lifetime import Closing, NotCopied
+from moe_p2p.layer_writes import LayerWrites
+from moe_p2p.lifetime import Closing, NotCopied, close_and_await
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.polling import Polling
 from moe_p2p.transfers import (
     Gate,
     Grant,
@@ -40,13 +43,17 @@ from moe_p2p.transfers import (
     Request,
     Slice,
     bytes_from,
+    checked,
+    indices,
+    rest_of,
+    table_of,
     tensor_from,
 )
 
 _ops = torch.ops.moe_p2p
 
 
-class Engine(NotCopied):
+class Engine(LayerWrites, Polling, NotCopied):
     """NICs of one GPU or CPU rank, with the thread that owns them.
 
     config: transport, NICs, settings and deadline. label: used in errors.
@@ -66,6 +73,7 @@ class Engine(NotCopied):
         share: tuple[int, int] = (0, 1),
     ) -> None:
         config = EngineConfig() if config is None else config
+        errors.require_type("config", config, EngineConfig, "an EngineConfig")
         choice = transport.choose(config.transport, nics=config.nics)
         pci = "" if gpu is None else transport.pci_of(gpu)
         self.opening = transport.open_with(
@@ -77,13 +85,14 @@ class Engine(NotCopied):
             transport.announce(label, choice, self.opening)
         self.provider = choice.provider
         self.label = label
+        self._gpu = gpu
         self.timeout_s = config.timeout_s
         self.number = int(
             call(
                 _ops.engine_create.default,
                 self.provider,
                 self.opening.num_nics,
-                self.opening.settings,
+                transport.with_row_kernel(self.provider, self.opening.settings, gpu),
                 label,
                 config.wait,
                 config.proxy_cpu,
@@ -91,10 +100,12 @@ class Engine(NotCopied):
         )
         self.num_nics = self.opening.num_nics
         self.next_communicator = 0  # numbers below it were used by communicators on this engine
-        self._closing = Closing(self, _ops.engine_close.default, self.number)
+        self._waiting: list[None] = []  # one for each thread in a call that waits
+        self._closing = Closing(
+            self, close_and_await, _ops.engine_close.default, self.number, self._waiting
+        )
         self._awaiting = Awaiting(self.number)
-        self._polled: dict[int, Request] = {}
-        self._poll_queue: int | None = None
+        Polling.__init__(self)
 
     @property
     def address(self) -> bytes:
@@ -106,16 +117,29 @@ class Engine(NotCopied):
         """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
 
-    def register(self, tensor: Tensor) -> Memory:
+    def register(self, tensor: Tensor, *, in_order: bool = False) -> Memory:
         """Lets transfers from here use a contiguous tensor, and peers write to it and read it.
 
         GPU memory of any allocator, but not managed memory; "loopback" takes memory of one GPU per
         engine. What a kernel writes must be done before `write` is called (synchronize its stream
         or event), and kernels launched after `wait_imm`, or `wait` of a read, on the tensor's GPU
-        see what arrived.
+        see what arrived. in_order: for `sever`, by NICs that have it.
         Raises InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
         """
-        return Memory(self, tensor, int(call(_ops.engine_register.default, self.number, tensor)))
+        errors.require_type("tensor", tensor, Tensor)
+        self._check_gpu(tensor.device)
+        number = call(_ops.engine_register.default, self.number, tensor, in_order)
+        return Memory(self, tensor, int(number))
+
+    def _check_gpu(self, device: torch.device) -> None:
+        """The kernel that copies for a software NIC is loaded for one GPU, and starts there."""
+        errors.require(
+            device.type != "cuda"
+            or self._gpu in (None, device.index)
+            or self.provider not in transport.SOFTWARE,
+            f"{self.label}: memory of GPU {device.index} at an engine of GPU {self._gpu}; make one "
+            f"with gpu={device.index}",
+        )
 
     def grant(self, memory: Memory, peer: str) -> Grant:
         """Lets one peer, and no other, write and read `memory` until `Grant.revoke`.
@@ -123,17 +147,29 @@ class Engine(NotCopied):
         A grant has a key of its own: give `descriptor` of it, and not of the memory, to that peer.
         peer: its name in errors. It costs a registration, so make it with the connection.
         """
-        number = int(call(_ops.engine_grant.default, self.number, memory.number))
+        lent = checked("memory", memory, Memory).number
+        number = int(call(_ops.engine_grant.default, self.number, lent))
         return Grant(memory, peer, number)
 
-    def connect(self, address: bytes, *, priority: int = 1) -> Peer:
+    def connect(self, address: bytes, *, priority: int = 1, tag: int = 0) -> Peer:
         """Connects to the engine of `address`, which need not do anything.
 
         Each call makes connections of their own, in the NIC's class for `priority` where there are
-        classes (docs/providers.md).
+        classes (docs/providers.md). tag: a number by which either end may `sever` them.
         """
-        number = call(_ops.engine_connect.default, self.number, tensor_from(address), priority)
+        data = tensor_from(address, "address")
+        number = call(_ops.engine_connect.default, self.number, data, priority, tag)
         return Peer(self, int(number))
+
+    def sever(self, tag: int, memories: Sequence[Memory], *, timeout_s: float = 1.0) -> None:
+        """The fence by queue pair, of verbs (docs/providers.md).
+
+        When it returns, nothing of connections of `tag` changes the memories any more, which were
+        registered in_order; later ones are refused. Disconnect own peers first. Raises
+        UnavailableError where a transport has no such fence, TimeoutError: call it again.
+        """
+        numbers = [checked("memories", memory, Memory).number for memory in memories]
+        call(_ops.engine_sever.default, self.number, tag, numbers, timeout_s)
 
     def resolve(self, descriptor: bytes, peer: Peer | None = None, *, priority: int = 1) -> Region:
         """The memory of `descriptor`, for transfers.
@@ -144,8 +180,8 @@ class Engine(NotCopied):
         number = call(
             _ops.engine_resolve.default,
             self.number,
-            tensor_from(descriptor),
-            None if peer is None else peer.number,
+            tensor_from(descriptor, "descriptor"),
+            None if peer is None else checked("peer", peer, Peer).number,
             priority,
         )
         return Region(self, int(number))
@@ -169,11 +205,11 @@ class Engine(NotCopied):
         number = call(
             _ops.engine_write.default,
             self.number,
-            memory.number,
+            checked("memory", memory, Memory).number,
             offset,
-            region.number,
+            checked("region", region, Region).number,
             region_offset,
-            memory.nbytes - offset if nbytes is None else nbytes,
+            rest_of(memory, offset) if nbytes is None else nbytes,
             imm,
             priority,
         )
@@ -212,13 +248,13 @@ class Engine(NotCopied):
         number = call(
             _ops.engine_write_pages.default,
             self.number,
-            memory.number,
-            region.number,
+            checked("memory", memory, Memory).number,
+            checked("region", region, Region).number,
             page_bytes,
-            pages,
+            indices("pages", pages),
             page_bytes if stride is None else stride,
             offset,
-            region_pages,
+            indices("region_pages", region_pages),
             page_bytes if region_stride is None else region_stride,
             region_offset,
             imm,
@@ -247,11 +283,11 @@ class Engine(NotCopied):
         number = call(
             _ops.engine_read.default,
             self.number,
-            memory.number,
+            checked("memory", memory, Memory).number,
             offset,
-            region.number,
+            checked("region", region, Region).number,
             region_offset,
-            memory.nbytes - offset if nbytes is None else nbytes,
+            rest_of(memory, offset) if nbytes is None else nbytes,
             priority,
         )
         return Request(self, int(number))
@@ -280,13 +316,13 @@ class Engine(NotCopied):
         number = call(
             _ops.engine_read_pages.default,
             self.number,
-            memory.number,
-            region.number,
+            checked("memory", memory, Memory).number,
+            checked("region", region, Region).number,
             page_bytes,
-            pages,
+            indices("pages", pages),
             page_bytes if stride is None else stride,
             offset,
-            region_pages,
+            indices("region_pages", region_pages),
             page_bytes if region_stride is None else region_stride,
             region_offset,
             *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
@@ -308,50 +344,16 @@ class Engine(NotCopied):
         Slice i travels on NIC i mod R and counts imm once at its peer; with by_bytes each slice is
         cut into R shards and counts it R times.
         """
-        rows = [[s.offset, s.region.number, s.region_offset, s.nbytes] for s in slices]
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 4)  # [n, 4]
+        from_, table = checked("memory", memory, Memory).number, table_of(slices)
         number = call(
-            _ops.engine_scatter.default, self.number, memory.number, table, by_bytes, imm, priority
+            _ops.engine_scatter.default, self.number, from_, table, by_bytes, imm, priority
         )
         return Request(self, number)
 
     def send_imm(self, peer: Peer, imm: int, *, priority: int = 1) -> Request:
         """Sends an immediate without bytes; counted once at the peer."""
-        return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm, priority))
-
-    def watch(self, *requests: Request) -> None:
-        """Makes `poll` return these requests once they have ended, also when they have by now.
-
-        A request is watched or awaited (`await request`), in one event loop, not both.
-        """
-        for request in requests:
-            self._polled[request.number] = request
-            try:
-                call(_ops.engine_watch.default, self.number, self._queue(), request.number)
-            except RuntimeError:
-                self._polled.pop(request.number, None)
-                raise
-
-    def poll(self, timeout_s: float = 0.0) -> list[Request]:
-        """Returns watched requests that have ended since the last call, well or not.
-
-        Waits up to timeout_s until there is one; `wait` of each returns at once, or raises what it
-        ended with. For one thread, and any number of requests.
-        """
-        ended = call(_ops.engine_take.default, self.number, self._queue(), timeout_s).tolist()
-        return [self._polled.pop(number) for number in ended]
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when `poll` has something, for `select` and the like.
-
-        Of the engine: do not read or close it.
-        """
-        return int(call(_ops.engine_queue_fd.default, self.number, self._queue()))
-
-    def _queue(self) -> int:
-        if self._poll_queue is None:
-            self._poll_queue = int(call(_ops.engine_queue.default, self.number))
-        return self._poll_queue
+        to = checked("peer", peer, Peer).number
+        return Request(self, call(_ops.engine_imm.default, self.number, to, imm, priority))
 
     def wait_imm(self, imm: int, count: int, timeout_s: float | None = None) -> int:
         """Waits until `imm` was counted `count` times in all; returns how often it was.
@@ -360,7 +362,15 @@ class Engine(NotCopied):
         TimeoutError with how many arrived, ResourceExhaustedError when all counters are taken.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        return int(call(_ops.engine_imm_wait.default, self.number, imm, count, limit))
+        return int(self._call_waiting(_ops.engine_imm_wait.default, imm, count, limit))
+
+    def _call_waiting(self, op: Callable[..., Any], *args: Any) -> Any:
+        """`call` of an op that waits, which close() waits for."""
+        self._waiting.append(None)
+        try:
+            return call(op, self.number, *args)
+        finally:
+            self._waiting.pop()
 
     def imm_value(self, imm: int) -> int:
         """Returns how often `imm` was counted so far."""
@@ -401,12 +411,6 @@ class Engine(NotCopied):
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""
         self._closing()
         self._awaiting.close()
-
-    def _forget(self, request: int) -> None:
-        try:
-            _ops.engine_forget.default(self.number, request)
-        except RuntimeError:
-            return  # closed between this check and the call
 
     def __enter__(self) -> Engine:
         if self.closed:

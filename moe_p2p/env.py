@@ -6,6 +6,10 @@ MOE_P2P_NICS                RDMA devices in rail order where a configuration nam
 MOE_P2P_CACHE               folder of compiled kernels, writable by no other user (default:
                             ~/.cache/moe_p2p; without a home directory, moe_p2p-<user id> in the
                             folder for temporary files)
+MOE_P2P_KERNEL_SETTINGS     ways of kernels that are measured beside the present ones
+                            (gpu/kernel_ways.py)
+MOE_P2P_TUNED               file of `python -m moe_p2p tune`; none: use no such file (default: one
+                            in the folder of compiled kernels, named by the machine)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
@@ -20,6 +24,7 @@ MOE_P2P_SECRET              secret by which processes trust each other over verb
 PYTHONPATH                  extended for processes that this one starts
 MOE_P2P_KV_STORE            HOST:PORT where KV workers of SGLang find each other; SGLang moves KV
                             through moe_p2p where it is set
+MOE_P2P_KV_FENCE            key or queue_pair: how KV workers take memory back (default: key)
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
@@ -32,6 +37,9 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+
+_PACKAGED = Path(__file__).resolve().parent / "gpu" / "compiled"  # of a wheel
+_one_folder = False  # use_cache_folder() was called
 
 
 def transport() -> str:
@@ -59,6 +67,11 @@ def kv_store() -> str:
     return os.environ.get("MOE_P2P_KV_STORE", "")
 
 
+def kv_fence() -> str:
+    """How KV workers take memory back where their caller does not say."""
+    return os.environ.get("MOE_P2P_KV_FENCE", "key")
+
+
 def log_level() -> str:
     """What is logged."""
     return os.environ.get("MOE_P2P_LOG", "warning")
@@ -80,8 +93,25 @@ def kernels_folder() -> Path | None:
     return Path(given) if given else None
 
 
+def kernel_settings() -> str:
+    """`part=way,...` for gpu/kernel_ways.py."""
+    return os.environ.get("MOE_P2P_KERNEL_SETTINGS", "")
+
+
+def tuned_file() -> str:
+    """Path of what `tune` has measured; empty: the machine names it; "none": nothing."""
+    return os.environ.get("MOE_P2P_TUNED", "")
+
+
+def packaged_kernels() -> Path | None:
+    """The folder of kernels that came with the package (`make wheel`); None: it is not used."""
+    return None if _one_folder else _PACKAGED
+
+
 def use_cache_folder(folder: Path) -> None:
     """Makes `folder` the only one of compiled kernels, in this process."""
+    global _one_folder
+    _one_folder = True
     os.environ["MOE_P2P_CACHE"] = str(folder)
     os.environ.pop("MOE_P2P_KERNELS", None)
 

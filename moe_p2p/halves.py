@@ -16,7 +16,15 @@ from moe_p2p.communicator import Communicator
 from moe_p2p.default_device import unaffected, without_default_device
 from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_outputs
 from moe_p2p.ops import call
-from moe_p2p.options import COPY_TOPK, DispatchForm, DispatchOptions, RowLayout
+from moe_p2p.options import (
+    COPY_TOPK,
+    CombineDtype,
+    DispatchForm,
+    DispatchOptions,
+    RowLayout,
+    partials_bits,
+    partials_of,
+)
 
 _ops = torch.ops.moe_p2p
 
@@ -160,8 +168,10 @@ class Halves(Communicator):
         out_dtype: torch.dtype | None = None,
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
+        combine_dtype: CombineDtype | None = None,
     ) -> PendingCombine:
         """The first half of combine: returns once y may be overwritten. Not differentiable."""
+        partials = partials_of(combine_dtype)
         row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
         if torch.is_grad_enabled():
             arguments.refuse_gradient(
@@ -171,7 +181,7 @@ class Halves(Communicator):
             raise errors.wrong_type("y", y)
         dtype = y.dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, _ = dispatched.call
-        self._prepare_combine(y.dtype, dtype, options, False)
+        self._prepare_combine(y.dtype, dtype, options | partials_bits(combine_dtype), False)
         call(
             _ops.combine_send.default,
             self._comm,
@@ -182,9 +192,10 @@ class Halves(Communicator):
             topk_weights,
             dtype,
             max_tokens,
+            partials,
         )
         num_rows = dispatched.topk_idx.shape[0]
-        return PendingCombine(handle, num_rows, dtype, row_scalars is not None)
+        return PendingCombine(handle, num_rows, dtype, row_scalars is not None, partials)
 
     @overload
     def combine_recv(
@@ -229,7 +240,8 @@ class Halves(Communicator):
             pending.handle, num_rows, pending.with_scalars, with_wait_ticks
         )
         terms = [] if bias is None else arguments.bias_list(bias)
-        call(_ops.combine_recv.default, self._comm, pending.handle, out, scalars, terms, ticks)
+        given = (pending.handle, out, scalars, terms, ticks, pending.partials)
+        call(_ops.combine_recv.default, self._comm, *given)
         return with_more(out, scalars, ticks)
 
     def release(self, given: Dispatched | PendingDispatch) -> None:

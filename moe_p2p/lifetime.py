@@ -7,14 +7,31 @@ child nor a copy can share.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+# Seconds until close() goes on without threads that wait. Too short: the end of a busy program may
+# call std::terminate. Reached where a signal's handler closes an engine that its thread waits for.
+COME_BACK_S = 1.0
 
 
 def _unless_forked(pid: int, close: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if os.getpid() == pid:
         close(*args)
+
+
+def close_and_await(close: Callable[[int], object], number: int, waiting: list[None]) -> None:
+    """Calls close(number), then lets the threads that it wakes come back, one of `waiting` each.
+
+    At the end of a program: a thread that comes back from C++ when the interpreter has ended calls
+    std::terminate.
+    """
+    close(number)
+    ends = time.monotonic() + COME_BACK_S
+    while waiting and time.monotonic() < ends:
+        time.sleep(0.001)
 
 
 class Closing:

@@ -247,7 +247,17 @@ for _name in (
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_gather_counts")(_fake_gather_counts)
-for _name in ("register", "connect", "resolve", "scatter", "write_pages", "read", "read_pages"):
+for _name in (
+    "register",
+    "connect",
+    "resolve",
+    "scatter",
+    "write_pages",
+    "write_all",
+    "write_layers",
+    "read",
+    "read_pages",
+):
     torch.library.register_fake(f"moe_p2p::engine_{_name}")(_fake_number)
 
 

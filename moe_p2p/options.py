@@ -15,21 +15,25 @@ from moe_p2p import errors
 
 RowLayout = Literal["padded", "grouped", "by_rank"]
 SumOrder = Literal["ranks", "topk", "rows"]
+CombineDtype = Literal["int10", "int10_nodes"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
 LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/shape.h has the same order
 SUM_ORDERS: tuple[str, ...] = get_args(SumOrder)
+COMBINE_DTYPES: tuple[str, ...] = get_args(CombineDtype)
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
 PADDED, GROUPED, BY_RANK = range(3)
+INT10_NODES = 1 + COMBINE_DTYPES.index("int10_nodes")
+INT10_BLOCK = 32  # values that share a scale
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _MAX_ALIGNMENT = (1 << 31) - 1
 
 # The bits. The layout is in the lowest two, the scale format in the next two, above all flags the
-# alignment, and above it the order of a combine's sums.
+# alignment, and above it the order of a combine's sums and the type of what it sends.
 LAYOUT_MASK = 3
 _SCALE_FORMAT_SHIFT = 2
 QUANTIZE, COLUMN_SCALES, ZERO_PADDING, SOLO = 1 << 4, 1 << 5, 1 << 6, 1 << 7
 WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1 << 8, 1 << 9, 1 << 10, 1 << 11
-_ALIGNMENT_SHIFT, DROP, SUM_ORDER_SHIFT = 12, 1 << 43, 44
+_ALIGNMENT_SHIFT, DROP, _SUM_ORDER_SHIFT, _PARTIALS_SHIFT = 12, 1 << 43, 44, 46
 _ALIGNMENT_MASK = _MAX_ALIGNMENT << _ALIGNMENT_SHIFT
 _FLAGS = {
     "quantize": QUANTIZE,
@@ -61,7 +65,29 @@ def gradient_of(number: int) -> int:
 
 def sum_order_bits(order: str) -> int:
     """What is added to the number of a dispatch for a combine in this order."""
-    return _position(order, "order", SUM_ORDERS) << SUM_ORDER_SHIFT
+    return _position(order, "order", SUM_ORDERS) << _SUM_ORDER_SHIFT
+
+
+def partials_of(combine_dtype: str | None) -> int:
+    """What travels (kernels/abi/shape.h, Partials): 0, the type of the result, or int10."""
+    if combine_dtype is None:
+        return 0
+    return 1 + _position(combine_dtype, "combine_dtype", COMBINE_DTYPES)
+
+
+def partials_bits(combine_dtype: str | None) -> int:
+    """What is added to the number of a dispatch for a combine that sends this type."""
+    return partials_of(combine_dtype) << _PARTIALS_SHIFT
+
+
+def sum_order_of(number: int) -> int:
+    """A position in SUM_ORDERS."""
+    return number >> _SUM_ORDER_SHIFT & 3
+
+
+def partials_from(number: int) -> int:
+    """partials_of() what partials_bits() was given."""
+    return number >> _PARTIALS_SHIFT
 
 
 def variant_of(number: int) -> int:

@@ -24,13 +24,16 @@ from torch import Tensor
 from moe_p2p import arguments, errors, serving_steps
 from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.ops import call
+from moe_p2p.dispatched import new_tuple
+from moe_p2p.ops import call, raise_typed
 from moe_p2p.options import DispatchOptions
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
-from moe_p2p.rendezvous.bootstrap import Bootstrap, store_of
-from moe_p2p.row_counts import Given
+from moe_p2p.rendezvous.bootstrap import store_of
+from moe_p2p.rendezvous.mirror import meet
+from moe_p2p.row_counts import Given, HostSizes
 
 _ops = torch.ops.moe_p2p
+_COUNTED, _CHECK = _ops.dispatch_counted.default, _ops.all_to_all_check.default
 TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
 # AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
@@ -64,33 +67,36 @@ class ReleasingAllToAll(AllToAll):
         *,
         alignment: int,
         max_tokens: int = -1,
-    ) -> tuple[tuple[Any, ...], Tensor, list[int]]:
+    ) -> tuple[tuple[Any, ...], HostSizes]:
         """Waits for the counts of all ranks, and makes exactly as many rows. Without gradients.
 
         given: this rank's counts. alignment: of the rows of an expert that are counted.
-        max_tokens: bound on T of all ranks; -1: the largest, which the counts tell.
+        max_tokens: bound on T of all ranks; -1: the largest, which the ranks' hosts tell.
 
-        Returns the fields of a Dispatched, the counts of all ranks and the sizes that follow from
-        them (row_counts.extent_of).
+        Returns the fields of a Dispatched, and the sizes that follow from the counts.
         """
-        self._prepare_dispatch(x.dtype, options.number, False, arguments.bytes_of_rows(x))
-        *made, gathered, sizes = call(
-            _ops.dispatch_counted.default,
-            self._comm,
-            options.number,
-            x,
-            scales,
-            topk_idx,
-            topk_weights,
-            max_tokens,
-            alignment,
-            given.host,
-            given.number,
-        )
-        bound = sizes[1] if max_tokens < 0 else max_tokens
-        number, has_scales = options.number, scales is not None
+        number = options.number
+        if self._device is not None:
+            self._prepare_dispatch(x.dtype, number, False, arguments.bytes_of_rows(x))
+        try:
+            *made, gathered, sizes, tokens, bound, grouped = _COUNTED(
+                self._comm,
+                number,
+                x,
+                scales,
+                topk_idx,
+                topk_weights,
+                max_tokens,
+                alignment,
+                given.kernel,
+                given.host,
+                given.number,
+            )
+        except RuntimeError as error:
+            raise_typed(error)
         capacity = made[0].shape[0]
-        return fields_of(made, number, topk_idx, has_scales, bound, capacity), gathered, sizes
+        fields = fields_of(made, number, topk_idx, scales is not None, bound, capacity)
+        return fields, new_tuple(HostSizes, (tokens, bound, grouped, sizes, gathered))
 
 
 def _fake_dispatch_counted(*_: object) -> None:
@@ -127,6 +133,7 @@ class AllToAllPool:
         hosts = self.meet("the hosts", call(_ops.host_identity.default))
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
+        self._comms: list[int] = []  # numbers of those, for check()
         self._limited_bytes = 0  # bytes of the AllToAlls made with a limit
         serving_steps.end_with_check(self)
 
@@ -157,6 +164,7 @@ class AllToAllPool:
             made = self._made[key] = ReleasingAllToAll(
                 self._store, config, rank=self.rank, world_size=self.world_size, masked=masked
             )
+            self._comms = [*self._comms, made._comm]
             if limit_bytes:
                 self._limited_bytes += self._size(config)
         return made
@@ -214,16 +222,15 @@ class AllToAllPool:
 
     def meet(self, what: str, text: str = "") -> list[str]:
         """Waits for all ranks; returns the text of each. `what` names the wait in errors."""
-        meeting = Bootstrap(
-            self._store, rank=self.rank, world_size=self.world_size, timeout_s=self.timeout_s
-        )
-        with meeting:
+        with meet(self._store, self.rank, self.world_size, timeout_s=self.timeout_s) as meeting:
             return [data.decode() for data in meeting.exchange(text.encode(), what)]
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
-        comms = [made._comm for made in tuple(self._made.values())]
-        call(_ops.all_to_all_check.default, comms)
+        try:
+            _CHECK(self._comms)
+        except RuntimeError as error:
+            raise_typed(error)
 
     def check_others(self) -> None:
         """check() for callers that check their own AllToAll anyway: skips if it is the only one."""
@@ -247,9 +254,14 @@ class AllToAllPool:
             if self.keeps_masking:
                 made.clean_masks()
             else:
-                self._made.pop(key).close()
+                self._close(key)
 
     def close(self) -> None:
         """Closes all AllToAlls. Idempotent; not collective."""
         while self._made:
-            self._made.popitem()[1].close()
+            self._close(next(reversed(self._made)))
+
+    def _close(self, key: tuple[AllToAllConfig, bool]) -> None:
+        made = self._made.pop(key)
+        self._comms = [number for number in self._comms if number != made._comm]
+        made.close()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_p2p.dispatched import new_tuple
 from moe_p2p.gpu import jit
 from moe_p2p.ops import call
 
@@ -53,7 +54,8 @@ def count_routing(
         host,
         number,
     )
-    return RoutingCounts(per_rank, per_node if num_nodes else None, per_expert, in_rank)
+    counts = (per_rank, per_node if num_nodes else None, per_expert, in_rank)
+    return new_tuple(RoutingCounts, counts)
 
 
 def count_kernel(device: int, num_counts: int) -> int:

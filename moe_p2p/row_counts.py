@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import collections
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
+from moe_p2p.dispatched import new_tuple
 from moe_p2p.ops import call
 from moe_p2p.routing_counts import RoutingCounts, count_kernel, count_routing
 
@@ -38,11 +39,18 @@ class Given(NamedTuple):
 
     host: int  # address of [W + E + 2] int32: per rank, per expert, T, the number of the call
     number: int
+    # What the op that waits for the counts counts before it does; None, -1: that was done.
+    topk_idx: Tensor | None = None
+    kernel: int = -1
 
     def gather(self, all_to_all: AllToAll, num_counts: int) -> Tensor:
         """Returns the first num_counts of every rank, [W, num_counts], on the host. Collective."""
-        agreed = call(_AGREE, all_to_all._comm, num_counts, self.host, self.number, 1)
-        return agreed[0]  # type: ignore[no-any-return]
+        return self._agree(all_to_all, num_counts, 1)[0]  # type: ignore[no-any-return]
+
+    def _agree(self, all_to_all: AllToAll, num_counts: int, alignment: int) -> Any:
+        host, number, topk_idx, kernel = self
+        comm = all_to_all._comm
+        return call(_AGREE, comm, topk_idx, kernel, num_counts, host, number, alignment)
 
 
 class HostCounts:
@@ -81,12 +89,12 @@ class HostCounts:
     def given(self, per_rank: Tensor, per_expert: Tensor, num_tokens: int) -> Given:
         """Gives these counts to the host, if count() has not. Runs on the current stream.
 
-        Raises InvalidArgumentError while a graph is captured.
+        Raises InvalidArgumentError while a graph is captured, as what waits for the counts does.
         """
-        errors.require(not capturing(per_expert), _CAPTURED)
         for known in self._latest:
             if known and known[0] is per_rank and known[1] is per_expert and known[2] == num_tokens:
                 return known[3]
+        errors.require(not capturing(per_expert), _CAPTURED)
         num_counts = per_rank.shape[0] + per_expert.shape[0]
         given = self._new(per_expert, num_counts + 2)
         kernel = count_kernel(per_expert.get_device(), num_counts)
@@ -96,11 +104,13 @@ class HostCounts:
         return given
 
     def of(self, topk_idx: Tensor, num_experts: int, num_ranks: int) -> Given:
-        """Counts, and gives the counts to the host."""
-        made = self.count(topk_idx, num_experts, num_ranks)
-        return self.given(made.num_tokens_per_rank, made.num_tokens_per_expert, topk_idx.shape[0])
+        """Has the op that waits for these counts make them, for the host alone."""
+        kernel = count_kernel(topk_idx.get_device(), num_ranks + num_experts)
+        return self._new(topk_idx, num_ranks + num_experts + 2, topk_idx, kernel)
 
-    def _new(self, like: Tensor, size: int) -> Given:
+    def _new(
+        self, like: Tensor, size: int, topk_idx: Tensor | None = None, kernel: int = -1
+    ) -> Given:
         words = self._words.get(size)
         if words is None:
             with torch.inference_mode(False):
@@ -110,7 +120,18 @@ class HostCounts:
             self._words[size] = words
             _kept.append(words)
         number = next(self._numbers)
-        return Given(words.data_ptr() + 4 * size * (number % _AT_ONCE), number)
+        host = words.data_ptr() + 4 * size * (number % _AT_ONCE)
+        return new_tuple(Given, (host, number, topk_idx, kernel))
+
+
+class HostSizes(NamedTuple):
+    """Sizes of a dispatch on the host, from the counts of all ranks."""
+
+    num_tokens: int  # that come to this rank, each once
+    max_tokens: int  # largest T of any rank, or a bound
+    num_grouped: int  # rows of all experts, each expert's rounded up
+    counts: Tensor  # [E_local] int32: rows of each expert, rounded up
+    gathered: Tensor  # [W, W + ..] int32: [i, j] tokens from rank i to rank j
 
 
 class Extent(NamedTuple):
@@ -118,8 +139,7 @@ class Extent(NamedTuple):
 
     num_rows: int  # R
     max_tokens: int  # largest T of any rank, or a bound
-    counts: list[int]  # tokens of each local expert, rounded up; empty if not counted
-    gathered: Tensor | None  # [W, W + ..] int32, on the host: [i, j] rows from rank i to rank j
+    gathered: Tensor | None  # HostSizes.gathered
 
     @property
     def prefix(self) -> Tensor | None:
@@ -127,28 +147,6 @@ class Extent(NamedTuple):
         if self.gathered is None:
             return None
         return self.gathered[:, : self.gathered.shape[0]].cumsum(0, dtype=torch.int32)
-
-
-def extent_of(gathered: Tensor, sizes: list[int]) -> Extent:
-    """From what torch.ops.moe_p2p.all_to_all_agree and dispatch_counted return."""
-    return Extent(sizes[0], sizes[1], sizes[2:], gathered)
-
-
-def agree_on_extent(all_to_all: AllToAll, given: Given, alignment: int) -> Extent:
-    """Returns exact sizes from the counts of all ranks. Collective.
-
-    given: HostCounts.given() of this rank's tokens. Raises InvalidArgumentError unless experts are
-    in equal blocks.
-    """
-    config = all_to_all.config
-    errors.require(
-        config.expert_rank is None,
-        "sizes are worked out for experts in equal blocks, but the configuration has expert_rank: "
-        "count rows of each rank's experts yourself and share them by gather_counts",
-    )
-    num_values = all_to_all.world_size + config.num_experts + 1
-    where = (given.host, given.number, alignment)
-    return extent_of(*call(_AGREE, all_to_all._comm, num_values, *where))
 
 
 def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Extent:
@@ -160,7 +158,7 @@ def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Ext
         f"{world_size} ranks may bring {max_tokens}: pass the largest number of tokens of any "
         "rank times the number of ranks",
     )
-    return Extent(num_worst_tokens, max_tokens, [], None)
+    return Extent(num_worst_tokens, max_tokens, None)
 
 
 def to_device(counts: Tensor, like: Tensor) -> Tensor:
@@ -181,11 +179,21 @@ class SizeExchange:
         self._host_counts = HostCounts()
 
     def ask(self, all_to_all: AllToAll, topk_idx: Tensor, *, alignment: int = 1) -> Sizes:
-        """Returns the next dispatch's sizes. Collective; each rank passes its topk_idx [T, K]."""
-        mine = self._host_counts.of(topk_idx, all_to_all.config.num_experts, all_to_all.world_size)
-        extent = agree_on_extent(all_to_all, mine, alignment)
-        counts = torch.tensor(extent.counts, dtype=torch.int32, device="cpu")
-        return Sizes(extent.max_tokens, sum(extent.counts), counts)
+        """Returns the next dispatch's sizes. Collective; each rank passes its topk_idx [T, K].
+
+        Raises InvalidArgumentError unless experts are in equal blocks.
+        """
+        config = all_to_all.config
+        errors.require(
+            config.expert_rank is None,
+            "sizes are worked out for experts in equal blocks, but the configuration has "
+            "expert_rank: count rows of each rank's experts yourself and share them by "
+            "gather_counts",
+        )
+        experts, ranks = config.num_experts, all_to_all.world_size
+        mine = self._host_counts.of(topk_idx.contiguous(), experts, ranks)
+        _, counts, _, most, rows = mine._agree(all_to_all, ranks + experts + 1, alignment)
+        return Sizes(most, rows, counts)
 
 
 def capturing(x: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,43 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-def tensor_from(data: bytes) -> Tensor:
+_Kind = TypeVar("_Kind")
+
+
+def checked(name: str, value: object, kind: type[_Kind]) -> _Kind:
+    """`value`, or InvalidArgumentError where it is no `kind`."""
+    if not isinstance(value, kind):
+        raise errors.wrong_type(name, value, f"a {kind.__name__}")
+    return value
+
+
+def indices(name: str, value: Tensor) -> Tensor:
+    errors.require_type(name, value, Tensor)  # the op's own check lets None pass
+    return value
+
+
+def rest_of(memory: Memory, offset: int) -> int:
+    """Bytes of the memory from `offset` on."""
+    nbytes = memory.nbytes
+    errors.require_type("offset", offset, int, "an int")
+    errors.require(0 <= offset <= nbytes, f"offset is {offset}, must be 0 to {nbytes}")
+    return nbytes - offset
+
+
+def table_of(slices: Sequence[Slice]) -> Tensor:
+    """[n, 4]: offset, region, offset in the region, bytes."""
+    for each in slices:
+        checked("slices", each, Slice)
+        checked("region of a slice", each.region, Region)
+        for name in ("offset", "region_offset", "nbytes"):
+            checked(f"{name} of a slice", getattr(each, name), int)
+    rows = [[s.offset, s.region.number, s.region_offset, s.nbytes] for s in slices]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 4)
+
+
+def tensor_from(data: bytes, name: str) -> Tensor:
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise errors.wrong_type(name, data, "bytes")
     # frombuffer takes no device: its tensor is the host's, whatever the default device is.
     if data:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -81,7 +117,29 @@ class Gate(NamedTuple):
     step: int
 
     def reached(self) -> bool:
-        return int(call(_ops.signals_value.default, self.signals, self.layer)) >= self.step
+        return not shut((self,))
+
+
+def shut(gates: Iterable[Gate]) -> list[Gate]:
+    """Those that are not reached. Looks once at each KVSignals, not once at each layer."""
+    values: dict[int, list[int]] = {}
+    found = []
+    for gate in gates:
+        if gate.signals not in values:
+            values[gate.signals] = call(_ops.signals_values.default, gate.signals).tolist()
+        if values[gate.signals][gate.layer] < gate.step:
+            found.append(gate)
+    return found
+
+
+class LayerPlace(NamedTuple):
+    """Where the pages of one layer begin, here and at the peer, in bytes."""
+
+    memory: Memory
+    offset: int
+    region: Region
+    region_offset: int
+    layer: int
 
 
 class Memory:
@@ -208,7 +266,7 @@ class Request:
             return
         limit = self._engine.timeout_s if timeout_s is None else timeout_s
         try:
-            call(_ops.engine_wait.default, self._engine.number, self.number, limit)
+            self._engine._call_waiting(_ops.engine_wait.default, self.number, limit)
         except errors.TimeoutError:
             raise
         except RuntimeError as error:
@@ -221,7 +279,7 @@ class Request:
             limit = self._engine.timeout_s
             ended = yield from self._engine._awaiting.ended(self.number, limit).__await__()
             if not ended and not self.done():
-                call(_ops.engine_wait.default, self._engine.number, self.number, 0.0, limit)
+                self._engine._call_waiting(_ops.engine_wait.default, self.number, 0.0, limit)
         self.wait(0)
 
     def cancel(self) -> Cancelled | None:
@@ -248,5 +306,5 @@ class Request:
         return Report(first / 1e9 if first else None, end / 1e9, *amounts)
 
     def __del__(self) -> None:
-        if not self._finished and not self._engine.closed:
+        if not self._finished:
             self._engine._forget(self.number)

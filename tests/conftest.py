@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,25 @@ from tests.progress import (  # noqa: F401  (hooks)
     pytest_xdist_make_scheduler,
 )
 from tests.support import installation
+
+os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured changes no test
+# torch.compile finds no program of an earlier run, which need not fit; processes share none.
+_compiled = tempfile.TemporaryDirectory(prefix="moe_p2p-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
+os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they lie in a folder of all runs
+
+
+def spread_over_gpus() -> None:
+    """Workers of pytest-xdist begin with another GPU each. Before the driver starts."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and gpus > 1:
+        numbers = ",".join(map(str, range(gpus)))
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+        at = int(worker.removeprefix("gw")) % len(seen)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[at:] + seen[:at])
+
+
+spread_over_gpus()
 
 
 def _why_not(item: pytest.Item) -> str | None:
@@ -39,6 +59,24 @@ def _why_not(item: pytest.Item) -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if reason := _why_not(item):
         pytest.skip(reason)
+
+
+_failed = set[str]()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _failed.add(report.nodeid)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Ends a worker of pytest-xdist whose GPU a failed test has left unusable: all of its later
+    tests would fail, and another worker takes its place."""
+    if nodeid in _failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)  # the failure has been reported
 
 
 @pytest.fixture(name="wheel", scope="session")

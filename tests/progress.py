@@ -69,6 +69,7 @@ def unit_of(nodeid: str) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--progress", action="store_true", help="lines with the time, not dots")
+    parser.addoption("--apart", action="store_true", help="a file's tests may run side by side")
     parser.addoption("--quick", action="store_true", help="without the tests that take minutes")
 
 
@@ -92,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
+            return nodeid if config.getoption("--apart") else unit_of(nodeid)
 
     config.option.loadscopereorder = False  # the order is that of the items
     return Scheduling(config, log)
@@ -129,7 +130,9 @@ class Lines:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._print(f"FAILED {_name(report.nodeid)} ({report.when})")
+            why = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
+            first = why.strip().partition("\n")[0][:200]
+            self._print(f"FAILED {_name(report.nodeid)} ({report.when}) {first}".rstrip())
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         took_s = time.monotonic() - self._running.pop(nodeid, time.monotonic())

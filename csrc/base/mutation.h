@@ -19,6 +19,8 @@ enum class Mutation {
   kFailByLeft,            // treats a partner that left as lost; sends no farewell after a failure
   kFarewellEarly,         // a rank leaves before what it has sent arrived
   kFarewellOvertakes,     // assumes that all a partner sent is here when its farewell is
+  kFlagOfOneNic,          // takes a part with the first NIC's flag, the others' shares missing
+  kFlagOfEarlierStep,     // takes the flags of the step before in the same slot
   kWeightsInEveryStep,    // takes weights for the slot's next use, whichever step has some
 };
 inline Mutation active_mutation = Mutation::kNone;

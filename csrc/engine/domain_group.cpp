@@ -74,20 +74,25 @@ bool DomainGroup::needs_gpu_flush() const noexcept {
                              [](const auto& domain) { return domain->needs_gpu_flush(); });
 }
 
+bool DomainGroup::orders_writes() const noexcept {
+  return std::ranges::all_of(domains_, [](const auto& domain) { return domain->orders_writes(); });
+}
+
 EngineAddress DomainGroup::address() const {
   EngineAddress address;
   for (const auto& domain : domains_) address.nics.push_back(domain->address());
   return address;
 }
 
-std::vector<provider::PeerId> DomainGroup::connect(const EngineAddress& address, int priority) {
+std::vector<provider::PeerId> DomainGroup::connect(const EngineAddress& address, int priority,
+                                                   uint64_t tag) {
   MOE_P2P_CHECK(!address.nics.empty(), Code::kInvalidArgument, label_,
                 ": connecting to an address without NICs");
   const auto make = [&](size_t nic) {
     const size_t remote_nic = nic % address.nics.size();
     return with_context(
         base::concat(label_, ": connecting NIC ", nic, " to NIC ", remote_nic, " of the peer"),
-        [&] { return domains_[nic]->connect_for(address.nics[remote_nic], priority); });
+        [&] { return domains_[nic]->connect_for(address.nics[remote_nic], priority, tag); });
   };
   const auto undo = [&](size_t nic, provider::PeerId peer) { domains_[nic]->disconnect(peer); };
   return all_or_none<provider::PeerId>(domains_.size(), make, undo);
@@ -125,11 +130,27 @@ void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys
   });
 }
 
-void DomainGroup::map_remote(const RemoteRegion& region, const provider::MemorySpan& local) {
+void DomainGroup::sever(uint64_t tag, platform::Deadline deadline) {
+  for (const auto& domain : domains_) domain->sever(tag, {});  // begins at all of them
+  for_all(domains_.size(), [&](size_t nic) {
+    MOE_P2P_CHECK(domains_[nic]->sever(tag, deadline), Code::kTimeout, label_,
+                  ": the queue pairs of a peer have not ended at NIC ", nic,
+                  " in time; does a thread poll it?");
+  });
+}
+
+void DomainGroup::map_remote(const RemoteRegion& region, const provider::MemorySpan& local,
+                             bool lent) {
   for_all(domains_.size(), [&](size_t nic) {
     with_context(base::concat(label_, ": mapping ", describe(local), " of a peer at NIC ", nic),
-                 [&] { domains_[nic]->map_remote(region.rails[nic].remote_key, local); });
+                 [&] { domains_[nic]->map_remote(region.rails[nic].remote_key, local, lent); });
   });
+}
+
+bool DomainGroup::lends(const RemoteRegion& region) const {
+  for (size_t nic = 0; nic < domains_.size(); ++nic)
+    if (!domains_[nic]->lends(region.rails[nic].peer, region.rails[nic].remote_key)) return false;
+  return true;
 }
 
 std::string DomainGroup::failure() const {

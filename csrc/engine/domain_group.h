@@ -29,9 +29,10 @@ class DomainGroup {
   }
 
   bool needs_gpu_flush() const noexcept;  // any NIC does
+  bool orders_writes() const noexcept;    // all NICs do
   EngineAddress address() const;
   // One id per local NIC. NIC i connects to the peer's NIC i mod its count.
-  std::vector<provider::PeerId> connect(const EngineAddress& address, int priority);
+  std::vector<provider::PeerId> connect(const EngineAddress& address, int priority, uint64_t tag);
   // Tries every NIC even when one of them fails; then throws the first failure.
   void disconnect(const std::vector<provider::PeerId>& rails);
   std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);
@@ -39,9 +40,12 @@ class DomainGroup {
   // withdrawn: by NIC, what an earlier call that threw got done; not done again.
   void unregister_memory(const std::vector<provider::MemoryKey>& keys,
                          std::vector<bool>& withdrawn);
+  // Domain::sever() at every NIC. Throws Error{kTimeout} at the deadline.
+  void sever(uint64_t tag, platform::Deadline deadline);
+  bool lends(const RemoteRegion& region) const;  // its peer does, to all NICs
   // Gives every NIC the window under the key of its rail, or drops it when `local` has no bytes.
   // Tries every NIC, as disconnect() does.
-  void map_remote(const RemoteRegion& region, const provider::MemorySpan& local);
+  void map_remote(const RemoteRegion& region, const provider::MemorySpan& local, bool lent = false);
   // What failed first at each NIC, in the providers' words; empty without a failure.
   std::string failure() const;
   // Closes all NICs; nothing completes any more.

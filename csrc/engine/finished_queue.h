@@ -17,8 +17,8 @@ class FinishedQueue {
   // Readable when a watched Request has ended, and sometimes when none has. Nonblocking.
   int fd() const noexcept { return fd_; }
 
-  // One thread at a time. Calls taken(Request&) for each Request that has ended since the last call;
-  // it is done, not watched any more, and may be destroyed.
+  // One thread at a time. Calls taken(Request&) for each Request that has ended since the last
+  // call; it is done, not watched any more, and may be destroyed.
   template <typename Taken>
   void take(Taken&& taken) {
     clear();

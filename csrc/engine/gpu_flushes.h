@@ -1,8 +1,8 @@
 // Makes what NICs wrote into GPU memory visible to all its readers. A NIC's completion means that
 // the payload is on its way into the GPU, and GPUs differ in how they order such writes
 // (platform/gpu_writes.h); so the Poller flushes after it took immediates from a NIC and before it
-// counts the first. Serves all providers whose writes a device carries out
-// (Domain::needs_gpu_flush).
+// counts the first, for whoever reads what they announce. Serves all providers whose writes a
+// device carries out (Domain::needs_gpu_flush).
 #pragma once
 
 #include <atomic>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/imm_counter.h"
 #include "platform/gpu_writes.h"
 #include "provider/provider.h"
 
@@ -29,12 +30,14 @@ class GpuFlushes {
 
   // Polling thread.
   bool needed() const noexcept { return first_.load(std::memory_order_relaxed) != nullptr; }
-  // False when a GPU could not flush: then no immediate may be counted.
-  bool flush() noexcept {
+  // For readers among the GPUs: of those that have memory there, the owners alone, or neighbours
+  // too. False when a GPU could not flush: then no immediate may be counted.
+  bool flush(Readers readers) noexcept {
     if (failed()) return false;
+    if (readers == Readers::kNobody) return true;
     // acquire: pairs with include().
     for (const Gpu* gpu = first_.load(std::memory_order_acquire); gpu != nullptr; gpu = gpu->next) {
-      const int error = gpu->flush.flush();
+      const int error = gpu->flush.flush(readers == Readers::kNeighbours);
       if (error == 0) continue;
       error_.store(error, std::memory_order_relaxed);  // a number for failure()
       return false;

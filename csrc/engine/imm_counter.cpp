@@ -7,7 +7,7 @@ ImmTable::ImmTable() : entries_(std::make_unique<Entry[]>(kEntries)) {}
 void ImmTable::deliver(uint32_t imm) noexcept {
   if ((imm & ImmKey::kKeyedBit) != 0) {
     const ImmKey key = ImmKey::unpack(imm);
-    if (ImmSink* sink = sinks_[key.communicator]; sink != nullptr) [[likely]] {
+    if (ImmSink* sink = sinks_[key.communicator].sink; sink != nullptr) [[likely]] {
       sink->on_imm(key);
       return;
     }
@@ -20,8 +20,9 @@ void ImmTable::deliver(uint32_t imm) noexcept {
   discarded_.fetch_add(1, std::memory_order_relaxed);  // a statistic; orders nothing
 }
 
-void ImmTable::set_sink(uint32_t communicator, ImmSink* sink) noexcept {
-  sinks_[communicator % ImmKey::kMaxCommunicators] = sink;
+void ImmTable::set_sink(uint32_t communicator, ImmSink* sink,
+                        const PhaseReaders& readers) noexcept {
+  sinks_[communicator % ImmKey::kMaxCommunicators] = {sink, readers};
 }
 
 // Linear probing. Only the polling thread takes entries and turns kGivenBack into kFree, so that no

@@ -46,6 +46,14 @@ struct ImmKey {
   }
 };
 
+// Who reads what a keyed immediate announces, where that lies in GPU memory: nobody (it is in host
+// memory), the GPU that owns it alone, or other GPUs too. A NIC's writes may be ordered for the
+// owner alone (gpu_flushes.h).
+enum class Readers : uint8_t { kNobody, kOwner, kNeighbours };
+using PhaseReaders = std::array<Readers, ImmKey::kMaxPhases>;
+inline constexpr PhaseReaders kAnyReaders{Readers::kNeighbours, Readers::kNeighbours,
+                                          Readers::kNeighbours, Readers::kNeighbours};
+
 // Receives the keyed immediates of one communicator, on the polling thread.
 class ImmSink {
  public:
@@ -64,7 +72,13 @@ class ImmTable {
   // Polling thread. A free-form value gets its counter with its first immediate, with or without a
   // waiter.
   void deliver(uint32_t imm) noexcept;
-  void set_sink(uint32_t communicator, ImmSink* sink) noexcept;  // null removes it
+  void set_sink(uint32_t communicator, ImmSink* sink,
+                const PhaseReaders& readers = kAnyReaders) noexcept;  // null removes it
+  Readers readers_of(uint32_t imm) const noexcept {
+    if ((imm & ImmKey::kKeyedBit) == 0) return Readers::kNeighbours;
+    const ImmKey key = ImmKey::unpack(imm);
+    return sinks_[key.communicator].readers[key.phase];
+  }
 
   // Any thread, free-form values only. Returns how often the value was counted since it was first
   // seen or last given back.
@@ -110,7 +124,11 @@ class ImmTable {
   std::atomic<uint32_t> num_taken_{0};
   platform::EventCount added_{};  // for wait() of a value that has no counter yet
   mutable std::mutex mutex_;      // between users: no counter in use is given back
-  std::array<ImmSink*, ImmKey::kMaxCommunicators> sinks_{};
+  struct Sink {
+    ImmSink* sink = nullptr;
+    PhaseReaders readers = kAnyReaders;
+  };
+  std::array<Sink, ImmKey::kMaxCommunicators> sinks_{};
   std::atomic<uint64_t> discarded_{0};
 };
 

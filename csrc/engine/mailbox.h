@@ -1,6 +1,7 @@
-// How other threads reach the polling thread, and it them (finished_queue.h): an intrusive lock-free stack of Requests and
-// closures. push() is one compare-and-swap; take_all() empties it in one exchange, in order of
-// arrival. Nothing is allocated: each node belongs to its pusher until it is done.
+// How other threads reach the polling thread, and it them (finished_queue.h): an intrusive
+// lock-free stack of Requests and closures. push() is one compare-and-swap; take_all() empties it
+// in one exchange, in order of arrival. Nothing is allocated: each node belongs to its pusher until
+// it is done.
 #pragma once
 
 #include <atomic>

@@ -48,6 +48,7 @@ base::Bytes MemoryDescriptor::serialize() const {
     out.put(rail.remote_addr);
     out.put(rail.remote_key);
   }
+  out.put_bytes(shared);
   return out.take();
 }
 
@@ -66,6 +67,8 @@ MemoryDescriptor MemoryDescriptor::parse(std::span<const std::byte> bytes) {
     const auto remote_addr = in.get<uint64_t>();
     descriptor.rails.push_back({remote_addr, in.get<uint64_t>()});
   }
+  const auto shared = in.get_bytes();
+  descriptor.shared.assign(shared.begin(), shared.end());
   in.expect_end();
   return descriptor;
 }

@@ -34,6 +34,7 @@ struct MemoryDescriptor {
   uint64_t bytes = 0;
   provider::MemoryKind kind = provider::MemoryKind::kHost;
   std::vector<Rail> rails;  // one per NIC of the owner
+  base::Bytes shared = {};  // of GPU memory that peers on this host can map: platform/peer_memory.h
 
   base::Bytes serialize() const;
   static MemoryDescriptor parse(std::span<const std::byte> bytes);

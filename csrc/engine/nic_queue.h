@@ -79,7 +79,6 @@ class NicQueue {
   Amount share_of(const Request& request) const noexcept;
   // Posts what is staged; returns how many work requests the provider took.
   size_t post() noexcept;
-  bool has_staged() const noexcept { return num_staged_ != 0; }
 
   size_t poll(std::span<provider::Completion> completions) noexcept {
     return domain_->poll(completions);

@@ -197,7 +197,14 @@ struct Cutter {
       return make_item(*write.source, write.source_offset + shard.offset, *write.target,
                        write.target_offset + shard.offset, shard.bytes, context.nic);
     };
-    return cut_items(1, context, write.imm, cursor, out, item_at);
+    const size_t n = cut_items(1, context, write.imm, cursor, out, item_at);
+    if (write.flag && n > 0 && out[n - 1].has_imm) {
+      const auto nic = static_cast<size_t>(context.nic);
+      out[n - 1].has_flag = true;
+      out[n - 1].flag_addr = write.target->rails[nic].remote_addr + write.flag->offset + 8 * nic;
+      out[n - 1].flag_value = write.flag->value;
+    }
+    return n;
   }
 
   size_t operator()(const WritePages& pages) const noexcept {

@@ -176,12 +176,16 @@ bool Poller::poll(NicQueue& queue) noexcept {
 // One flush for all immediates and reads of a batch: their payloads were written before it was
 // polled.
 bool Poller::flush_for(std::span<const Completion> completions) noexcept {
-  const auto fills_memory = [](const Completion& c) {
-    return c.kind == Completion::Kind::kImmediate ||
-           reinterpret_cast<const Request*>(c.wr_id)->fills_gpu_memory_;
-  };
-  return !gpu_flushes_.needed() || std::ranges::none_of(completions, fills_memory) ||
-         gpu_flushes_.flush();
+  if (!gpu_flushes_.needed()) return true;
+  auto readers = Readers::kNobody;
+  bool any = false;
+  for (const Completion& c : completions) {
+    const bool is_imm = c.kind == Completion::Kind::kImmediate;
+    if (!is_imm && !reinterpret_cast<const Request*>(c.wr_id)->fills_gpu_memory_) continue;
+    any = true;
+    readers = std::max(readers, is_imm ? imm_table_.readers_of(c.imm) : Readers::kNeighbours);
+  }
+  return !any || gpu_flushes_.flush(readers);
 }
 
 // An immediate whose payload a GPU could not flush is dropped: counting it would be too early. A

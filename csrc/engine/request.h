@@ -48,6 +48,13 @@ struct Imm {
   uint32_t imm = 0;
 };
 
+// 8 bytes for each NIC from `offset` in the target on, stored behind what that NIC wrote there
+// (provider.h, sentence 4).
+struct Flag {
+  uint64_t offset = 0;
+  uint64_t value = 0;
+};
+
 struct Write {
   const MemoryHandle* source = nullptr;
   uint64_t source_offset = 0;
@@ -55,6 +62,7 @@ struct Write {
   uint64_t target_offset = 0;
   uint64_t bytes = 0;
   std::optional<uint32_t> imm;
+  std::optional<Flag> flag = {};  // with an immediate, where all NICs order writes
 };
 
 // Page p of a side lies at offset + indices[p] * stride, its row r at r * row_stride from there.
@@ -107,7 +115,7 @@ struct Read {
 
   // The same ranges as a write.
   Write reversed() const noexcept {
-    return {target, target_offset, source, source_offset, bytes, std::nullopt};
+    return {target, target_offset, source, source_offset, bytes, std::nullopt, std::nullopt};
   }
 };
 

@@ -13,6 +13,9 @@ using base::Code;
 
 namespace {
 
+// Of one request. Rows may overlap, so its memory does not bound it; sums beyond it would wrap.
+constexpr uint64_t kMostBytes = uint64_t{1} << 60;
+
 struct Checker {
   const size_t num_nics;
   const std::string& label;
@@ -93,9 +96,14 @@ struct Checker {
                   Code::kInvalidArgument, label, ": ", name, " has ",
                   write.source_pages.indices.size(), " ", from, " pages and ",
                   write.target_pages.indices.size(), " ", to, " pages, must be as many");
-    MOE_P2P_CHECK(write.row_bytes == 0 || write.page_bytes % write.row_bytes == 0,
-                  Code::kInvalidArgument, label, ": ", name, " has pages of ", write.page_bytes,
-                  " bytes, must be a multiple of its rows of ", write.row_bytes, " bytes");
+    MOE_P2P_CHECK(
+        write.row_bytes == 0 || (write.page_bytes != 0 && write.page_bytes % write.row_bytes == 0),
+        Code::kInvalidArgument, label, ": ", name, " has pages of ", write.page_bytes,
+        " bytes, must be a multiple of its rows of ", write.row_bytes, " bytes");
+    const uint64_t num_pages = std::max<uint64_t>(write.source_pages.indices.size(), 1);
+    MOE_P2P_CHECK(write.page_bytes <= kMostBytes / num_pages, Code::kInvalidArgument, label, ": ",
+                  name, " has ", num_pages, " pages of ", write.page_bytes, " bytes, more than ",
+                  kMostBytes, " bytes");
     MOE_P2P_CHECK(write.num_rows() <= 1 || !write.imm || write.imms == WritePages::Imms::kPerNic,
                   Code::kInvalidArgument, label, ": ", name, " has an immediate per page and ",
                   write.num_rows(), " rows per page; count the immediate per NIC");

@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "base/log.h"
+#include "engine/lent_windows.h"
+#include "engine/loop_back.h"
 #include "engine/poller.h"
 #include "engine/poller_call.h"
 #include "engine/submission_check.h"
@@ -41,6 +43,7 @@ struct PeerEntry {
 struct HandleEntry {
   std::unique_ptr<MemoryHandle> handle;
   bool leaving = false;
+  base::Bytes shared = {};           // for descriptors
   std::vector<bool> withdrawn = {};  // NICs that an earlier unregister_memory() got it back from
 };
 
@@ -63,6 +66,7 @@ struct TransferEngine::State {
         waker(new (waker_memory.data()) platform::EventCount{}),
         group(options.num_nics, domain_options(options, waker_memory, waker), factory,
               options.label),
+        windows(group, options.label),
         poller(group) {}
 
   bool polled_by_caller() const noexcept {
@@ -89,11 +93,14 @@ struct TransferEngine::State {
   platform::SharedMemory waker_memory;
   platform::EventCount* waker;
   DomainGroup group;
+  LentWindows windows;
   Poller poller;
   CallPool calls;
   std::atomic<const void*> polling_thread{nullptr};
-  std::mutex unpolled_mutex;  // between control calls that stand in for the polling thread
-  std::mutex mutex;           // guards the two tables; never held while a provider is called
+  std::mutex unpolled_mutex;   // between control calls that stand in for the polling thread
+  std::mutex loop_back_mutex;  // guards loop_back, and is held while it reads
+  std::unique_ptr<LoopBack> loop_back;  // made for the first memory that is registered in_order
+  std::mutex mutex;  // guards the two tables; never held while a provider is called
   std::unordered_map<const Peer*, PeerEntry> peers;
   std::unordered_map<const MemoryHandle*, HandleEntry> handles;
 };
@@ -118,6 +125,8 @@ TransferEngine::~TransferEngine() {
 }
 
 int TransferEngine::num_nics() const noexcept { return state_->options.num_nics; }
+bool TransferEngine::orders_writes() const noexcept { return state_->group.orders_writes(); }
+bool TransferEngine::writes_in_place() const noexcept { return state_->group[0].writes_in_place(); }
 EngineAddress TransferEngine::address() const { return state_->group.address(); }
 platform::EventCount& TransferEngine::waker() noexcept { return *state_->waker; }
 const std::string& TransferEngine::waker_name() const noexcept {
@@ -128,6 +137,10 @@ ImmTable& TransferEngine::imm_table() noexcept { return state_->poller.imm_table
 // --- memory ---
 
 const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& span) {
+  if (span.in_order) {  // it connects: not while a peer is fenced
+    const std::lock_guard lock(state_->loop_back_mutex);
+    if (!state_->loop_back) state_->loop_back = std::make_unique<LoopBack>(*this);
+  }
   auto handle =
       std::make_unique<MemoryHandle>(MemoryHandle{span, state_->group.register_memory(span)});
   if (span.kind == provider::MemoryKind::kCuda && state_->group.needs_gpu_flush()) {
@@ -140,8 +153,10 @@ const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& 
     }
   }
   const MemoryHandle* key = handle.get();
+  if (span.kind == provider::MemoryKind::kCuda) state_->windows.open(span.device);
+  base::Bytes shared = state_->windows.describe(span);
   const std::lock_guard lock(state_->mutex);
-  state_->handles[key].handle = std::move(handle);
+  state_->handles[key] = {.handle = std::move(handle), .shared = std::move(shared)};
   return key;
 }
 
@@ -168,10 +183,14 @@ void TransferEngine::unregister_memory(const MemoryHandle* handle) {
 
 MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
   const std::lock_guard lock(state_->mutex);
-  MOE_P2P_CHECK(state_->handles.contains(handle), Code::kInvalidArgument, state_->options.label,
+  const auto found = state_->handles.find(handle);
+  MOE_P2P_CHECK(found != state_->handles.end(), Code::kInvalidArgument, state_->options.label,
                 ": describing memory that is not registered here");
-  MemoryDescriptor descriptor{
-      .owner = address(), .bytes = handle->span.bytes, .kind = handle->span.kind, .rails = {}};
+  MemoryDescriptor descriptor{.owner = address(),
+                              .bytes = handle->span.bytes,
+                              .kind = handle->span.kind,
+                              .rails = {},
+                              .shared = found->second.shared};
   for (const auto& key : handle->keys)
     descriptor.rails.push_back({key.remote_addr, key.remote_key});
   return descriptor;
@@ -179,9 +198,10 @@ MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
 
 // --- peers ---
 
-const Peer* TransferEngine::connect(const EngineAddress& address, int priority) {
+const Peer* TransferEngine::connect(const EngineAddress& address, int priority, uint64_t tag) {
   check_priority(priority, state_->options.label);
-  auto peer = std::make_unique<Peer>(address, priority, state_->group.connect(address, priority));
+  auto peer =
+      std::make_unique<Peer>(address, priority, state_->group.connect(address, priority, tag));
   const Peer* key = peer.get();
   const std::lock_guard lock(state_->mutex);
   state_->peers[key].peer = std::move(peer);
@@ -205,7 +225,10 @@ void TransferEngine::disconnect(const Peer* peer) {
     const std::lock_guard lock(s.mutex);
     entry = std::move(s.peers.extract(peer).mapped());
   }
-  for (const auto& [descriptor, region] : entry.regions) s.group.map_remote(*region, {});
+  for (const auto& [descriptor, region] : entry.regions) {
+    s.windows.remove(*region);
+    s.group.map_remote(*region, {});
+  }
   s.group.disconnect(entry.peer->rails());
 }
 
@@ -244,22 +267,46 @@ const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, 
   if (peer == nullptr) peer = connect(descriptor.owner, priority);
   MOE_P2P_CHECK(peer->address() == descriptor.owner, Code::kInvalidArgument, label,
                 ": the memory descriptor belongs to another peer than the one given");
-  return state_->find_or_add_region(peer, descriptor);
+  const RemoteRegion* region = state_->find_or_add_region(peer, descriptor);
+  state_->windows.add(*region, descriptor.shared);
+  return region;
+}
+
+void TransferEngine::sever(uint64_t tag, std::span<const MemoryHandle* const> memory,
+                           Deadline deadline) {
+  const std::string& label = state_->options.label;
+  MOE_P2P_CHECK(tag != 0, Code::kInvalidArgument, label, ": severing connections without a tag");
+  for (const MemoryHandle* handle : memory)
+    MOE_P2P_CHECK(handle->span.in_order, Code::kInvalidArgument, label,
+                  ": memory that is not registered in order cannot be fenced by queue pair");
+  state_->group.sever(tag, deadline);
+  const std::lock_guard lock(state_->loop_back_mutex);
+  if (!memory.empty()) state_->loop_back->read(memory, deadline);
 }
 
 void TransferEngine::map_region(const RemoteRegion* region, const provider::MemorySpan& local) {
+  state_->windows.remove(*region);
   state_->group.map_remote(*region, local);
 }
 
 // --- submission ---
 
 void TransferEngine::submit(Request& request) {
-  check_priority(request.priority, state_->options.label);
-  check_operation(request.operation, num_nics(), state_->options.label);
-  MOE_P2P_CHECK(!request.active(), Code::kInvalidArgument, state_->options.label,
-                ": submitting a Request that is not done");
-  request.start();
-  state_->poller.mailbox().push(request);
+  Request* const one[] = {&request};
+  submit(one);
+}
+
+void TransferEngine::submit(std::span<Request* const> requests) {
+  for (const Request* request : requests) {
+    check_priority(request->priority, state_->options.label);
+    check_operation(request->operation, num_nics(), state_->options.label);
+    MOE_P2P_CHECK(!request->active(), Code::kInvalidArgument, state_->options.label,
+                  ": submitting a Request that is not done");
+  }
+  for (Request* request : requests) {
+    request->start();
+    state_->poller.mailbox().push(*request);
+  }
   platform::notify_all(*state_->waker);
 }
 

@@ -1,5 +1,5 @@
-// The transfer engine: one-sided writes with immediates, and reads, over all NICs of one GPU (or CPU rank). It
-// has no world: peers are connected and dropped one by one, at any time.
+// The transfer engine: one-sided writes with immediates, and reads, over all NICs of one GPU (or
+// CPU rank). It has no world: peers are connected and dropped one by one, at any time.
 //
 // Threads. Exactly one thread calls progress() (the proxy thread, or a simulation). Everything
 // marked "any thread" may be called at the same time; submissions reach the polling thread through
@@ -9,6 +9,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,9 @@ class TransferEngine {
 
   // --- any thread ---
   int num_nics() const noexcept;
+  // True when senders store into mapped regions by themselves (Domain::writes_in_place).
+  bool writes_in_place() const noexcept;
+  bool orders_writes() const noexcept;  // Domain::orders_writes of all NICs
   EngineAddress address() const;
   // The polling thread's event count: notify it after ringing a doorbell. In shared memory, so that
   // other processes of the host can open it by waker_name().
@@ -60,22 +64,31 @@ class TransferEngine {
   // Returns a new Peer at every call, with connections of its own (queue pairs), so that what
   // breaks them does not touch other Peers of the same address. The other engine need not do
   // anything. `priority`: the class of the connections, where NICs have classes (settings).
-  const Peer* connect(const EngineAddress& address, int priority = 0);
+  // `tag`: for sever() at either end; 0: none.
+  const Peer* connect(const EngineAddress& address, int priority = 0, uint64_t tag = 0);
   // Unfinished Requests to the peer fail with kClosed; others are not affected. The Peer
   // and its RemoteRegions are destroyed.
   void disconnect(const Peer* peer);
-  // Connects to the owner unless it is connected for `priority`, or `peer` is given. The region is valid until that
-  // peer is disconnected; the same descriptor yields the same region. Throws when the descriptor
-  // does not belong to the peer.
+  // Connects to the owner unless it is connected for `priority`, or `peer` is given. The region is
+  // valid until that peer is disconnected; the same descriptor yields the same region. Throws when
+  // the descriptor does not belong to the peer.
   const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr,
                               int priority = 0);
-  // Names GPU memory of a peer on this host that is mapped here at `local`: software NICs write
-  // through it, other NICs ignore it. One window per region; dropped with the peer.
+  // The fence by queue pair, of verbs: when it returns, nothing that came over connections of `tag`
+  // changes `memory` any more, and such connections are refused from then on. The memory must be
+  // registered in_order, and own Peers of the tag disconnected. Throws Error{kTimeout} where the
+  // NICs need longer; to be called again.
+  void sever(uint64_t tag, std::span<const MemoryHandle* const> memory,
+             platform::Deadline deadline);
+  // Names memory of a peer on this host that is mapped here at `local`: software NICs write to a
+  // GPU's through it, other NICs ignore it. One window per region; dropped with the peer.
   void map_region(const RemoteRegion* region, const provider::MemorySpan& local);
 
   // Throws Error{kInvalidArgument} for a range outside the registered memory or a Request that is
   // still in use, before anything is sent.
   void submit(Request& request);
+  // All of them or, where one is refused, none.
+  void submit(std::span<Request* const> requests);
   // Takes back what is not posted and returns how much that is. The Request is done when its posted
   // part has completed: with kCancelled when all of it arrived, so that its memory here may be
   // reused, else with that part's failure. Returns nothing when it ended well before; of one that

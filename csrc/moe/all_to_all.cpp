@@ -10,6 +10,7 @@
 #include "moe/device/backend.h"
 #include "moe/host/backend.h"
 #include "moe/host/gather.h"
+#include "moe/node/arrival_flags.h"
 #include "moe/node/exchange.h"
 #include "moe/node/waits.h"
 #include "platform/interrupt.h"
@@ -21,12 +22,21 @@ using base::Code;
 
 namespace {
 
+// By phase: what was dispatched, and weights, are read by all ranks of the node; sums that come
+// back by the rank that they are for; a board is host memory.
+constexpr engine::PhaseReaders kReaders{engine::Readers::kNeighbours, engine::Readers::kOwner,
+                                        engine::Readers::kNeighbours, engine::Readers::kNobody};
+static_assert(static_cast<int>(abi::Phase::kDispatch) == 0 &&
+              static_cast<int>(abi::Phase::kCombine) == 1 &&
+              static_cast<int>(abi::Phase::kWeights) == 2 && HostGather::kPhase == 3);
+
 struct RankAddress {
   int32_t rank;
   engine::EngineAddress engine;
   base::Bytes data;   // a serialized MemoryDescriptor; empty where the regions are on a GPU
   base::Bytes board;  // the descriptor of HostGather's board; empty without other nodes
   NodeMemory::Neighbour memory;
+  FlagOffer flags;
 
   static RankAddress parse(std::span<const std::byte> bytes) {
     base::WireReader in(bytes, "rank address");
@@ -39,6 +49,7 @@ struct RankAddress {
     a.board.assign(board.begin(), board.end());
     a.memory.memory_name = in.get_string();
     a.memory.waker_name = in.get_string();
+    a.flags = {in.get_string(), in.get_string(), a.engine.nics.size()};
     in.expect_end();
     return a;
   }
@@ -52,6 +63,7 @@ struct AllToAll::State final : engine::ImmSink {
   int checked_rank() const;
   int32_t* checked_masks() const;
   void set_backend(std::unique_ptr<Backend> made);
+  void use_flags(const std::vector<RankAddress>& ranks);
   void require_usable() const;
   bool failed() const;
   // Begins to close; wait_to_leave() ends once all that was sent arrived, or the partners are gone.
@@ -77,6 +89,9 @@ struct AllToAll::State final : engine::ImmSink {
   std::unique_ptr<Backend> backend;               // null until use_device()
   const engine::MemoryHandle* regions = nullptr;  // null where NICs do not use the regions
   std::vector<const engine::Peer*> peers;
+  std::unique_ptr<MappedFlags> mapped_flags;
+  FlagOffer flag_offer;
+  ArrivalFlags flags = ArrivalFlags::kRelay;  // the way that was chosen
   std::unique_ptr<Exchange> exchange;
   bool has_signals;  // kernels know the signals' addresses, where there are kernels
   bool closed = false;
@@ -101,6 +116,22 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
 void AllToAll::State::set_backend(std::unique_ptr<Backend> made) {
   backend = std::move(made);
   if (const auto span = backend->regions()) regions = engine.register_memory(*span);
+  if (plan.shape.num_nodes() > 1)
+    flag_offer = offer_flags(plan, options, engine, *backend->regions(), mapped_flags);
+}
+
+void AllToAll::State::use_flags(const std::vector<RankAddress>& ranks) {
+  if (plan.shape.num_nodes() == 1) return;
+  std::vector<FlagOffer> offers;
+  for (const RankAddress& rank : ranks) offers.push_back(rank.flags);
+  flags = choose_flags(options, offers);
+  if (flags != ArrivalFlags::kGdrCopy) mapped_flags.reset();
+  const auto words = flags == ArrivalFlags::kWrite     ? static_cast<int>(offers[0].num_nics)
+                     : flags == ArrivalFlags::kGdrCopy ? 1
+                                                       : 0;
+  memory.set_flag_words(words);
+  if (auto* const device = dynamic_cast<DeviceBackend*>(backend.get()))
+    device->set_flag_words(words);
 }
 
 int AllToAll::State::checked_rank() const {
@@ -141,6 +172,8 @@ base::Bytes AllToAll::address() const {
   out.put_bytes(state_->gather.descriptor());
   out.put_string(state_->memory.name());
   out.put_string(state_->engine.waker_name());
+  out.put_string(state_->flag_offer.no_write);
+  out.put_string(state_->flag_offer.no_map);
   return out.take();
 }
 
@@ -154,11 +187,16 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<NodeMemory::Neighbour> neighbours;
   std::vector<Exchange::Remote> remotes;
   std::vector<HostGather::Remote> boards;
+  std::vector<RankAddress> ranks;
+  for (const base::Bytes& bytes : addresses) ranks.push_back(RankAddress::parse(bytes));
+  s.use_flags(ranks);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
-    const auto address = RankAddress::parse(addresses[static_cast<size_t>(rank)]);
+    const RankAddress& address = ranks[static_cast<size_t>(rank)];
     MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
                   address.rank);
     const int node = rank / s.plan.shape.ranks_per_node;
+    if (node != s.memory.node() && !s.options.device && s.engine.writes_in_place())
+      s.memory.attach_far(rank, address.memory.memory_name);
     if (node == s.memory.node()) {
       neighbours.push_back(address.memory);
     } else if (rank % s.plan.shape.ranks_per_node == s.memory.local()) {
@@ -171,7 +209,10 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       const auto* board = s.engine.resolve(engine::MemoryDescriptor::parse(address.board), peer);
       remotes.push_back({node, region, board, nics});
       boards.push_back({node, board, nics});
-      if (const auto here = s.backend->mapped_regions(node)) s.engine.map_region(region, *here);
+      const auto here = s.backend->mapped_regions(node);
+      MOE_P2P_CHECK(here || !s.engine.writes_in_place(), Code::kUnavailable, "the memory of rank ",
+                    rank, " is not mapped here, and this transport writes in place");
+      if (here) s.engine.map_region(region, *here);
     }
   }
   s.memory.attach(neighbours);
@@ -179,8 +220,9 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   s.exchange = std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.regions, s.gather.board(),
                                           s.options.communicator, std::move(remotes), s.masks,
                                           s.options.device);
+  s.exchange->use_flags(s.flags == ArrivalFlags::kWrite, s.mapped_flags.get());
   s.waits.set_exchange(s.exchange.get());
-  const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s); };
+  const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s, kReaders); };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);
     s.proxy->add_task(s.exchange.get());
@@ -221,6 +263,16 @@ void AllToAll::State::wait_to_leave() {
   }
 }
 
+std::array<int64_t, 4> AllToAll::exchange_times() {
+  const auto dispatch = state_->exchange->times(abi::Phase::kDispatch);
+  const auto combine = state_->exchange->times(abi::Phase::kCombine);
+  return {dispatch.taken, dispatch.published, combine.taken, combine.published};
+}
+
+const char* AllToAll::arrival_flags() const noexcept {
+  return state_->plan.shape.num_nodes() == 1 ? "none" : name_of(state_->flags);
+}
+
 void AllToAll::leave() { state_->leave(); }
 
 bool AllToAll::has_left() const noexcept { return state_->exchange->has_left(); }
@@ -251,6 +303,7 @@ void AllToAll::close() noexcept {
       (void)s.exchange.release();  // the engine still holds its Requests: leaked rather than freed
       MOE_P2P_LOG(base::LogLevel::kError, "rank ", s.options.rank, ": writes did not end at close");
     }
+    s.mapped_flags.reset();
     if (s.regions) s.engine.unregister_memory(s.regions);
     s.gather.close(end);
   } catch (const std::exception& error) {

@@ -11,6 +11,7 @@
 // late or gone is left out instead, in that call and all later ones.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -63,10 +64,10 @@ class AllToAll {
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
   void release(Handle handle, const platform::Stream& stream = {});
 
-  // Takes masked ranks back, where all ranks are of one node. Each rank calls it, equally often, and
-  // waits for nobody: a rank that then calls before another has called this waits for it in that
-  // call, and masks it at the deadline. Open calls end. No call of this rank may run, nor a graph's;
-  // captured calls stay valid.
+  // Takes masked ranks back, where all ranks are of one node. Each rank calls it, equally often,
+  // and waits for nobody: a rank that then calls before another has called this waits for it in
+  // that call, and masks it at the deadline. Open calls end. No call of this rank may run, nor a
+  // graph's; captured calls stay valid.
   void clean_masks(const platform::Stream& stream = {});
 
   // From now on a call that needs the step of an older paired dispatch releases it, instead of
@@ -80,6 +81,13 @@ class AllToAll {
   // Waits until a kernel before this call in its stream has stored `number` into the word, in
   // memory that both see.
   void await_counts(const uint32_t& word, uint32_t number);
+
+  // Exchange::times of dispatch, then of combine.
+  std::array<int64_t, 4> exchange_times();
+
+  // How arrivals from other nodes are seen, as connect() has chosen: "write", "gdrcopy" or "relay",
+  // or "none" within a node.
+  const char* arrival_flags() const noexcept;
 
   // Empty while the object is usable; else the error text.
   std::string broken() const;

@@ -89,8 +89,9 @@ struct CombineSend {
   // [T, K] of this rank's tokens, pushed to the experts with this call; null: row_weights are used
   const float* topk_weights = nullptr;
   int64_t num_rows = 0;    // T, with topk_weights
-  abi::DType out_dtype{};  // of partial sums on the wire and of the result
-  abi::SumOrder order{};   // alike on all ranks
+  abi::DType out_dtype{};  // of the result, and of partial sums unless `partials` says otherwise
+  abi::SumOrder order{};   // alike on all ranks, as partials
+  abi::Partials partials{};
   int64_t max_tokens = 0;  // on a GPU: max_tokens of the dispatch
   platform::Stream stream{};
 };
@@ -101,6 +102,7 @@ struct CombineRecv {
   void* out = nullptr;   // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
   abi::SumOrder order{};           // as CombineSend's
+  abi::Partials partials{};        // likewise
   const void* topk_idx = nullptr;  // [T, K] of the dispatch, int32 or int64; null for kRanks
   bool topk_is_int64 = true;
   float* out_scalars = nullptr;   // [T, K]

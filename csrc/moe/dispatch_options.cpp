@@ -20,6 +20,7 @@ enum Flags : int64_t {
 constexpr int kAlignmentShift = 12;
 constexpr int64_t kDrop = int64_t{1} << 43;                // above the alignment
 constexpr int kSumOrderShift = 44;                         // above the alignment; of a combine only
+constexpr int kPartialsShift = 46;                         // likewise
 constexpr int64_t kMaxAlignment = (int64_t{1} << 31) - 1;  // rows are numbered in 32 bits
 
 }  // namespace
@@ -56,6 +57,15 @@ abi::SumOrder sum_order_from(int64_t number) {
   // Rows by rank are one for each rank.
   const bool by_rank = static_cast<abi::RowLayout>(number & 3) == abi::RowLayout::kByRank;
   return order == abi::SumOrder::kRows && by_rank ? abi::SumOrder::kTopk : order;
+}
+
+abi::Partials partials_from(int64_t number) { return partials_of(number >> kPartialsShift); }
+
+abi::Partials partials_of(int64_t partials) {
+  MOE_P2P_CHECK(partials >= 0 && partials <= static_cast<int64_t>(abi::Partials::kInt10Nodes),
+                base::Code::kInvalidArgument, "partials is ", partials,
+                ", must be from 0 to 2: of the result's type, int10, or int10 between nodes");
+  return static_cast<abi::Partials>(partials);
 }
 
 }  // namespace moe_p2p::moe

@@ -20,8 +20,8 @@ struct DispatchOptions {
   bool with_ranges = false;
   bool with_wait_ticks = false;
   bool copy_topk = false;
-  // grouped: rows past the capacity are left out without an error, and the last offset says how many
-  // would have been enough
+  // grouped: rows past the capacity are left out without an error, and the last offset says how
+  // many would have been enough
   bool drop = false;
   int64_t alignment = 1;  // grouped: each expert starts at a multiple of this
 
@@ -34,5 +34,8 @@ struct DispatchOptions {
 DispatchOptions dispatch_options_from(int64_t number);
 // The order in which the combine adds that is given this number.
 abi::SumOrder sum_order_from(int64_t number);
+// The types of the partial sums of such a combine.
+abi::Partials partials_from(int64_t number);
+abi::Partials partials_of(int64_t partials);  // of their own number
 
 }  // namespace moe_p2p::moe

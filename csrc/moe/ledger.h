@@ -29,6 +29,7 @@ struct DispatchVariant {
   abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
   bool by_rank = false;
   uint64_t x_bytes = 0;  // DispatchSend's
+  bool plain = false;    // is_plain() (moe/device/plain.h)
 
   auto operator<=>(const DispatchVariant&) const = default;
 };
@@ -36,6 +37,8 @@ struct DispatchVariant {
 struct CombineVariant {
   abi::DType y_dtype{}, out_dtype{};
   bool by_topk = false;  // SumOrder::kTopk or kRows
+  abi::Partials partials{};
+  bool plain = false;
 
   auto operator<=>(const CombineVariant&) const = default;
 };

@@ -9,6 +9,15 @@
 
 namespace moe_p2p::moe {
 
+// How GPUs see what has arrived from other nodes (docs/protocol.md, section 7). kAuto: the first
+// that can be.
+enum class ArrivalFlags : uint8_t {
+  kAuto,
+  kWrite,    // NICs store a flag behind what they write
+  kGdrCopy,  // the proxy stores it, into GPU memory that it maps
+  kRelay,    // the proxy raises a word on the host, which a block of the kernel passes on
+};
+
 struct AllToAllOptions {
   PlanInput plan;
   int rank = 0;
@@ -21,6 +30,7 @@ struct AllToAllOptions {
   // [W] words of moe/node/masks.h in host memory, which outlive the object. A rank that is late or
   // gone is then masked instead of breaking this one. null: no masks.
   int32_t* masks = nullptr;
+  ArrivalFlags arrival_flags = ArrivalFlags::kAuto;  // equal on all ranks
 };
 
 }  // namespace moe_p2p::moe

@@ -210,6 +210,12 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   return recv;
 }
 
+// Nothing goes from node to node where there is one.
+static abi::Partials partials_among(const AllToAllObject& comm, abi::Partials partials) {
+  const bool far_only = partials == abi::Partials::kInt10Nodes;
+  return far_only && comm.plan().shape.num_nodes() == 1 ? abi::Partials::kSame : partials;
+}
+
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& in,
                                    const Tensor& handle) {
   moe::CombineSend send;
@@ -238,6 +244,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   if (in.topk_weights) send.num_rows = in.topk_weights->size(0);
   send.out_dtype = payload_type(in.out_dtype, "out_dtype", kCombineTypes);
   send.order = in.order;
+  send.partials = partials_among(comm, in.partials);
   MOE_P2P_CHECK(in.order != abi::SumOrder::kRows || (!in.row_weights && !in.topk_weights),
                 Code::kInvalidArgument,
                 "rows that travel one by one are added as they are; pass weighted=False, and no "
@@ -255,6 +262,7 @@ moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& t
   recv.num_rows = to.out.size(0);
   recv.out_dtype = payload_type(to.out.scalar_type(), "out");
   recv.order = to.order;
+  recv.partials = partials_among(comm, to.partials);
   if (to.topk_idx) {
     recv.topk_idx = input<void>(
         *to.topk_idx,

@@ -119,6 +119,7 @@ struct CombineArguments {
   ScalarType out_dtype;
   int64_t max_tokens;  // of the dispatch
   abi::SumOrder order{};
+  abi::Partials partials{};
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);
@@ -129,6 +130,7 @@ struct CombineOutputs {
   const std::optional<Tensor>& wait_ticks;
   abi::SumOrder order{};
   const Tensor* topk_idx = nullptr;  // unless kRanks
+  abi::Partials partials{};
 };
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& outputs,
                                    const Tensor& handle);

@@ -74,13 +74,20 @@ std::vector<int64_t> all_to_all_signals(int64_t comm) {
   return numbers;
 }
 
+// Of dispatch, then of combine: when the last doorbell was taken, when its last arrival was
+// published, in nanoseconds; noted from the first call on.
+std::vector<int64_t> all_to_all_times(int64_t comm) {
+  const auto times = Caller(comm)->all_to_all.exchange_times();
+  return {times.begin(), times.end()};
+}
+
 void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses) {
   const Caller caller(comm);
   caller->all_to_all.use_signals({device_addresses.begin(), device_addresses.end()});
 }
 
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t options_number,
-                                    const std::string& kernel, int64_t x_bytes) {
+                                    const std::string& kernel, int64_t x_bytes, bool plain) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
@@ -89,16 +96,20 @@ void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t op
       .quantize = options.quantize,
       .scale_format = options.scale_format,
       .by_rank = options.by_rank(),
-      .x_bytes = static_cast<uint64_t>(x_bytes)};
+      .x_bytes = static_cast<uint64_t>(x_bytes),
+      .plain = plain};
   caller->all_to_all.device().set_dispatch(variant, made);
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
-                                   const std::string& kernel, bool by_topk) {
+                                   const std::string& kernel, bool by_topk, int64_t partials,
+                                   bool plain) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   caller->all_to_all.device().set_combine(
-      {payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), by_topk}, made);
+      {payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), by_topk,
+       moe::partials_of(partials), plain},
+      made);
 }
 
 Tensor all_to_all_address(int64_t comm) {
@@ -128,6 +139,10 @@ std::string all_to_all_broken(int64_t comm) {
   const auto object = communicators().get(comm);
   const std::unique_lock lock(object->in_use, std::try_to_lock);
   return lock.owns_lock() ? object->all_to_all.broken() : std::string();
+}
+
+std::string all_to_all_arrival_flags(int64_t comm) {
+  return communicators().get(comm)->all_to_all.arrival_flags();
 }
 
 // Does nothing then either: that call will raise it.
@@ -213,18 +228,25 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
 
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
-                  std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens) {
+                  std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens,
+                  int64_t partials) {
   const Caller caller(comm);
-  const auto send = combine_send_from(
-      *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle);
+  const auto send =
+      combine_send_from(*caller,
+                        {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens,
+                         abi::SumOrder::kRanks, moe::partials_of(partials)},
+                        handle);
   caller->all_to_all.combine(&send, nullptr);
 }
 
 void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
                   std::optional<Tensor> out_scalars, std::vector<Tensor> bias,
-                  std::optional<Tensor> wait_ticks) {
+                  std::optional<Tensor> wait_ticks, int64_t partials) {
   const Caller caller(comm);
-  const auto recv = combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, handle);
+  const auto recv = combine_recv_from(*caller,
+                                      {out, out_scalars, bias, wait_ticks, abi::SumOrder::kRanks,
+                                       nullptr, moe::partials_of(partials)},
+                                      handle);
   caller->all_to_all.combine(nullptr, &recv);
 }
 
@@ -243,6 +265,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
   m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));
+  m.impl("all_to_all_times", TORCH_BOX(&all_to_all_times));
   m.impl("all_to_all_use_signals", TORCH_BOX(&all_to_all_use_signals));
   m.impl("all_to_all_set_dispatch_kernel", TORCH_BOX(&all_to_all_set_dispatch_kernel));
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));
@@ -250,6 +273,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
+  m.impl("all_to_all_arrival_flags", TORCH_BOX(&all_to_all_arrival_flags));
   m.impl("all_to_all_check", TORCH_BOX(&all_to_all_check));
   m.impl("all_to_all_release_oldest", TORCH_BOX(&all_to_all_release_oldest));
   m.impl("all_to_all_clean_masks", TORCH_BOX(&all_to_all_clean_masks));

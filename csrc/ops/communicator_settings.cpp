@@ -57,7 +57,8 @@ provider::Settings parse(const std::string& text) {
            "timeout_s",
            "wait",
            "num_threads",
-           "on_device"}};
+           "on_device",
+           "arrival_flags"}};
 }
 
 moe::PlanInput plan_input(const provider::Settings& settings) {
@@ -84,13 +85,20 @@ moe::AllToAllOptions communicator_options_from(const std::string& text) {
                 "this engine has no communicator number left after ", communicator,
                 "; make another engine");
   constexpr double kAny = std::numeric_limits<double>::max();  // timeout_from() checks the range
+  const std::string way =
+      settings.word("arrival_flags", "auto", {"auto", "write", "gdrcopy", "relay"});
   return {.plan = plan,
           .rank = static_cast<int>(rank),
           .communicator = static_cast<uint32_t>(communicator),
           .wait = wait_policy(settings.text("wait", "sleep")),
           .timeout = timeout_from(settings.real("timeout_s", 30.0, -kAny, kAny)),
           .num_threads = static_cast<int>(settings.integer("num_threads", 1, 1, 1024)),
-          .device = settings.integer("on_device", 0, 0, 1) != 0};
+          .device = settings.integer("on_device", 0, 0, 1) != 0,
+          .masks = nullptr,
+          .arrival_flags = way == "write"     ? moe::ArrivalFlags::kWrite
+                           : way == "gdrcopy" ? moe::ArrivalFlags::kGdrCopy
+                           : way == "relay"   ? moe::ArrivalFlags::kRelay
+                                              : moe::ArrivalFlags::kAuto};
 }
 
 }  // namespace moe_p2p::ops

@@ -1,12 +1,12 @@
-// torch.ops.moe_p2p: counts of a routing, where its tensors are and for the host, which a kernel gives
-// them as soon as they are known (kernels/count.cu). Host tensors are counted here.
+// torch.ops.moe_p2p: counts of a routing, where its tensors are and for the host, which a kernel
+// gives them as soon as they are known (kernels/count.cu). Host tensors are counted here.
 #include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "kernels/abi/count.h"
-#include "ops/tensor_checks.h"
+#include "ops/count_ops.h"
 #include "platform/cuda.h"
 #include "platform/cuda_context.h"
 
@@ -33,9 +33,10 @@ void count_on_host(const abi::CountParams& p) {
   const int32_t of_rank = p.num_experts / p.num_ranks;
   const int32_t of_node = p.num_nodes > 0 ? p.num_ranks / p.num_nodes : p.num_ranks;
   std::vector<char> in_node(static_cast<size_t>(p.num_ranks / of_node));
+  std::vector<char> of_token(static_cast<size_t>(p.num_ranks));
   const Id* ids = p.topk_idx.as<const Id>();
   for (int64_t token = 0; token < p.num_tokens; ++token) {
-    char* in_rank = p.in_rank.get() + token * p.num_ranks;
+    char* in_rank = p.in_rank ? p.in_rank.get() + token * p.num_ranks : of_token.data();
     std::fill_n(in_rank, p.num_ranks, 0);
     std::ranges::fill(in_node, 0);
     for (int64_t k = 0; k < p.topk; ++k) {
@@ -54,8 +55,10 @@ void count_on_host(const abi::CountParams& p) {
 void give_on_host(const abi::CountParams& p) {
   int32_t* const to = p.host.get();
   if (!to) return;
-  std::copy_n(p.per_rank.get(), p.num_ranks, to);
-  std::copy_n(p.per_expert.get(), p.num_experts, to + p.num_ranks);
+  if (p.per_rank.get() != to) {
+    std::copy_n(p.per_rank.get(), p.num_ranks, to);
+    std::copy_n(p.per_expert.get(), p.num_experts, to + p.num_ranks);
+  }
   to[p.num_ranks + p.num_experts] = p.num_tokens;
   to[p.num_ranks + p.num_experts + 1] = static_cast<int32_t>(p.call);
 }
@@ -78,6 +81,14 @@ void run(int64_t kernel, int device, const abi::CountParams& params) {
                           &params);
 }
 
+void set_routing(abi::CountParams& params, const Tensor& topk_idx) {
+  params.topk_idx = pointer<const void>(
+      input<void>(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, kAny}}));
+  params.num_tokens = static_cast<int32_t>(topk_idx.size(0));
+  params.topk = static_cast<int32_t>(topk_idx.size(1));
+  params.topk_is_int64 = topk_idx.scalar_type() == ScalarType::Long;
+}
+
 // host: address of count_words() in pinned memory; 0: they are not wanted there.
 std::tuple<Tensor, Tensor, Tensor, Tensor> count_routing(int64_t kernel, const Tensor& topk_idx,
                                                          int64_t num_experts, int64_t num_ranks,
@@ -93,8 +104,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> count_routing(int64_t kernel, const T
                 Code::kInvalidArgument, "num_nodes is ", num_nodes, ", must divide ", num_ranks,
                 " ranks into nodes of 1, 2, 4 .. 64");
   abi::CountParams params{};
-  params.topk_idx = pointer<const void>(
-      input<void>(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, kAny}}));
+  set_routing(params, topk_idx);
   const int64_t num_tokens = topk_idx.size(0);
   const Tensor per_rank = make_tensor({num_ranks}, ScalarType::Int);
   const Tensor per_node = make_tensor({num_nodes}, ScalarType::Int);
@@ -105,9 +115,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> count_routing(int64_t kernel, const T
   params.per_expert = pointer<int32_t>(mutable_data_of(per_expert));
   params.in_rank = pointer<char>(mutable_data_of(in_rank));
   params.host = {static_cast<uint64_t>(host)};
-  params.num_tokens = static_cast<int32_t>(num_tokens);
-  params.topk = static_cast<int32_t>(topk_idx.size(1));
-  params.topk_is_int64 = topk_idx.scalar_type() == ScalarType::Long;
   params.num_ranks = static_cast<int32_t>(num_ranks);
   params.num_nodes = static_cast<int32_t>(num_nodes);
   params.num_experts = static_cast<int32_t>(num_experts);
@@ -136,6 +143,21 @@ void share_counts(int64_t kernel, const Tensor& per_rank, const Tensor& per_expe
 }
 
 }  // namespace
+
+void count_for_host(const Tensor& topk_idx, const HostCounts& to) {
+  abi::CountParams params{};
+  set_routing(params, topk_idx);
+  params.host = {static_cast<uint64_t>(to.host)};
+  params.num_ranks = static_cast<int32_t>(to.num_ranks);
+  params.num_experts = static_cast<int32_t>(to.num_experts);
+  params.call = static_cast<uint32_t>(to.call);
+  const int device = device_of(topk_idx);
+  if (device < 0) {  // a kernel counts in shared memory instead
+    params.per_rank = params.host;
+    params.per_expert = pointer<int32_t>(params.host.get() + to.num_ranks);
+  }
+  run(to.kernel, device, params);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("count_routing", TORCH_BOX(&count_routing));

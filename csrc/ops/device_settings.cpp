@@ -32,7 +32,7 @@ std::vector<uint64_t> addresses(const Settings& settings, std::string_view key) 
 moe::DeviceMemory device_memory_from(const std::string& text) {
   const Settings settings("device memory", text,
                           {"ordinal", "data", "peer_data", "state", "expert_rank", "expert_local",
-                           "fault", "fault_device", "num_sms", "world"});
+                           "fault", "fault_device", "num_sms", "world", "in_place"});
   const auto ordinal = settings.integers("ordinal");  // -1: an emulated device
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   MOE_P2P_CHECK(ordinal.size() == 1 && ordinal[0] >= -1 && ordinal[0] <= kMost,
@@ -41,6 +41,7 @@ moe::DeviceMemory device_memory_from(const std::string& text) {
       .ordinal = static_cast<int>(ordinal[0]),
       .data = addresses(settings, "data"),
       .peer_data = addresses(settings, "peer_data"),
+      .in_place = settings.integer("in_place", 0, 0, 1) != 0,
       .state = required<uint64_t>(settings, "state"),
       .expert_rank = required<uint64_t>(settings, "expert_rank"),
       .expert_local = required<uint64_t>(settings, "expert_local"),

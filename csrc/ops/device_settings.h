@@ -8,7 +8,8 @@
 
 namespace moe_p2p::ops {
 
-// Throw Error{kInvalidArgument} for an unknown or missing key, and for a value that is out of range.
+// Throw Error{kInvalidArgument} for an unknown or missing key, and for a value that is out of
+// range.
 moe::DeviceMemory device_memory_from(const std::string& settings);
 moe::DeviceKernel device_kernel_from(const std::string& settings);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <thread>
 #include <utility>
 
 #include "base/log.h"
@@ -17,6 +18,13 @@ namespace {
 
 // How late a waiter notices a signal, or that its engine was closed.
 constexpr milliseconds kSlice{50};
+
+// Returns the first of `count` numbers, which no object of any engine has: what belongs to another
+// engine is refused, and not taken for something of this one.
+int64_t new_ids(int64_t count = 1) {
+  static std::atomic<int64_t> next{1};
+  return next.fetch_add(count, std::memory_order_relaxed);
+}
 
 template <typename Table>
 auto& find(Table& table, int64_t id, const char* kind, const std::string& label) {
@@ -60,11 +68,25 @@ EngineObject::EngineObject(const engine::EngineOptions& options,
       engine_(options),
       proxy_(engine_, proxy_options) {}
 
+void EngineObject::close() noexcept {
+  closed_.store(true);
+  finished_.wake_all();
+  // At the end of a program its other threads may not come back from here later than this one.
+  const auto deadline = platform::Clock::now() + 4 * kSlice;
+  while (num_waiting_.load() != 0 && platform::Clock::now() < deadline)
+    std::this_thread::sleep_for(milliseconds(1));
+}
+
 void EngineObject::check_open() const {
   MOE_P2P_CHECK(!closed_.load(std::memory_order_acquire), Code::kClosed, label_, " is closed");
 }
 
-int64_t EngineObject::register_memory(const Tensor& memory) {
+void EngineObject::check_priority(int64_t priority) const {
+  MOE_P2P_CHECK(priority >= 0 && priority < engine::kNumPriorities, Code::kInvalidArgument, label_,
+                ": priority is ", priority, ", must be 0 to ", engine::kNumPriorities - 1);
+}
+
+int64_t EngineObject::register_memory(const Tensor& memory, bool in_order) {
   const bool on_gpu = memory.is_cuda();
   const OnDevice placed(on_gpu ? memory.get_device() : -1);
   check_placed(memory, "memory");
@@ -82,19 +104,22 @@ int64_t EngineObject::register_memory(const Tensor& memory) {
       {.data = data,
        .bytes = bytes,
        .kind = on_gpu ? provider::MemoryKind::kCuda : provider::MemoryKind::kHost,
-       .device = on_gpu ? memory.get_device() : -1},
+       .device = on_gpu ? memory.get_device() : -1,
+       .in_order = in_order},
       memory, 0);
 }
 
 int64_t EngineObject::add_registration(const provider::MemorySpan& span, const Tensor& tensor,
                                        int64_t granted) {
   const auto* handle = engine_.register_memory(span);
+  const int64_t id = new_ids();
   const std::lock_guard lock(mutex_);
-  memories_.emplace(++last_id_, Memory{handle, tensor, granted});
-  return last_id_;
+  memories_.emplace(id, Memory{handle, tensor, granted});
+  return id;
 }
 
 int64_t EngineObject::grant(int64_t memory) {
+  const auto named = naming();
   std::unique_lock lock(mutex_);
   const Memory granted = find(memories_, memory, "memory", label_);
   lock.unlock();
@@ -104,10 +129,12 @@ int64_t EngineObject::grant(int64_t memory) {
 
 void EngineObject::unregister_memory(int64_t memory) {
   for (const int64_t grant : grants_of(memory)) unregister_memory(grant);
+  auto named = naming();
   std::unique_lock lock(mutex_);
   const Memory removed = find(memories_, memory, "memory", label_);
   memories_.erase(memory);
   lock.unlock();
+  named.unlock();
   try {
     engine_.unregister_memory(removed.handle);
   } catch (...) {  // a NIC may still use it: the tensor stays alive, and it may be tried again
@@ -130,20 +157,32 @@ const engine::MemoryHandle* EngineObject::memory(int64_t memory) {
   return find(memories_, memory, "memory", label_).handle;
 }
 
-int64_t EngineObject::connect(const engine::EngineAddress& address, int64_t priority) {
-  const engine::Peer* peer = engine_.connect(address, static_cast<int>(priority));
+int64_t EngineObject::connect(const engine::EngineAddress& address, int64_t priority,
+                              uint64_t tag) {
+  check_priority(priority);
+  const engine::Peer* peer = engine_.connect(address, static_cast<int>(priority), tag);
+  const int64_t id = new_ids();
   const std::lock_guard lock(mutex_);
-  peers_.emplace(++last_id_, peer);
-  return last_id_;
+  peers_.emplace(id, peer);
+  return id;
 }
 
 void EngineObject::disconnect(int64_t peer) {
+  auto named = naming();
   std::unique_lock lock(mutex_);
   const engine::Peer* removed = find(peers_, peer, "peer", label_);
   peers_.erase(peer);
   std::erase_if(regions_, [&](const auto& region) { return region.second->owner == removed; });
   lock.unlock();
+  named.unlock();
   engine_.disconnect(removed);
+}
+
+void EngineObject::sever(uint64_t tag, const std::vector<int64_t>& memories, double timeout_s) {
+  check_open();
+  std::vector<const engine::MemoryHandle*> handles;
+  for (const int64_t one : memories) handles.push_back(memory(one));
+  engine_.sever(tag, handles, platform::Clock::now() + timeout_from(timeout_s));
 }
 
 const engine::Peer* EngineObject::peer(int64_t peer) {
@@ -151,13 +190,18 @@ const engine::Peer* EngineObject::peer(int64_t peer) {
   return find(peers_, peer, "peer", label_);
 }
 
-int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer,
-                              int64_t priority) {
+// Without a peer it may connect, which takes long, and nothing is held meanwhile.
+int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor,
+                              std::optional<int64_t> peer, int64_t priority) {
+  check_priority(priority);
+  std::unique_lock<std::mutex> named;
+  if (peer) named = naming();
   const engine::RemoteRegion* region =
-      engine_.resolve(descriptor, peer, static_cast<int>(priority));
+      engine_.resolve(descriptor, peer ? this->peer(*peer) : nullptr, static_cast<int>(priority));
+  const int64_t id = new_ids();
   const std::lock_guard lock(mutex_);
-  regions_.emplace(++last_id_, region);
-  return last_id_;
+  regions_.emplace(id, region);
+  return id;
 }
 
 const engine::RemoteRegion* EngineObject::region(int64_t region) {
@@ -165,16 +209,21 @@ const engine::RemoteRegion* EngineObject::region(int64_t region) {
   return find(regions_, region, "region", label_);
 }
 
-int64_t EngineObject::submit(std::shared_ptr<RequestRecord> record, int64_t priority) {
+int64_t EngineObject::submit(std::span<const std::shared_ptr<RequestRecord>> records,
+                             int64_t priority) {
   check_open();
-  MOE_P2P_CHECK(priority >= 0 && priority < engine::kNumPriorities, Code::kInvalidArgument, label_,
-                ": priority is ", priority, ", must be 0 to ", engine::kNumPriorities - 1);
-  record->request.priority = static_cast<uint8_t>(priority);
-  engine_.submit(record->request);
+  check_priority(priority);
+  std::vector<engine::Request*> requests;
+  for (const auto& record : records) {
+    record->request.priority = static_cast<uint8_t>(priority);
+    requests.push_back(&record->request);
+  }
+  engine_.submit(requests);
+  const int64_t first = new_ids(std::ssize(records));
   const std::lock_guard lock(mutex_);
   drop_forgotten();
-  requests_.emplace(++last_id_, std::move(record));
-  return last_id_;
+  for (int64_t id = first; const auto& record : records) requests_.emplace(id++, record);
+  return first;
 }
 
 void EngineObject::forget_request(int64_t request) {
@@ -212,6 +261,7 @@ std::optional<engine::Cancellation> EngineObject::cancel_request(int64_t request
 template <typename Ready>
 bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   const auto deadline = platform::Clock::now() + timeout;
+  const Waiting counted(num_waiting_);
   for (;;) {
     check_open();
     if (ready(std::min(deadline, platform::Clock::now() + kSlice))) return true;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -34,7 +35,7 @@ class EngineObject {
   const std::string& label() const noexcept { return label_; }
 
   // The tensor stays alive while it is registered.
-  int64_t register_memory(const Tensor& memory);
+  int64_t register_memory(const Tensor& memory, bool in_order);
   // Registers the memory once more, under keys of its own: for one peer, so that unregistering the
   // grant takes the memory back from that peer alone.
   int64_t grant(int64_t memory);
@@ -42,15 +43,24 @@ class EngineObject {
   void unregister_memory(int64_t memory);
   const engine::MemoryHandle* memory(int64_t memory);
 
-  int64_t connect(const engine::EngineAddress& address, int64_t priority);
+  int64_t connect(const engine::EngineAddress& address, int64_t priority, uint64_t tag);
   void disconnect(int64_t peer);
+  // TransferEngine::sever().
+  void sever(uint64_t tag, const std::vector<int64_t>& memories, double timeout_s);
   const engine::Peer* peer(int64_t peer);
 
-  int64_t resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer,
+  int64_t resolve(const engine::MemoryDescriptor& descriptor, std::optional<int64_t> peer,
                   int64_t priority);
   const engine::RemoteRegion* region(int64_t region);
 
-  int64_t submit(std::shared_ptr<RequestRecord> record, int64_t priority);
+  // Whoever passes results of memory(), peer() and region() on holds it meanwhile.
+  std::unique_lock<std::mutex> naming() { return std::unique_lock(naming_); }
+
+  int64_t submit(std::shared_ptr<RequestRecord> record, int64_t priority) {
+    return submit(std::span<const std::shared_ptr<RequestRecord>>(&record, 1), priority);
+  }
+  // All or none; returns the first one's number, the others' follow.
+  int64_t submit(std::span<const std::shared_ptr<RequestRecord>> records, int64_t priority);
   std::shared_ptr<RequestRecord> request(int64_t request);
   // Waits in slices, so that close() and signals end it early.
   void wait_request(int64_t request, double timeout_s, double waited_s);
@@ -63,13 +73,15 @@ class EngineObject {
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
   uint64_t free_imm(uint32_t imm);  // returns how often it was counted
 
-  // Later calls and running waits throw Error{kClosed}.
-  void close() noexcept {
-    closed_.store(true, std::memory_order_release);
-    finished_.wake_all();
-  }
+  // Later calls and running waits throw Error{kClosed}; waits until these have, for a while.
+  void close() noexcept;
 
  private:
+  struct Waiting {
+    explicit Waiting(std::atomic<int>& num) : count(num) { ++count; }
+    ~Waiting() { --count; }
+    std::atomic<int>& count;
+  };
   struct Memory {
     const engine::MemoryHandle* handle;
     Tensor tensor;
@@ -79,15 +91,19 @@ class EngineObject {
   template <typename Ready>
   bool wait_in_slices(std::chrono::milliseconds timeout, Ready&& ready);
   void check_open() const;
+  void check_priority(int64_t priority) const;
   std::vector<int64_t> grants_of(int64_t memory);
   void drop_forgotten();  // under mutex_
 
   const std::string label_;
   const platform::WaitPolicy wait_;
   std::atomic<bool> closed_{false};
+  std::atomic<int> num_waiting_{0};  // threads in wait_in_slices()
 
+  // Held from the look-up of what a request names until it is submitted: nothing of it is removed
+  // in between. Taken before mutex_.
+  std::mutex naming_;
   std::mutex mutex_;  // guards the tables
-  int64_t last_id_ = 0;
   std::unordered_map<int64_t, Memory> memories_;
   std::unordered_map<int64_t, const engine::Peer*> peers_;
   std::unordered_map<int64_t, const engine::RemoteRegion*> regions_;

@@ -1,4 +1,5 @@
 // torch.ops.moe_p2p.engine_*: set-up of engines, their memory and their peers.
+#include <cmath>
 #include <cstring>
 
 #include "base/letter.h"
@@ -6,6 +7,7 @@
 #include "platform/shm.h"
 #include "platform/topology.h"
 #include "provider/loopback/segment.h"
+#include "provider/loopback/timed.h"
 
 namespace moe_p2p::ops {
 
@@ -28,8 +30,8 @@ Tensor engine_address(int64_t engine) {
   return bytes_tensor(engines().get(engine)->engine().address().serialize());
 }
 
-int64_t engine_register(int64_t engine, const Tensor& memory) {
-  return engines().get(engine)->register_memory(memory);
+int64_t engine_register(int64_t engine, const Tensor& memory, bool in_order) {
+  return engines().get(engine)->register_memory(memory, in_order);
 }
 
 void engine_unregister(int64_t engine, int64_t memory) {
@@ -43,25 +45,32 @@ int64_t engine_grant(int64_t engine, int64_t memory) {
 
 Tensor engine_descriptor(int64_t engine, int64_t memory) {
   const auto object = engines().get(engine);
+  const auto named = object->naming();
   return bytes_tensor(object->engine().descriptor(object->memory(memory)).serialize());
 }
 
-int64_t engine_connect(int64_t engine, const Tensor& address, int64_t priority) {
+int64_t engine_connect(int64_t engine, const Tensor& address, int64_t priority, int64_t tag) {
   return engines().get(engine)->connect(engine::EngineAddress::parse(bytes_of(address, "address")),
-                                        priority);
+                                        priority, static_cast<uint64_t>(tag));
 }
 
 void engine_disconnect(int64_t engine, int64_t peer) { engines().get(engine)->disconnect(peer); }
 
+void engine_sever(int64_t engine, int64_t tag, const std::vector<int64_t>& memories,
+                  double timeout_s) {
+  engines().get(engine)->sever(static_cast<uint64_t>(tag), memories, timeout_s);
+}
+
 int64_t engine_resolve(int64_t engine, const Tensor& descriptor, std::optional<int64_t> peer,
                        int64_t priority) {
-  const auto object = engines().get(engine);
-  return object->resolve(engine::MemoryDescriptor::parse(bytes_of(descriptor, "descriptor")),
-                         peer ? object->peer(*peer) : nullptr, priority);
+  return engines().get(engine)->resolve(
+      engine::MemoryDescriptor::parse(bytes_of(descriptor, "descriptor")), peer, priority);
 }
 
 int64_t engine_region_bytes(int64_t engine, int64_t region) {
-  return static_cast<int64_t>(engines().get(engine)->region(region)->bytes);
+  const auto object = engines().get(engine);
+  const auto named = object->naming();
+  return static_cast<int64_t>(object->region(region)->bytes);
 }
 
 // [nics, 7]: bytes written, writes posted, immediates sent, immediates received, connections
@@ -79,11 +88,20 @@ Tensor engine_counters(int64_t engine) {
 }
 
 // Bytes of /dev/shm that one software NIC takes with so many peers connected to it.
-int64_t software_nic_bytes(const std::string& settings, int64_t num_peers) {
+int64_t software_nic_bytes(const std::string& settings, int64_t num_peers, bool timed) {
   namespace loopback = provider::loopback;
-  const auto config = loopback::parse_config(settings);
+  const auto config =
+      timed ? provider::loopback::parse_timed_config(settings) : loopback::parse_config(settings);
   return static_cast<int64_t>(
       loopback::Segment::reserved_bytes(config, static_cast<uint32_t>(num_peers)));
+}
+
+// The link model of a timed NIC: Gbit/s, then nanoseconds one way, of a post, and of a message.
+std::vector<int64_t> timed_link(const std::string& settings) {
+  const auto config = provider::loopback::parse_timed_config(settings);
+  const auto ns = [](double us) { return std::llround(us * 1e3); };
+  return {std::llround(config.gbps), ns(config.latency_us), ns(config.post_us),
+          ns(config.message_us)};
 }
 
 int64_t remove_stale_memory() { return platform::SharedMemory::remove_stale(); }
@@ -104,9 +122,11 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_descriptor", TORCH_BOX(&engine_descriptor));
   m.impl("engine_connect", TORCH_BOX(&engine_connect));
   m.impl("engine_disconnect", TORCH_BOX(&engine_disconnect));
+  m.impl("engine_sever", TORCH_BOX(&engine_sever));
   m.impl("engine_resolve", TORCH_BOX(&engine_resolve));
   m.impl("engine_region_bytes", TORCH_BOX(&engine_region_bytes));
   m.impl("engine_counters", TORCH_BOX(&engine_counters));
+  m.impl("timed_link", TORCH_BOX(&timed_link));
   m.impl("software_nic_bytes", TORCH_BOX(&software_nic_bytes));
   m.impl("remove_stale_memory", TORCH_BOX(&remove_stale_memory));
   m.impl("host_identity", TORCH_BOX(&host_identity));

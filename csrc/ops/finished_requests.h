@@ -18,10 +18,14 @@ namespace moe_p2p::ops {
 struct RequestRecord {
   RequestRecord() noexcept { request.timed = true; }
 
+  // Page indices, shared by the requests of several layers.
+  struct Indices {
+    std::vector<int64_t> source, target;
+  };
+
   std::shared_ptr<const void> gates;  // what owns request.gate
   engine::Request request;
-  std::vector<int64_t> source_pages;
-  std::vector<int64_t> target_pages;
+  std::shared_ptr<const Indices> pages;
   std::vector<engine::Slice> slices;
   std::string what;  // "write of 64 bytes", for errors
 };

@@ -1,15 +1,13 @@
 // torch.ops.moe_p2p.dispatch and combine: whole calls that make their results, so that autograd and
 // torch.compile see functions of tensors. combine_out writes to a given tensor.
-#include <algorithm>
 #include <array>
 #include <cstring>
-#include <numeric>
 #include <span>
 #include <tuple>
 #include <vector>
 
 #include "kernels/abi/handle.h"
-#include "ops/all_to_all_object.h"
+#include "ops/whole_dispatch.h"
 
 namespace moe_p2p::ops {
 
@@ -21,13 +19,8 @@ namespace {
 // equal handles. Any other number would be used again.
 constexpr uint64_t kNoStep = ~uint64_t{0};
 
-Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, bool solo) {
-  Tensor handle =
-      make_tensor({comm.all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
-  if (solo && comm.device < 0)  // on a GPU a kernel writes it
-    std::memset(handle.mutable_data_ptr(), 0,
-                static_cast<size_t>(handle.numel()) * sizeof(int32_t));
-  return handle;
+void clear(const Tensor& handle) {
+  std::memset(handle.mutable_data_ptr(), 0, static_cast<size_t>(handle.numel()) * sizeof(int32_t));
 }
 
 Tensor make_scales(const Layout& layout, int64_t width, ScalarType dtype) {
@@ -48,27 +41,33 @@ std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layo
   return make_scales(layout, (comm.num_scales() + 3) / 4, ScalarType::Int);
 }
 
-using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
+}  // namespace
 
-Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, int64_t capacity) {
+Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, int64_t capacity,
+                             Arena* beside) {
   const auto& [x, scales, extras, topk_idx, topk_weights, num_tokens, host, max_tokens, options] =
       in;
   const Layout layout(*comm, options, capacity);
 
+  const auto make = [&](const Sizes& sizes, ScalarType dtype) {
+    return beside ? beside->make(sizes, dtype) : make_tensor(sizes, dtype);
+  };
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
-  const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
+  const Tensor handle =
+      make({comm->all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
+  if (options.solo && comm->device < 0) clear(handle);  // on a GPU a kernel writes it
   auto send = dispatch_send_from(*comm, in, handle);
 
   const Tensor row_x =
       make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
                   options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
   const auto row_scales = make_scales(*comm, layout, scales);
-  const Tensor row_weights = make_tensor(layout.row_weights(), ScalarType::Float);
-  const Tensor counts = make_tensor(layout.counts(), ScalarType::Int);
-  const Tensor offsets = make_tensor(layout.offsets(), ScalarType::Int);
+  const Tensor row_weights = make(layout.row_weights(), ScalarType::Float);
+  const Tensor counts = make(layout.counts(), ScalarType::Int);
+  const Tensor offsets = make(layout.offsets(), ScalarType::Int);
   std::vector<Tensor> more, row_extras;
   const auto make_more = [&](bool wanted, const Sizes& sizes, ScalarType dtype) {
-    return wanted ? std::optional(more.emplace_back(make_tensor(sizes, dtype))) : std::nullopt;
+    return wanted ? std::optional(more.emplace_back(make(sizes, dtype))) : std::nullopt;
   };
   const auto source = make_more(options.with_source, layout.source(), ScalarType::Int);
   const auto ranges = make_more(options.with_ranges, layout.ranges(), ScalarType::Long);
@@ -92,11 +91,27 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   if (options.solo && comm->device < 0)
     static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
   more.insert(more.end(), row_extras.begin(), row_extras.end());
-  return {row_x,          row_scales ? *row_scales : make_tensor({0}, ScalarType::Float),
+  return {row_x,          row_scales ? *row_scales : make({0}, ScalarType::Float),
           row_weights,    counts,
           offsets,        handle,
           std::move(more)};
 }
+
+int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int64_t capacity) {
+  const Layout layout(comm, in.options, capacity);
+  const bool by_rank = in.options.by_rank();
+  const int64_t tokens = in.x.dim() > 0 ? in.x.size(0) : 0, each = layout.num_rows * layout.topk;
+  return Arena::room(comm.all_to_all.handle_words(tokens, in.max_tokens), 4) +
+         Arena::room(by_rank ? each : layout.num_rows, 4) +  // weights
+         Arena::room(layout.experts, 4) + Arena::room(layout.ranks + layout.experts + 1, 4) +
+         Arena::room(in.options.with_source ? 2 * layout.num_rows : 0, 4) +
+         Arena::room(in.options.with_ranges ? layout.experts * layout.ranks : 0, 8) +
+         Arena::room(in.options.with_wait_ticks ? layout.ranks : 0, 8) +
+         Arena::room(in.options.copy_topk ? tokens * layout.topk : 0, 8) +
+         Arena::room(by_rank ? each : 0, 8);  // ids
+}
+
+namespace {
 
 Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
                     std::optional<Tensor> scales, std::vector<Tensor> extras,
@@ -109,77 +124,6 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
       &*comm,
       {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
       capacity);
-}
-
-// --- calls whose host waits for the counts of all ranks, to make outputs of exactly that size ---
-
-struct Sizes {
-  Tensor gathered;  // [W, num_values], in host memory
-  int64_t num_rows = 0, max_tokens = 1;
-  std::vector<int64_t> per_expert;  // rounded up
-
-  std::vector<int64_t> numbers() const {
-    std::vector<int64_t> all{num_rows, max_tokens};
-    all.insert(all.end(), per_expert.begin(), per_expert.end());
-    return all;
-  }
-};
-
-// host: where num_values counts are, or a kernel stores them, and then the call's number. Without
-// counts for each rank and expert there are no sizes.
-Sizes agree(AllToAllObject& comm, int64_t num_values, int64_t host, int64_t call,
-            int64_t alignment) {
-  const OnDevice on_host(-1);
-  const abi::Shape& shape = comm.plan().shape;
-  const int64_t world_size = shape.world_size, experts = comm.num_local_experts();
-  MOE_P2P_CHECK(num_values > 0 && host != 0, Code::kInvalidArgument, "no counts are given");
-  const auto* words = reinterpret_cast<const int32_t*>(host);
-  comm.all_to_all.await_counts(reinterpret_cast<const uint32_t&>(words[num_values]),
-                               static_cast<uint32_t>(call));
-  Sizes sizes{.gathered = make_tensor({world_size, num_values}, ScalarType::Int),
-              .per_expert = std::vector<int64_t>(static_cast<size_t>(experts))};
-  auto* const all = static_cast<int32_t*>(mutable_data_of(sizes.gathered));
-  const auto total = static_cast<size_t>(world_size * num_values);
-  comm.all_to_all.gather_counts({words, static_cast<size_t>(num_values)}, {all, total});
-  if (num_values != world_size + shape.num_experts + 1) return sizes;
-  for (int64_t source = 0; source < world_size; ++source) {
-    const int32_t* const counts = all + source * num_values;
-    sizes.num_rows += counts[comm.rank];
-    sizes.max_tokens = std::max<int64_t>(sizes.max_tokens, counts[num_values - 1]);
-    for (int64_t e = 0; e < experts; ++e)
-      sizes.per_expert[static_cast<size_t>(e)] += counts[world_size + comm.rank * experts + e];
-  }
-  for (int64_t& count : sizes.per_expert) count = (count + alignment - 1) / alignment * alignment;
-  return sizes;
-}
-
-std::tuple<Tensor, std::vector<int64_t>> all_to_all_agree(int64_t comm_id, int64_t num_values,
-                                                          int64_t host, int64_t call,
-                                                          int64_t alignment) {
-  const Caller comm(comm_id);
-  const Sizes sizes = agree(*comm, num_values, host, call, alignment);
-  return {sizes.gathered, sizes.numbers()};
-}
-
-using Counted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>,
-                           Tensor, std::vector<int64_t>>;
-
-Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& x,
-                         std::optional<Tensor> scales, const Tensor& topk_idx,
-                         std::optional<Tensor> topk_weights, int64_t max_tokens, int64_t alignment,
-                         int64_t host, int64_t call) {
-  const Caller comm(comm_id);
-  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
-  const abi::Shape& shape = comm->plan().shape;
-  const Sizes sizes = agree(*comm, shape.world_size + shape.num_experts + 1, host, call, alignment);
-  if (max_tokens < 0) max_tokens = sizes.max_tokens;
-  const int64_t capacity = options.by_rank() ? sizes.num_rows
-                                             : std::accumulate(sizes.per_expert.begin(),
-                                                               sizes.per_expert.end(), int64_t{0});
-  auto made = dispatch_into_new(
-      &*comm, {x, scales, {}, topk_idx, topk_weights, std::nullopt, -1, max_tokens, options},
-      capacity);
-  return std::tuple_cat(std::move(made), std::tuple(sizes.gathered, sizes.numbers()));
 }
 
 // The schema declares that combine does not change the handle, and this restores it: so a compiler
@@ -218,6 +162,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     int64_t options, int64_t /*capacity*/, bool with_wait_ticks) {
   const Caller comm(comm_id);
   const abi::SumOrder order = moe::sum_order_from(options);
+  const abi::Partials partials = moe::partials_from(options);
   check_tensor(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, comm->topk()}});
   const int64_t num_rows = topk_idx.size(0);
   const Tensor out = make_tensor({num_rows, comm->hidden_dim()}, out_dtype);
@@ -227,10 +172,11 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     scalars = more.emplace_back(make_tensor({num_rows, comm->topk()}, ScalarType::Float));
   if (with_wait_ticks)
     wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
-  combine_into(
-      *comm, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order},
-      {out, scalars, bias, wait_ticks, order, order == abi::SumOrder::kRanks ? nullptr : &topk_idx},
-      handle);
+  combine_into(*comm,
+               {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order, partials},
+               {out, scalars, bias, wait_ticks, order,
+                order == abi::SumOrder::kRanks ? nullptr : &topk_idx, partials},
+               handle);
   return {out, std::move(more)};
 }
 
@@ -238,10 +184,14 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
                  std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,
                  std::vector<Tensor> bias, const Tensor& handle, int64_t max_tokens,
                  const Tensor& out, std::optional<Tensor> out_scalars,
-                 std::optional<Tensor> wait_ticks) {
+                 std::optional<Tensor> wait_ticks, int64_t partials_number) {
   const Caller comm(comm_id);
-  combine_into(*comm, {y, row_weights, row_scalars, topk_weights, out.scalar_type(), max_tokens},
-               {out, out_scalars, bias, wait_ticks}, handle);
+  const abi::Partials partials = moe::partials_of(partials_number);
+  constexpr auto kOrder = abi::SumOrder::kRanks;
+  combine_into(
+      *comm,
+      {y, row_weights, row_scalars, topk_weights, out.scalar_type(), max_tokens, kOrder, partials},
+      {out, out_scalars, bias, wait_ticks, kOrder, nullptr, partials}, handle);
 }
 
 }  // namespace
@@ -249,8 +199,6 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
-  m.impl("dispatch_counted", TORCH_BOX(&dispatch_counted));
-  m.impl("all_to_all_agree", TORCH_BOX(&all_to_all_agree));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
   m.impl("combine_out", TORCH_BOX(&combine_out));

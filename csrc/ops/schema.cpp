@@ -7,9 +7,10 @@
 namespace {
 
 // `options` is the number of a moe_p2p.DispatchOptions (moe/dispatch_options.h); combine takes its
-// dispatch's number. dispatch's `more` holds source, ranges, wait_ticks and the copy of topk_idx if
-// the options ask for them, then row_topk for rows by rank, then the extras; combine's `more` holds
-// the scalars, then the wait_ticks.
+// dispatch's number with the order of its sums and the type of what travels (`partials`:
+// abi::Partials) above it. dispatch's `more` holds source, ranges, wait_ticks and the copy of
+// topk_idx if the options ask for them, then row_topk for rows by rank, then the extras; combine's
+// `more` holds the scalars, then the wait_ticks.
 //
 // Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
 // calls a Python function first, which doubles what a call of few tokens costs.
@@ -19,13 +20,15 @@ const std::string kDispatch =
     "-> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
     "Tensor handle, Tensor[] more)";
 // Waits for the counts of all ranks, and makes outputs of exactly as many rows; max_tokens -1: as
-// many as the rank with most has. sizes: [0] tokens that come here, [1] max_tokens, then the tokens
-// of each local expert, rounded up to the alignment.
+// many as the rank with most has. kernel: counts topk_idx first; -1: that was done. On the host:
+// gathered, the counts of all ranks; sizes, the rows of each local expert, rounded up to the
+// alignment; tokens that come here, each once; grouped, the sum of sizes. All but rows and scales
+// share one allocation.
 const std::string kDispatchCounted =
     "(int comm, int options, Tensor x, Tensor? scales, Tensor topk_idx, Tensor? topk_weights, "
-    "int max_tokens, int alignment, int host, int call) -> (Tensor rows, Tensor row_scales, "
-    "Tensor row_weights, Tensor counts, Tensor offsets, Tensor handle, Tensor[] more, "
-    "Tensor gathered, int[] sizes)";
+    "int max_tokens, int alignment, int kernel, int host, int call) -> (Tensor rows, "
+    "Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, Tensor handle, "
+    "Tensor[] more, Tensor gathered, Tensor sizes, int tokens, int max_tokens, int grouped)";
 const std::string kCombine =
     "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
     "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
@@ -40,18 +43,20 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int proxy_cpu) -> int");
   m.def("engine_close(int engine) -> ()");
   m.def("engine_address(int engine) -> Tensor");
-  m.def("engine_register(int engine, Tensor memory) -> SymInt");
+  m.def("engine_register(int engine, Tensor memory, bool in_order=False) -> SymInt");
   m.def("engine_unregister(int engine, int memory) -> ()");
   m.def("engine_grant(int engine, int memory) -> SymInt");
   m.def("engine_descriptor(int engine, int memory) -> Tensor");
-  m.def("engine_connect(int engine, Tensor address, int priority=1) -> SymInt");
+  m.def("engine_connect(int engine, Tensor address, int priority=1, int tag=0) -> SymInt");
   m.def("engine_disconnect(int engine, int peer) -> ()");
+  m.def("engine_sever(int engine, int tag, int[] memories, float timeout_s) -> ()");
   m.def(
       "engine_resolve(int engine, Tensor descriptor, int? peer=None, "
       "int priority=1) -> SymInt");
   m.def("engine_region_bytes(int engine, int region) -> int");
   m.def("engine_counters(int engine) -> Tensor");
-  m.def("software_nic_bytes(str settings, int num_peers) -> int");
+  m.def("software_nic_bytes(str settings, int num_peers, bool timed=False) -> int");
+  m.def("timed_link(str settings) -> int[]");
   m.def("host_identity() -> str");
   m.def("letter() -> str");               // base/letter.h
   m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; number of objects
@@ -66,6 +71,13 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
       "int? imm=None, int row_bytes=0, int row_stride=0, int region_row_stride=0, "
       "bool imm_per_page=True, int priority=1, int[] after=[]) -> SymInt");
+  m.def(
+      "engine_write_layers(int engine, Tensor places, int page_bytes, Tensor pages, int stride, "
+      "Tensor region_pages, int region_stride, int row_bytes, int row_stride, "
+      "int region_row_stride, int? imm=None, int priority=1, int[] after=[]) -> SymInt");
+  m.def(
+      "engine_write_all(int engine, Tensor table, Tensor pages, Tensor region_pages, "
+      "int? imm=None, int priority=1) -> SymInt");
   m.def(
       "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes, "
       "int priority=1) -> SymInt");
@@ -98,7 +110,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "signals_create(int engine, Tensor words, Tensor step, Tensor[] caches, int kernel) -> int");
   m.def("signals_close(int signals) -> ()");
-  m.def("signals_value(int signals, int layer) -> int");
+  m.def("signals_values(int signals) -> Tensor");
   m.def("signal(int signals, int layer, Tensor(a!) kv) -> ()");
 
   // --- all to all: set-up ---
@@ -112,19 +124,21 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
       "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, str kernel, "
-      "int x_bytes=0) -> ()");
+      "int x_bytes=0, bool plain=False) -> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "str kernel, bool by_topk=False) -> ()");
+      "str kernel, bool by_topk=False, int partials=0, bool plain=False) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");
   m.def("all_to_all_broken(int comm) -> str");
+  m.def("all_to_all_arrival_flags(int comm) -> str");
   m.def("all_to_all_check(int[] comms) -> ()");
   m.def("all_to_all_release_oldest(int comm) -> ()");
   m.def("all_to_all_clean_masks(int comm) -> ()");
   m.def("all_to_all_set_clean_kernel(int comm, str kernel) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
+  m.def("all_to_all_times(int comm) -> int[]");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
@@ -137,8 +151,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "share_counts(int kernel, Tensor per_rank, Tensor per_expert, int num_tokens, int host, "
       "int call) -> ()");
   m.def(
-      "all_to_all_agree(int comm, int num_values, int host, int call, int alignment) -> "
-      "(Tensor gathered, int[] sizes)");
+      "all_to_all_agree(int comm, Tensor? topk_idx, int kernel, int num_values, int host, "
+      "int call, int alignment) -> (Tensor gathered, Tensor sizes, int tokens, int max_tokens, "
+      "int grouped)");
 
   // --- all to all: halves ---
   m.def(
@@ -152,10 +167,11 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int capacity) -> ()");
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
-      "Tensor? row_scalars, Tensor? topk_weights, ScalarType out_dtype, int max_tokens) -> ()");
+      "Tensor? row_scalars, Tensor? topk_weights, ScalarType out_dtype, int max_tokens, "
+      "int partials=0) -> ()");
   m.def(
       "combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars, "
-      "Tensor[] bias, Tensor(d!)? wait_ticks) -> ()");
+      "Tensor[] bias, Tensor(d!)? wait_ticks, int partials=0) -> ()");
   m.def("release(int comm, Tensor(a!) handle) -> ()");
 
   // --- all to all: whole calls ---
@@ -167,5 +183,5 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "combine_out(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, "
       "Tensor? topk_weights, Tensor[] bias, Tensor handle, int max_tokens, Tensor(a!) out, "
-      "Tensor(b!)? out_scalars, Tensor(c!)? wait_ticks) -> ()");
+      "Tensor(b!)? out_scalars, Tensor(c!)? wait_ticks, int partials=0) -> ()");
 }

@@ -12,9 +12,14 @@ int64_t signals_create(int64_t engine, const Tensor& words, const Tensor& step,
 
 void signals_close(int64_t number) { signals().take(number); }
 
-// The last step in which the layer was computed.
-int64_t signals_value(int64_t number, int64_t layer) {
-  return static_cast<int64_t>(signals().get(number)->gate(layer).value());
+// [layers]: the last step in which each was computed.
+Tensor signals_values(int64_t number) {
+  const auto object = signals().get(number);
+  Tensor tensor = make_tensor({object->num_layers()}, ScalarType::Long);
+  auto* const values = static_cast<int64_t*>(tensor.mutable_data_ptr());
+  for (int64_t layer = 0; layer < object->num_layers(); ++layer)
+    values[layer] = static_cast<int64_t>(object->gate(layer).value());
+  return tensor;
 }
 
 void signal(int64_t number, int64_t layer, const Tensor& kv) {
@@ -26,7 +31,7 @@ void signal(int64_t number, int64_t layer, const Tensor& kv) {
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("signals_create", TORCH_BOX(&signals_create));
   m.impl("signals_close", TORCH_BOX(&signals_close));
-  m.impl("signals_value", TORCH_BOX(&signals_value));
+  m.impl("signals_values", TORCH_BOX(&signals_values));
   m.impl("signal", TORCH_BOX(&signal));
 }
 

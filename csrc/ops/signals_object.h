@@ -21,6 +21,8 @@ class SignalsObject {
   // kv: memory of the layer, for the order of calls and for a check.
   void signal(int64_t layer, const Tensor& kv);
   engine::Gate& gate(int64_t layer);
+  int64_t engine() const noexcept { return engine_; }  // number of the engine that waits
+  int64_t num_layers() const noexcept { return std::ssize(gates_); }
 
  private:
   void check_in_caches(const Tensor& kv) const;

@@ -171,12 +171,55 @@ abi::DType payload_type(ScalarType dtype, const char* name,
   }
 }
 
+namespace {
+
+constexpr size_t kMostDims = 3;
+
+struct Strides {
+  int64_t of[kMostDims] = {1, 1, 1};
+};
+
+Strides contiguous(std::span<const int64_t> sizes) {
+  Strides strides;
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides.of[i - 1] = strides.of[i] * std::max<int64_t>(sizes[i], 1);
+  return strides;
+}
+
+}  // namespace
+
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
-  constexpr size_t kMostDims = 3;
-  int64_t strides[kMostDims] = {1, 1, 1};
-  const size_t dims = sizes.size();
-  for (size_t i = dims; i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
-  return make_tensor(sizes, {strides, dims}, dtype);
+  return make_tensor(sizes, {contiguous(sizes).of, sizes.size()}, dtype);
+}
+
+Tensor first_rows(const Tensor& tensor, int64_t num_rows) {
+  const auto have = tensor.sizes();
+  int64_t sizes[kMostDims] = {};
+  std::copy(have.begin(), have.end(), sizes);
+  sizes[0] = num_rows;
+  AtenTensorHandle made = nullptr;
+  const auto error = aoti_torch__reinterpret_tensor(tensor.get(), tensor.dim(), sizes,
+                                                    tensor.strides().data(), 0, &made);
+  MOE_P2P_CHECK(error == AOTI_TORCH_SUCCESS, Code::kResourceExhausted, "torch could not cut ",
+                describe(tensor), " to ", num_rows, " rows");
+  return Tensor(made);
+}
+
+Arena::Arena(int64_t bytes) : memory_(make_tensor({bytes}, ScalarType::Byte)), bytes_(bytes) {}
+
+Tensor Arena::make(const Sizes& sizes, ScalarType dtype) {
+  const auto all = sizes.all();
+  AtenTensorHandle made = nullptr;
+  const auto error = aoti_torch__alloc_from_pool(memory_.get(), used_, shim_dtype(dtype),
+                                                 static_cast<int64_t>(all.size()), all.data(),
+                                                 contiguous(all).of, &made);
+  MOE_P2P_CHECK(error == AOTI_TORCH_SUCCESS, Code::kResourceExhausted, "torch could not make a ",
+                dtype_name(dtype), " tensor of shape ", list(all));
+  Tensor tensor(made);
+  used_ += room(tensor.numel(), static_cast<int64_t>(tensor.element_size()));
+  MOE_P2P_CHECK(used_ <= bytes_, Code::kInvalidArgument, "an allocation of ", bytes_,
+                " bytes has no room for ", describe(tensor));
+  return tensor;
 }
 
 Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,

@@ -105,6 +105,27 @@ Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);
 inline Tensor make_tensor(const Sizes& sizes, ScalarType dtype) {
   return make_tensor(sizes.all(), dtype);
 }
+// The first num_rows of a contiguous tensor, in its memory.
+Tensor first_rows(const Tensor& tensor, int64_t num_rows);
+
+// One allocation, cut into tensors that keep it alive together. For results that neither autograd
+// nor a compiler sees: both take two results of an op for two allocations.
+class Arena {
+ public:
+  explicit Arena(int64_t bytes);
+  // Throws Error{kInvalidArgument} when no room is left.
+  Tensor make(const Sizes& sizes, ScalarType dtype);
+  // The bytes that a tensor of `num` elements takes of it.
+  static constexpr int64_t room(int64_t num, int64_t bytes) {
+    return (num * bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 256;
+  const Tensor memory_;
+  const int64_t bytes_;
+  int64_t used_ = 0;
+};
 // Opaque bytes, which the bootstrap carries as uint8 tensors.
 Tensor bytes_tensor(const base::Bytes& bytes);
 std::span<const std::byte> bytes_of(const Tensor& tensor, const char* name);

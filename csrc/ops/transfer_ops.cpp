@@ -38,18 +38,34 @@ std::vector<int64_t> page_indices(const Tensor& pages, const char* name) {
   return {data, data + pages.numel()};
 }
 
+std::shared_ptr<const RequestRecord::Indices> indices_of(const Tensor& source,
+                                                         const char* source_name,
+                                                         const Tensor& target,
+                                                         const char* target_name) {
+  return std::make_shared<const RequestRecord::Indices>(
+      RequestRecord::Indices{page_indices(source, source_name), page_indices(target, target_name)});
+}
+
 Tensor tensor_of(std::initializer_list<uint64_t> values) {
   Tensor tensor = make_tensor({std::ssize(values)}, ScalarType::Long);
   std::ranges::copy(values, static_cast<int64_t*>(tensor.mutable_data_ptr()));
   return tensor;
 }
 
+// The engine's thread looks at the gates, so they are those of its own signals.
+std::shared_ptr<SignalsObject> signals_of(int64_t engine, int64_t number) {
+  auto object = signals().get(number);
+  MOE_P2P_CHECK(object->engine() == engine, Code::kInvalidArgument, "signals ", number,
+                " are of another engine; make KVSignals of the sender that writes");
+  return object;
+}
+
 // after: [signals, layer, step], or empty.
-void wait_for_signal(RequestRecord& record, const std::vector<int64_t>& after) {
+void wait_for_signal(RequestRecord& record, int64_t engine, const std::vector<int64_t>& after) {
   if (after.empty()) return;
   MOE_P2P_CHECK(after.size() == 3, Code::kInvalidArgument, "after has ", after.size(),
                 " numbers, must have 3: signals, layer and step");
-  const auto object = signals().get(after[0]);
+  const auto object = signals_of(engine, after[0]);
   record.request.gate = &object->gate(after[1]);
   record.request.gate_value = unsigned_of(after[2], "step");
   record.gates = object;
@@ -61,6 +77,7 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("write of ", bytes, " bytes");
+  const auto named = object->naming();
   record->request.operation =
       engine::Write{.source = object->memory(memory),
                     .source_offset = unsigned_of(offset, "offset"),
@@ -79,18 +96,18 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
                            const std::vector<int64_t>& after) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
-  wait_for_signal(*record, after);
-  record->source_pages = page_indices(pages, "pages");
-  record->target_pages = page_indices(region_pages, "region_pages");
+  wait_for_signal(*record, engine, after);
+  record->pages = indices_of(pages, "pages", region_pages, "region_pages");
   record->what =
-      base::concat("write of ", record->source_pages.size(), " pages of ", page_bytes, " bytes");
+      base::concat("write of ", record->pages->source.size(), " pages of ", page_bytes, " bytes");
+  const auto named = object->naming();
   record->request.operation = engine::WritePages{
       .source = object->memory(memory),
       .target = object->region(region),
       .page_bytes = unsigned_of(page_bytes, "page_bytes"),
-      .source_pages = {record->source_pages, unsigned_of(stride, "stride"),
+      .source_pages = {record->pages->source, unsigned_of(stride, "stride"),
                        unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
-      .target_pages = {record->target_pages, unsigned_of(region_stride, "region_stride"),
+      .target_pages = {record->pages->target, unsigned_of(region_stride, "region_stride"),
                        unsigned_of(region_offset, "region_offset"),
                        unsigned_of(region_row_stride, "region_row_stride")},
       .imm = free_form(imm),
@@ -100,11 +117,91 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
   return object->submit(std::move(record), priority);
 }
 
+// The same pages of several layers, a request for each: the first one's number; the others' follow.
+// places [n, 5]: memory, offset, region, offset in the region, layer. after: [signals, step], or
+// empty.
+int64_t engine_write_layers(int64_t engine, const Tensor& places, int64_t page_bytes,
+                            const Tensor& pages, int64_t stride, const Tensor& region_pages,
+                            int64_t region_stride, int64_t row_bytes, int64_t row_stride,
+                            int64_t region_row_stride, std::optional<int64_t> imm, int64_t priority,
+                            const std::vector<int64_t>& after) {
+  const auto object = engines().get(engine);
+  const auto* row = input<int64_t>(places, {"places", {ScalarType::Long}, {kAny, 5}});
+  const auto shared = indices_of(pages, "pages", region_pages, "region_pages");
+  const auto what =
+      base::concat("write of ", shared->source.size(), " pages of ", page_bytes, " bytes");
+  MOE_P2P_CHECK(after.empty() || after.size() == 2, Code::kInvalidArgument, "after has ",
+                after.size(), " numbers, must have 2: signals and step");
+  const auto gates = after.empty() ? nullptr : signals_of(engine, after[0]);
+  std::vector<std::shared_ptr<RequestRecord>> records;
+  const auto named = object->naming();
+  for (int64_t i = 0; i < places.size(0); ++i, row += 5) {
+    auto record = std::make_shared<RequestRecord>();
+    record->pages = shared;
+    record->what = base::concat(what, " of layer ", row[4]);
+    if (gates) {
+      record->request.gate = &gates->gate(row[4]);
+      record->request.gate_value = unsigned_of(after[1], "step");
+      record->gates = gates;
+    }
+    record->request.operation = engine::WritePages{
+        .source = object->memory(row[0]),
+        .target = object->region(row[2]),
+        .page_bytes = unsigned_of(page_bytes, "page_bytes"),
+        .source_pages = {shared->source, unsigned_of(stride, "stride"),
+                         unsigned_of(row[1], "offset"), unsigned_of(row_stride, "row_stride")},
+        .target_pages = {shared->target, unsigned_of(region_stride, "region_stride"),
+                         unsigned_of(row[3], "region_offset"),
+                         unsigned_of(region_row_stride, "region_row_stride")},
+        .imm = free_form(imm),
+        .row_bytes = unsigned_of(row_bytes, "row_bytes"),
+        .imms = engine::WritePages::Imms::kPerNic};
+    records.push_back(std::move(record));
+  }
+  return object->submit(records, priority);
+}
+
+// Several requests: the first one's number; the others' follow. table [n, 8]: memory, region, bytes
+// of a page and of a row, row strides here and there, and its part of the pages, the first and how
+// many. Pages are given by their first byte.
+int64_t engine_write_all(int64_t engine, const Tensor& table, const Tensor& pages,
+                         const Tensor& region_pages, std::optional<int64_t> imm, int64_t priority) {
+  const auto object = engines().get(engine);
+  const auto* row = input<int64_t>(table, {"table", {ScalarType::Long}, {kAny, 8}});
+  const auto shared = indices_of(pages, "pages", region_pages, "region_pages");
+  const std::span<const int64_t> ours(shared->source), theirs(shared->target);
+  const auto number = free_form(imm);
+  std::vector<std::shared_ptr<RequestRecord>> records;
+  for (int64_t i = 0; i < table.size(0); ++i, row += 8) {
+    const auto first = unsigned_of(row[6], "first page"), count = unsigned_of(row[7], "count");
+    MOE_P2P_CHECK(
+        first <= ours.size() && count <= ours.size() - first && ours.size() == theirs.size(),
+        Code::kInvalidArgument, "request ", i, " has pages ", first, " to ", first + count, " of ",
+        ours.size(), ", and ", theirs.size(), " at the peer");
+    auto record = std::make_shared<RequestRecord>();
+    record->pages = shared;
+    record->what = base::concat("write of ", count, " pages of ", row[2], " bytes");
+    record->request.operation = engine::WritePages{
+        .source = object->memory(row[0]),
+        .target = object->region(row[1]),
+        .page_bytes = unsigned_of(row[2], "page_bytes"),
+        .source_pages = {ours.subspan(first, count), 1, 0, unsigned_of(row[4], "row_stride")},
+        .target_pages = {theirs.subspan(first, count), 1, 0,
+                         unsigned_of(row[5], "region_row_stride")},
+        .imm = number,
+        .row_bytes = unsigned_of(row[3], "row_bytes"),
+        .imms = engine::WritePages::Imms::kPerNic};
+    records.push_back(std::move(record));
+  }
+  return object->submit(records, priority);
+}
+
 int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t region,
                     int64_t region_offset, int64_t bytes, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("read of ", bytes, " bytes");
+  const auto named = object->naming();
   record->request.operation =
       engine::Read{.target = object->memory(memory),
                    .target_offset = unsigned_of(offset, "offset"),
@@ -121,17 +218,17 @@ int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_
                           int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
-  record->target_pages = page_indices(pages, "pages");
-  record->source_pages = page_indices(region_pages, "region_pages");
+  record->pages = indices_of(region_pages, "region_pages", pages, "pages");
   record->what =
-      base::concat("read of ", record->target_pages.size(), " pages of ", page_bytes, " bytes");
+      base::concat("read of ", record->pages->target.size(), " pages of ", page_bytes, " bytes");
+  const auto named = object->naming();
   record->request.operation = engine::ReadPages{
       .target = object->memory(memory),
       .source = object->region(region),
       .page_bytes = unsigned_of(page_bytes, "page_bytes"),
-      .target_pages = {record->target_pages, unsigned_of(stride, "stride"),
+      .target_pages = {record->pages->target, unsigned_of(stride, "stride"),
                        unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
-      .source_pages = {record->source_pages, unsigned_of(region_stride, "region_stride"),
+      .source_pages = {record->pages->source, unsigned_of(region_stride, "region_stride"),
                        unsigned_of(region_offset, "region_offset"),
                        unsigned_of(region_row_stride, "region_row_stride")},
       .row_bytes = unsigned_of(row_bytes, "row_bytes")};
@@ -144,6 +241,7 @@ int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, boo
   const auto object = engines().get(engine);
   const auto* row = input<int64_t>(slices, {"slices", {ScalarType::Long}, {kAny, 4}});
   auto record = std::make_shared<RequestRecord>();
+  const auto named = object->naming();
   for (int64_t i = 0; i < slices.size(0); ++i, row += 4)
     record->slices.push_back({.source_offset = unsigned_of(row[0], "offset of a slice"),
                               .target = object->region(row[1]),
@@ -163,6 +261,7 @@ int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm, int64_t priority) 
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("immediate ", imm);
+  const auto named = object->naming();
   record->request.operation = engine::Imm{.peer = object->peer(peer), .imm = free_form(imm)};
   return object->submit(std::move(record), priority);
 }
@@ -189,9 +288,9 @@ Tensor engine_cancel(int64_t engine, int64_t request) {
                     found->taken_back.bytes, found->taken_back.imms});
 }
 
-// [6] of a request that is done and was not waited for: nanoseconds of the steady clock at its first
-// post (0: none) and at its end; bytes, work requests and immediates posted; rows that were merged, of
-// a request that ended well.
+// [6] of a request that is done and was not waited for: nanoseconds of the steady clock at its
+// first post (0: none) and at its end; bytes, work requests and immediates posted; rows that were
+// merged, of a request that ended well.
 Tensor engine_report(int64_t engine, int64_t request) {
   const auto object = engines().get(engine);
   const auto record = object->request(request);
@@ -214,7 +313,8 @@ Tensor engine_report(int64_t engine, int64_t request) {
                     posted.imms, merged});
 }
 
-// A new queue of finished requests, and the descriptor to sleep on; both live as long as the engine.
+// A new queue of finished requests, and the descriptor to sleep on; both live as long as the
+// engine.
 int64_t engine_queue(int64_t engine) { return engines().get(engine)->finished().open(); }
 int64_t engine_queue_fd(int64_t engine, int64_t queue) {
   return engines().get(engine)->finished().fd(queue);
@@ -256,6 +356,8 @@ int64_t engine_imm_discarded(int64_t engine) {
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_write", TORCH_BOX(&engine_write));
+  m.impl("engine_write_layers", TORCH_BOX(&engine_write_layers));
+  m.impl("engine_write_all", TORCH_BOX(&engine_write_all));
   m.impl("engine_write_pages", TORCH_BOX(&engine_write_pages));
   m.impl("engine_read", TORCH_BOX(&engine_read));
   m.impl("engine_read_pages", TORCH_BOX(&engine_read_pages));

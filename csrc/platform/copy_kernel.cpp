@@ -12,8 +12,6 @@ using base::Code;
 
 namespace {
 
-constexpr unsigned kPortableAndMapped = 3;  // as in cuda.h
-
 // Too small: every pause of a program is followed by copies that wait for the driver. Too large: a
 // wait for the whole device also waits this long for this kernel.
 constexpr uint64_t kIdleNs = 1'000'000;

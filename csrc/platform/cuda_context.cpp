@@ -7,6 +7,12 @@
 
 namespace moe_p2p::platform {
 
+namespace {
+
+constexpr int kRelaxedCapture = 2;  // as in cuda.h
+
+}  // namespace
+
 PrimaryContext::PrimaryContext(int device) {
   const auto check = [device](int error, const char* what) {
     MOE_P2P_CHECK(error == 0, base::Code::kTransport, what, " of cuda:", device, ": ",
@@ -25,5 +31,17 @@ const PrimaryContext& context_of(int device) {
   const std::lock_guard lock(mutex);
   return contexts->try_emplace(device, device).first->second;
 }
+
+void relax_captures() noexcept {
+  int mode = kRelaxedCapture;
+  driver().capture_mode(&mode);
+}
+
+ControlGuard::ControlGuard(const PrimaryContext& context) noexcept
+    : current_(context), mode_(kRelaxedCapture) {
+  driver().capture_mode(&mode_);
+}
+
+ControlGuard::~ControlGuard() { driver().capture_mode(&mode_); }
 
 }  // namespace moe_p2p::platform

@@ -44,4 +44,22 @@ class ContextGuard {
   const int error_;
 };
 
+// The calling thread's capture mode becomes relaxed, for good: while another thread captures a CUDA
+// graph, calls of ours that the driver counts as unsafe would otherwise fail and break the capture.
+void relax_captures() noexcept;
+
+// A context that is current, and relaxed captures, for a while: for control threads, which may be
+// the user's. Allocations, mappings and event queries are unsafe in this sense.
+class ControlGuard {
+ public:
+  explicit ControlGuard(const PrimaryContext& context) noexcept;
+  ~ControlGuard();
+  ControlGuard(const ControlGuard&) = delete;
+  ControlGuard& operator=(const ControlGuard&) = delete;
+
+ private:
+  const ContextGuard current_;
+  int mode_;
+};
+
 }  // namespace moe_p2p::platform

@@ -46,6 +46,15 @@ DriverTable load_driver() {
   library.load_if_there("cuMemGetHandleForAddressRange", table.export_dmabuf);
   library.load_if_there("cuStreamGetGreenCtx", table.stream_green);
   library.load_if_there("cuPointerGetAttribute", table.pointer_attribute);
+  library.load_if_there("cuMemGetAddressRange_v2", table.address_range);
+  library.load_if_there("cuIpcGetMemHandle", table.ipc_get);
+  library.load_if_there("cuIpcOpenMemHandle_v2", table.ipc_open);
+  library.load_if_there("cuIpcCloseMemHandle", table.ipc_close);
+  library.load_if_there("cuCtxEnablePeerAccess", table.enable_peer);
+  library.load_if_there("cuMemHostRegister_v2", table.host_register);
+  library.load_if_there("cuMemHostUnregister", table.host_unregister);
+  library.load_if_there("cuMemHostGetDevicePointer_v2", table.host_pointer);
+  library.load_if_there("cuStreamWriteValue64_v2", table.stream_write);
   return table;
 }
 

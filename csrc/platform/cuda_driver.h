@@ -9,6 +9,11 @@
 
 namespace moe_p2p::platform {
 
+// Names memory of one process for another, by value (CUipcMemHandle).
+struct IpcHandle {
+  char bytes[64];
+};
+
 // Named without the driver's prefix and version; each returns a CUresult.
 struct DriverTable {
   int (*error_string)(int error, const char** text);
@@ -45,12 +50,24 @@ struct DriverTable {
                        unsigned long long flags) = nullptr;
   int (*stream_green)(void* stream, void** green) = nullptr;  // its green context; null before 12.4
   int (*pointer_attribute)(void* value, int attribute, uint64_t address) = nullptr;
+  // For memory of peers on this host (peer_memory.h); drivers of CUDA 11.8 and later have all.
+  int (*address_range)(uint64_t* base, size_t* bytes, uint64_t address) = nullptr;
+  int (*ipc_get)(IpcHandle* handle, uint64_t base) = nullptr;
+  int (*ipc_open)(uint64_t* base, IpcHandle handle, unsigned flags) = nullptr;
+  int (*ipc_close)(uint64_t base) = nullptr;
+  int (*enable_peer)(void* context, unsigned flags) = nullptr;
+  int (*host_register)(void* memory, size_t bytes, unsigned flags) = nullptr;
+  int (*host_unregister)(void* memory) = nullptr;
+  int (*host_pointer)(uint64_t* address, void* memory, unsigned flags) = nullptr;  // on devices
+  int (*stream_write)(void* stream, uint64_t address, uint64_t value, unsigned flags) = nullptr;
 };
 
 inline constexpr int kDmabufHandle = 1;
 // As in cuda.h of CUDA 11.8 and later.
 inline constexpr unsigned kNonBlockingStream = 1;
 inline constexpr unsigned kEventWithoutTiming = 2;
+// Of pinned memory: for all contexts, and with an address on devices.
+inline constexpr unsigned kPortableAndMapped = 3;
 
 inline constexpr int kIsCapturing = 1;  // CUstreamCaptureStatus
 

@@ -1,9 +1,13 @@
 #include "platform/process.h"
 
+#include <poll.h>
 #include <pthread.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <mutex>
 #include <set>
 
@@ -54,6 +58,25 @@ void at_fork(void (*in_child)()) noexcept {
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   if (all.num_in_child < all.in_child.size()) all.in_child[all.num_in_child++] = in_child;
+}
+
+ProcessName ProcessName::own() noexcept {
+  struct stat found{};
+  if (stat("/proc/self/ns/pid", &found) != 0) return {};
+  return {found.st_ino, getpid()};
+}
+
+// A descriptor of a process becomes readable when its last thread has ended, which comes behind the
+// closing of its files; a lock of a file is gone before.
+bool ProcessName::has_ended() const noexcept {
+  if (space == 0 || space != own().space) return false;
+  constexpr long kPidfdOpen = 434;  // on all machines
+  const auto fd = static_cast<int>(syscall(kPidfdOpen, static_cast<pid_t>(id), 0));
+  if (fd < 0) return errno == ESRCH;
+  pollfd ended{.fd = fd, .events = POLLIN, .revents = 0};
+  const bool has = poll(&ended, 1, 0) == 1;
+  close(fd);
+  return has;
 }
 
 OwnFd::OwnFd(int fd) : fd_(fd) {

@@ -2,6 +2,7 @@
 // and descriptors, but no threads: it may neither use nor close what its parent has.
 //
 //   Birthplace   detects that an object is in a child of the process that made it
+//   ProcessName  shows to others that nothing of this process is left
 //   OwnFd        a descriptor that a forked child closes: locks and connections by which
 //                others judge whether this process lives
 //   at_fork      runs in each child, before fork() returns there
@@ -32,6 +33,17 @@ class Birthplace {
 // `in_child` runs in every child, on its only thread, and must not take locks that the parent used.
 // At most 16 functions.
 void at_fork(void (*in_child)()) noexcept;
+
+// Names a process for others of its host; of no use in another PID namespace.
+struct ProcessName {
+  uint64_t space = 0;  // the namespace
+  int64_t id = 0;
+
+  static ProcessName own() noexcept;
+  // True once all its threads have ended and all its files are closed, so that drivers have ended
+  // what its devices still did. False also where that cannot be known.
+  bool has_ended() const noexcept;
+};
 
 class OwnFd {
  public:

@@ -11,6 +11,11 @@
 //   3. Writes, reads, immediates and completions may be reordered and interleaved in every other
 //      way.
 //
+//   4. Where orders_writes(): once the flag of a write (WorkRequest::has_flag) is seen in the
+//      peer's memory, the payload of that same write is visible there to whoever sees the flag, as
+//      in 1, in memory that is registered in_order. Flags come in any order, before or after
+//      immediates; a write that fails may leave its flag behind, but never without its payload.
+//
 // Control calls (anything without noexcept) may block, allocate and throw Error, and may be made by
 // any thread while another one polls. Data calls (noexcept) are made by the polling thread only;
 // they never block, lock, allocate, throw or log.
@@ -37,6 +42,8 @@ struct MemorySpan {
   // kCuda: other GPUs of the host read it too. False saves a flush per batch of immediates when the
   // GPU orders writes for itself alone.
   bool read_by_neighbours = true;
+  // Peers' writes to it are not reordered on their way into memory: what sever() and flags need.
+  bool in_order = false;
 };
 
 // Result of registering one span at one Domain. `remote_addr` is the first byte's address as peers
@@ -60,7 +67,11 @@ struct WorkRequest {
   PeerId peer = 0;
   uint32_t imm = 0;
   bool has_imm = false;
-  bool is_read = false;  // has bytes and no immediate
+  bool is_read = false;   // has bytes and no immediate
+  bool has_flag = false;  // with an immediate, where the Domain orders_writes()
+  // The flag, 8 bytes of the same registered memory: stored behind the payload.
+  uint64_t flag_addr = 0;
+  uint64_t flag_value = 0;
 };
 
 struct Completion {
@@ -98,13 +109,20 @@ class Domain {
   // True when a device other than a GPU writes GPU memory here: its completions may precede the
   // order of its writes for all readers.
   virtual bool needs_gpu_flush() const noexcept { return true; }
+  // True for a NIC that times writes and carries none to a window (map_remote): the sender stores
+  // what it writes there into the peer's memory by itself, before it posts the write.
+  virtual bool writes_in_place() const noexcept { return false; }
+  // True for a NIC that stores a flag behind what it writes (sentence 4).
+  virtual bool orders_writes() const noexcept { return false; }
   // The bytes that a peer passes to connect(). Valid as long as the Domain lives.
   virtual base::Bytes address() const = 0;
-  // Makes `address` writable and readable from here. Each call yields a new id; the peer need not cooperate.
+  // Makes `address` writable and readable from here. Each call yields a new id; the peer need not
+  // cooperate.
   virtual PeerId connect(std::span<const std::byte> address) = 0;
   // The same for traffic of one class, 0 to 2, the most urgent first. Where a NIC has classes its
-  // settings say which of them each becomes.
-  virtual PeerId connect_for(std::span<const std::byte> address, int /*priority*/) {
+  // settings say which of them each becomes. `tag`: for sever() at either end; 0: none.
+  virtual PeerId connect_for(std::span<const std::byte> address, int /*priority*/,
+                             uint64_t /*tag*/) {
     return connect(address);
   }
   // Outstanding writes to the peer complete, good or bad; other peers are not affected.
@@ -114,11 +132,26 @@ class Domain {
   // reads by peers fail with kRemoteAccess at their poster. Throws Error{kTimeout} where the NIC
   // cannot take a read back and its peer does not answer: the span may still be overwritten.
   virtual void unregister_memory(const MemoryKey& key) = 0;
+  // The fence by queue pair. Ends all connections of `tag` that lead here, and refuses later ones;
+  // those from here must have been disconnected. Once it returns true, nothing is under way over
+  // either, but what the NIC has accepted may still be on its way into memory: in memory that is
+  // registered in_order it is there when a read of it by this NIC has completed. False at the
+  // deadline; to be called again. Throws Error{kUnavailable} where there is no such fence.
+  virtual bool sever(uint64_t tag, platform::Deadline deadline);
   // A window: GPU memory of a peer on this host, registered there under remote_key, is mapped here
   // at `local`. Providers without a NIC write through it, others ignore it. A span without bytes
   // drops the window; when that returns nothing is written through it any more. The peer must not
-  // call unregister_memory() for it before that.
-  virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/) {}
+  // call unregister_memory() for it before that, unless `lent`: then the NIC sees to it that its
+  // unregister_memory() is the end of writes through the window too. Where it cannot, a lent one is
+  // ignored.
+  virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/, bool /*lent*/) {}
+  void map_remote(uint64_t remote_key, const MemorySpan& local) {
+    map_remote(remote_key, local, false);
+  }
+  // True for a NIC that has a use for lent windows.
+  virtual bool writes_to_lent_memory() const noexcept { return false; }
+  // False once a peer lends the memory of this key no more, or has closed: its window should go.
+  virtual bool lends(PeerId /*peer*/, uint64_t /*remote_key*/) { return true; }
   // The first failure of this NIC, as text for users: device, peer, write, likely cause. Empty
   // without a failure.
   virtual std::string failure() const { return {}; }
@@ -136,9 +169,9 @@ class Domain {
   virtual bool idle() const noexcept = 0;
 };
 
-// Opens NIC options.nic of the named provider ("libfabric", "verbs", "loopback", "null"). Throws
-// Error{kUnavailable} with the list of providers when the name is unknown, or with the reason when
-// the provider cannot run here.
+// Opens NIC options.nic of the named provider ("libfabric", "verbs", "loopback", "timed", "null").
+// Throws Error{kUnavailable} with the list of providers when the name is unknown, or with the
+// reason when the provider cannot run here.
 std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options);
 
 }  // namespace moe_p2p::provider

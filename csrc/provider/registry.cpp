@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "provider/libfabric/domain.h"
 #include "provider/loopback/domain.h"
+#include "provider/loopback/timed.h"
 #include "provider/null/domain.h"
 #include "provider/provider.h"
 #include "provider/verbs/domain.h"
@@ -19,13 +20,17 @@ struct Entry {
 };
 
 constexpr Entry kProviders[] = {
-    {"libfabric", make_libfabric_domain},
-    {"loopback", make_loopback_domain},
-    {"null", make_null_domain},
+    {"libfabric", make_libfabric_domain}, {"loopback", make_loopback_domain},
+    {"null", make_null_domain},           {"timed", make_timed_domain},
     {"verbs", make_verbs_domain},
 };
 
 }  // namespace
+
+bool Domain::sever(uint64_t /*tag*/, platform::Deadline /*deadline*/) {
+  throw base::Error(base::Code::kUnavailable,
+                    base::concat(provider_name(), " has no fence by queue pair; verbs has"));
+}
 
 std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options) {
   std::string known;

@@ -21,7 +21,7 @@ struct CopyRequest {
 };
 static_assert(sizeof(CopyRequest) == 32, "read by two lanes");
 
-inline constexpr u64 kCopyRequests = 256;
+inline constexpr u64 kCopyRequests = 1024;
 inline constexpr i32 kCopyThreads = 512, kCopySharedBytes = 128;
 
 struct CopyRing {

@@ -15,10 +15,10 @@ MOE_P2P_HD constexpr i64 count_words(i64 num_ranks, i64 num_experts) {
 
 struct CountParams {
   DevicePtr<const void> topk_idx;  // i32 or i64 [T, K], -1 = none; 0: the counts are given
-  DevicePtr<i32> per_rank;         // [W] written, or read where they are given
+  DevicePtr<i32> per_rank;         // [W] written, or read where they are given; 0: the host's only
   DevicePtr<i32> per_node;         // [N] written
   DevicePtr<i32> per_expert;       // [E] as per_rank
-  DevicePtr<char> in_rank;         // bool [T, W] written
+  DevicePtr<char> in_rank;         // bool [T, W] written; 0: not wanted
   DevicePtr<i32> host;             // count_words() in pinned memory; 0: the host needs none
   i32 num_tokens;
   i32 topk;

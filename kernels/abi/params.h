@@ -56,6 +56,12 @@ struct OpenStep {
   u64 closer;  // 1 + the number of the kernel that has closed it, or closes it; 0: none yet
 };
 
+// Times of the last steps, by phase (kernels/device/stamps.cuh), for `bench` alone.
+inline constexpr i32 kStampedSteps = 4, kStamps = 4;
+struct StepStamps {
+  u64 time[kNumPhases][kStamps];
+};
+
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
   u64 arrivals;  // u64 [3][S][W]  flags of other nodes (signal.h), relayed here by one block
@@ -68,6 +74,7 @@ struct DeviceWords {
   u64 lost;  // u64 [S]        after a fault, e + 1 above the count of poisoned rows of its dispatch
   u64 lost_row;  // stands in for a partial row that did not arrive
   u64 open;      // OpenStep [S]
+  u64 stamps;    // StepStamps [kStampedSteps], the last words
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
@@ -83,7 +90,9 @@ struct DeviceWords {
     w.lost = w.came + 8 * slots * static_cast<u64>(s.world_size);
     w.lost_row = align_up(w.lost + 8 * slots, kLine);
     w.open = align_up(w.lost_row + s.max_partial_bytes, kLine);
-    w.total_bytes = align_up(w.open + sizeof(OpenStep) * slots, kLine);
+    w.stamps = align_up(w.open + sizeof(OpenStep) * slots, kLine);
+    w.total_bytes = w.stamps + sizeof(StepStamps) * kStampedSteps;
+    static_assert(sizeof(StepStamps) * kStampedSteps % kLine == 0);
     return w;
   }
 };
@@ -105,7 +114,9 @@ struct DevicePtr {
 
 // Fixed for a communicator.
 struct DeviceComm {
-  u64 data[kMaxDomainRanks];          // regions of each rank of the node, as this device maps them
+  // Regions of each rank of the node, as this device maps them; behind them, where a NIC writes in
+  // place, those of this rank's partners, by other node.
+  u64 data[kMaxDomainRanks];
   u64 signals[kMaxDomainRanks];       // signal memory of each rank of the node, likewise
   u64 state;                          // DeviceState and DeviceWords
   DevicePtr<Fault> fault;             // pinned host memory, as the device sees it
@@ -115,16 +126,16 @@ struct DeviceComm {
   i32 rank;
   i32 num_local_experts;
   u32 communicator;
-  i32 reserved;
+  i32 flag_words;  // arrival flags of a part (region.h); 0: arrivals are relayed
+  Places places;
 };
 
-// Roles of a kernel's blocks: one relaying block when there are other nodes, then sending blocks,
-// then receiving ones. A half without blocks is left out.
+// Roles of a kernel's blocks: one relaying block when something is to be relayed from other nodes,
+// then sending blocks, then receiving ones. A half without blocks is left out.
 struct Grid {
   i32 num_send_blocks;
   i32 num_recv_blocks;
-
-  MOE_P2P_HD static constexpr i32 relay_blocks(const Shape& s) { return s.num_nodes() > 1; }
+  i32 num_relay_blocks;  // 0 or 1
 };
 
 struct DevicePart {

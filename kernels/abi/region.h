@@ -125,12 +125,15 @@ struct RegionPart {
 };
 
 // Weights of a source's tokens: header, then [M][K] fp32: a token's K weights lie at its slot
-// number in the inbox of that rank or the outbox for that node. `num_slots` slots travel.
+// number in the inbox of that rank or the outbox for that node. `num_slots` slots travel. There is
+// room for twice as much: kernels/combine/weights.cuh, kTaggedWeights.
 MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s, i32 num_slots) {
   return align_up(sizeof(RegionHeader) + 4 * static_cast<u64>(num_slots) * static_cast<u64>(s.topk),
                   kLine);
 }
-MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s) { return weights_bytes(s, s.chunk_tokens); }
+MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s) {
+  return weights_bytes(s, 2 * s.chunk_tokens);
+}
 
 // u32 per slot or row, low half of step + 1, so that a device starts on the first to arrive. Flags
 // lie apart from the slots, whose places depend on the call: a flag must always be the same word.
@@ -156,8 +159,30 @@ struct Regions {
   u64 weights_outbox;   // [N-1]   written by this rank, read by its NICs
   u64 weights_landing;  // [N-1]   written by NICs, read by every rank of this node
   u64 step_bytes;
-  u64 total_bytes;  // S * step_bytes
+  u64 arrivals;  // arrival flags of all steps, at S * step_bytes; none without other nodes
+  u64 total_bytes;
 };
+
+// Arrival flags (docs/protocol.md, section 7): u64 [2][S][N-1][kMaxParts][kMaxRails], stored by the
+// sender's NICs behind their share of a part, or by this rank's proxy; read by this rank alone.
+// Dispatch and combine; weights have none.
+inline constexpr i32 kMaxRails = 8;        // NICs of a rank
+inline constexpr u64 kMappedPage = 65536;  // of GPU memory that a CPU maps
+MOE_P2P_HD constexpr u64 arrival_flags_bytes(const Shape& s) {
+  return 8 * 2 * static_cast<u64>(s.steps_in_flight) * static_cast<u64>(s.num_other_nodes()) *
+         kMaxParts * kMaxRails;
+}
+// Where those of a part from another node lie, from `Regions::arrivals` on.
+MOE_P2P_HD constexpr u64 arrival_flags_at(const Shape& s, Phase phase, i32 slot, i32 other,
+                                          i32 part) {
+  const i32 lane =
+      (static_cast<i32>(phase) * s.steps_in_flight + slot) * s.num_other_nodes() + other;
+  return 8 * static_cast<u64>(lane * kMaxParts + part) * kMaxRails;
+}
+// The value for a part of a step; grows with both. The last part's is come(step).
+MOE_P2P_HD constexpr u64 arrival_flag(u64 step, i32 part, bool is_last) {
+  return step * kMaxParts + (is_last ? static_cast<u64>(kMaxParts) : static_cast<u64>(part) + 1);
+}
 
 MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   const u64 local = static_cast<u64>(s.ranks_per_node);
@@ -178,9 +203,47 @@ MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   r.weights_outbox = at, at += others * weights_bytes(s);
   r.weights_landing = at, at += others * weights_bytes(s);
   r.step_bytes = at;
-  r.total_bytes = at * static_cast<u64>(s.steps_in_flight);
+  r.arrivals = at * static_cast<u64>(s.steps_in_flight);
+  if (others > 0) r.arrivals = align_up(r.arrivals, kMappedPage);
+  r.total_bytes = r.arrivals;
+  if (others > 0) r.total_bytes += align_up(arrival_flags_bytes(s), kMappedPage);
   return r;
 }
+
+// The same in lines, with the lines of each kind of region, for kernels that are not compiled for
+// M.
+struct Places {
+  u32 inbox, inbox_flags, outbox, landing, partial_inbox, partial_flags, gather, gather_flags;
+  u32 combine_outbox, combine_landing, weights_inbox, weights_outbox, weights_landing;
+  u32 step;
+  u32 inbox_lines, outbox_lines, partial_lines, flags_lines, weights_lines;
+  i32 chunk_tokens;
+
+  MOE_P2P_HD static constexpr u32 lines(u64 bytes) { return static_cast<u32>(bytes / kLine); }
+  MOE_P2P_HD static constexpr Places make(const Shape& s) {
+    const Regions r = make_regions(s);
+    return {.inbox = lines(r.inbox),
+            .inbox_flags = lines(r.inbox_flags),
+            .outbox = lines(r.outbox),
+            .landing = lines(r.landing),
+            .partial_inbox = lines(r.partial_inbox),
+            .partial_flags = lines(r.partial_flags),
+            .gather = lines(r.gather),
+            .gather_flags = lines(r.gather_flags),
+            .combine_outbox = lines(r.combine_outbox),
+            .combine_landing = lines(r.combine_landing),
+            .weights_inbox = lines(r.weights_inbox),
+            .weights_outbox = lines(r.weights_outbox),
+            .weights_landing = lines(r.weights_landing),
+            .step = lines(r.step_bytes),
+            .inbox_lines = lines(inbox_bytes(s)),
+            .outbox_lines = lines(outbox_bytes(s)),
+            .partial_lines = lines(partial_bytes(s)),
+            .flags_lines = lines(flags_bytes(s)),
+            .weights_lines = lines(weights_bytes(s)),
+            .chunk_tokens = s.chunk_tokens};
+  }
+};
 
 // Returns the position of `node` among the nodes other than `own` (node != own).
 MOE_P2P_HD constexpr i32 other_index(i32 node, i32 own) { return node < own ? node : node - 1; }

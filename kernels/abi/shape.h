@@ -6,7 +6,7 @@
 //   shape.h    what a communicator is made for      handle.h   what dispatch leaves for its combine
 //   slot.h     where a token lies in its slot       signal.h   words that ranks of a node share
 //   region.h   where slots lie in a rank's memory   params.h   what the host hands to a kernel
-//                                                   copy.h     requests to the copy kernel
+//   rows.h     copies of many rows by one launch    copy.h     requests to the copy kernel
 //
 //   W ranks, L ranks per node, N = W / L nodes, rank = node * L + local
 //   M tokens per step (slot capacity), K top-k, S steps in flight, H hidden size
@@ -72,16 +72,43 @@ MOE_P2P_HD auto* values_at(Byte* base, u64 offset = 0) {
 enum class Phase : i32 { kDispatch = 0, kCombine = 1, kWeights = 2 };
 inline constexpr i32 kNumPhases = 3;
 
-enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
+// kInt10: of partial sums that travel, no tensor has it.
+enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3, kInt10 = 4 };
 
 // Layout of received rows: each expert's rows in space of their own, all experts' rows one after
 // the other, or one row for each (source token, receiving rank), source after source.
 enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
 
-// The order in which a combine adds (docs/protocol.md, section 10). All but kRanks on one node only.
+// The order in which a combine adds (docs/protocol.md, section 10). All but kRanks on one node
+// only.
 //   kRanks: rank by rank. kTopk: the sum of each rank at the last k of its experts. kRows: no sums
 //   on the way, each row at its k.
 enum class SumOrder : i32 { kRanks = 0, kTopk = 1, kRows = 2 };
+
+// The type of partial sums that travel: the result's, 10-bit integers, or these for what goes from
+// node to node only.
+enum class Partials : i32 { kSame = 0, kInt10 = 1, kInt10Nodes = 2 };
+MOE_P2P_HD constexpr DType near_type(DType out, Partials partials) {
+  return partials == Partials::kInt10 ? DType::kInt10 : out;
+}
+MOE_P2P_HD constexpr DType far_type(DType out, Partials partials) {
+  return partials == Partials::kSame ? out : DType::kInt10;
+}
+
+// A row of 10-bit integers (docs/protocol.md, section 10). 32 values share a bf16 scale; 8 values
+// are a *group*, 80 bits of codes, the first value lowest. Of a unit of 32 groups the lowest 64
+// bits of each lie in the row's first plane, the other 16 bits in the second, the 8 scales in the
+// third. A code is 512 + the integer from -511 to 511, and no scale is 0: so no word is ever 0.
+inline constexpr i32 kInt10Block = 32, kInt10Group = 8, kInt10Unit = 256;
+inline constexpr u64 kInt10UnitCodes = 256, kInt10UnitRest = 64, kInt10UnitScales = 16;  // bytes
+inline constexpr u32 kInt10Zero = 512, kInt10Mask = 1023;
+inline constexpr float kInt10Step = 1.0f / 511.0f;    // scale / the largest of a block
+inline constexpr u32 kInt10LeastScale = 0x00800000u;  // 2^-126 as fp32
+inline constexpr u32 kInt10NanScale = 0x7fc00000u;    // of a block that holds a NaN or an inf
+inline constexpr float kInt10Magic = 12583424.0f;     // 1.5 * 2^23 + 512: x + it has code x below
+MOE_P2P_HD constexpr u64 int10_units(u64 hidden) {
+  return (hidden + kInt10Unit - 1) / static_cast<u64>(kInt10Unit);
+}
 
 // What a quantizing dispatch delivers as scales; on the wire they are fp32 always.
 //   kPowerOfTwo: fp32, rounded up to a power of two; kUe8m0: its exponent byte, four in an i32
@@ -89,6 +116,12 @@ enum class ScaleFormat : i32 { kFloat32 = 0, kPowerOfTwo = 1, kUe8m0 = 2 };
 
 MOE_P2P_HD constexpr u64 item_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+}
+// Bytes of a row of `hidden` values.
+MOE_P2P_HD constexpr u64 row_bytes(DType dtype, u64 hidden) {
+  return dtype == DType::kInt10
+             ? int10_units(hidden) * (kInt10UnitCodes + kInt10UnitRest + kInt10UnitScales)
+             : hidden * item_bytes(dtype);
 }
 
 // Fixed when the communicator is made, equal on all ranks (checked by name at construction).

@@ -6,11 +6,6 @@
 
 namespace moe_p2p::device::bulk {
 
-// Whether a sum of one row is sent unchanged; the receiving half adds it to 0.0.
-__device__ inline bool rows_stay(const Adder& a) {
-  return kYType == kOutType && !a.weighted() && !a.p.with_scalars;
-}
-
 __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp& warp, u64 step,
                                   i32 chunk) {
   Rows<kLookedUp>& found = loader.pipe.looked_up;
@@ -23,16 +18,18 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
       const i32 num_rows = found.num_rows[place];
       if (num_rows < 0) continue;
       const auto [source, index] = a.item(num_items, i);
-      const u64 data = a.p.comm.data[source % kLocal];
+      if (source == a.self.rank && num_rows == 1 && own_stays(a.p)) continue;  // own_row()
+      const i32 there = source % kLocal, own = a.self.index_at(there);
+      const u64 data = a.p.comm.data[there];
       Sum& sum = loader.next();
       if (warp.thread == 0) {
         sum.num_rows = num_rows;
-        sum.is_row = num_rows == 1 && rows_stay(a);
+        sum.is_row = num_rows == 1 && rows_stay(a.p);
         sum.first_row = found.row[place][0];
         sum.rows = a.handle.rows_of(chunk, source, index);
-        sum.to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
+        sum.to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +
                  static_cast<u64>(index) * a.p.stride;
-        sum.flag = partial_flags_at(data, slot, a.self.local) + index;
+        sum.flag = partial_flags_at(a.p.comm, data, slot, own) + index;
       }
       for (i32 r = warp.thread; r < num_rows; r += 32) {
         sum.row[r] = a.p.y.as<const char>() + static_cast<u64>(found.row[place][r]) * kYBytes;
@@ -60,7 +57,7 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
   init_pipes(s);
   const Begun begun = begin();
   if (!begun.good) return;
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+  for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     if (!open_chunk(a, begun.opens, step, chunk, block)) return;
     if (role.loads) {
@@ -73,7 +70,7 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
           flag_of(step));
     } else {
       summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
-        if (p.with_scalars && role.thread < kTopk)
+        if (with_scalars(p) && role.thread < kTopk)
           store_scalar(a, sum.to, false, sum.rows, sum.first_row, role.thread);
       });
     }

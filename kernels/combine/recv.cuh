@@ -3,7 +3,7 @@
 // other, any other node one row.
 #pragma once
 
-#include "kernels/combine/sum.cuh"
+#include "kernels/combine/int10.cuh"
 #include "kernels/combine/sums_read.cuh"
 #include "kernels/combine/topk_order.cuh"
 #include "kernels/device/lost.cuh"
@@ -11,12 +11,16 @@
 
 namespace moe_p2p::device {
 
+struct RowList {
+  const char* row[kBiases + kAddends];  // in the order of the sum; null = none
+  i32 source[kBiases + kAddends];       // of a self-flagged row: its sender; else -1
+  i32 num_rows;
+};
+// Whether each warp lists the rows of a token for itself: nobody waits for a list.
+inline constexpr bool kWarpLists =
+    kSelfFlagged && kOthers == 0 && !kTopkOrder && kBiases + kSpeakers <= 32;
 struct CombineRecvShared {
-  struct {
-    const char* row[kBiases + kAddends];  // in the order of the sum; null = none
-    i32 source[kBiases + kAddends];       // of a self-flagged row: its sender; else -1
-    i32 num_rows;
-  } worker[RecvWorker::kCount];
+  RowList worker[kWarpLists ? kBlockThreads / 32 : RecvWorker::kCount];
 };
 // Behind it, in the order of top-k: what each rank sent, of which scalars are read.
 struct TopkOrderShared {
@@ -45,12 +49,14 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
   const bool near = i < kLocal;
   const Awaited what{Phase::kCombine, speaker_rank(self, i), step};
   const bool came =
-      near ? kSelfFlagged || wait_flag(p.comm, partial_flags_at(own, slot, i) + index, what)
+      near ? kSelfFlagged || wait_flag(p.comm, partial_flags_at(p.comm, own, slot, i) + index, what)
            : wait_part(p.comm, Phase::kCombine, step, what.source,
-                       MOE_P2P_MUTATED(kFirstPartIsAll) ? 0 : part_of_slot(p.stride, index));
-  if (!came) return is_masked(p.comm, speaker_rank(self, i)) ? nullptr : lost_row(p.comm, p.stride);
-  return (near ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal)) +
-         combine_slots_offset() + static_cast<u64>(index) * p.stride;
+                       MOE_P2P_MUTATED(kFirstPartIsAll) ? 0 : part_of_slot(far_stride(p), index));
+  const auto stride = [&] { return near ? p.stride : far_stride(p); };
+  if (!came) return is_masked(p.comm, speaker_rank(self, i)) ? nullptr : lost_row(p.comm, stride());
+  return (near ? partial_at(p.comm, own, slot, i)
+               : combine_landing_at(p.comm, own, slot, i - kLocal)) +
+         combine_slots_offset() + static_cast<u64>(index) * stride();
 }
 
 // The rows of a token in the order of top-k, and what each rank sent at its last k.
@@ -85,16 +91,38 @@ __device__ inline float sum_topk_scalars(const CombineParams& p, const RecvWorke
   return sum;
 }
 
-__device__ inline void recv_token(const CombineParams& p, const Self& self,
-                                  const RecvWorker& worker, const Part& share, u64 step,
-                                  const i32* send_slots, i64 token, CombineRecvShared& s) {
-  auto& w = s.worker[worker.place];
+// Lists the rows of a token in the order of the sum. Called by a warp.
+__device__ __forceinline__ void list_rows(const CombineParams& p, const Self& self, u64 step,
+                                          const i32* send_slots, u64 offset, RowList& w) {
+  const i32 lane = static_cast<i32>(threadIdx.x) % 32, speaker = lane - kBiases;
+  const char* row = nullptr;
+  if (speaker < 0) {
+    if (const auto bias = p.bias[lane]) row = bias.as<const char>() + offset;
+  } else if (speaker < kSpeakers) {
+    row = wait_partial(p, self, step, speaker, send_slots[speaker]);
+    if constexpr (kFarPacked) row = AnyRow::tagged(row, kNearPacked || speaker >= kLocal);
+  }
+  const u32 have = __ballot_sync(~0u, row != nullptr);
+  __syncwarp();  // all have read the list before
+  if (row) {
+    const i32 at = __popc(have & ((1u << lane) - 1));
+    w.row[at] = row, w.source[at] = speaker < 0 ? -1 : speaker_rank(self, speaker);
+  }
+  if (lane == 0) w.num_rows = __popc(have);
+  __syncwarp();
+}
+
+// The same by a worker.
+__device__ inline void find_rows(const CombineParams& p, const Self& self, const RecvWorker& worker,
+                                 u64 step, const i32* send_slots, i64 token, RowList& w) {
   const u64 offset = static_cast<u64>(token) * kOutBytes;
   if constexpr (kTopkOrder) find_by_topk(p, self, worker, step, send_slots, token);
+#pragma unroll 1
   for (i32 i = worker.thread; !kTopkOrder && i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
     const i32 at = kBiases + order_of(self, i);
     w.row[at] = wait_partial(p, self, step, i, send_slots[column]);
+    if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
     w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
   }
   if (worker.thread < kBiases) {
@@ -105,6 +133,7 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   worker.sync();
   if (worker.thread < 32) {  // packs the existing rows, one after the other
     i32 num = 0;
+#pragma unroll 1
     for (i32 first = 0; first < kBiases + kAddends; first += 32) {
       const i32 i = first + worker.thread;
       const char* row = i < kBiases + kAddends ? w.row[i] : nullptr;
@@ -121,41 +150,73 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
     if (worker.thread == 0) w.num_rows = num;
   }
   worker.sync();
-  constexpr i32 kMost = RecvWorker::kThreads > 512 ? 2 : 4;  // as registers allow
+}
+
+__device__ inline void recv_token(const CombineParams& p, const Self& self,
+                                  const RecvWorker& worker, const Part& share, u64 step,
+                                  const i32* send_slots, i64 token, CombineRecvShared& s) {
+  RowList& w = s.worker[kWarpLists ? threadIdx.x / 32 : static_cast<u32>(worker.place)];
+  const u64 offset = static_cast<u64>(token) * kOutBytes;
+  if constexpr (kWarpLists)
+    list_rows(p, self, step, send_slots, offset, w);
+  else
+    find_rows(p, self, worker, step, send_slots, token, w);
+  constexpr i32 kMost = RecvWorker::kThreads > 512 ? (kPlain ? 3 : 2)  // as registers allow
+                        : kBlockThreads * MOE_P2P_BLOCKS_PER_SM > 512 ? 3
+                                                                      : 4;
   constexpr i32 kRowsAtOnce = kSpeakers < kMost ? kSpeakers : kMost;
-  const auto row_at = [&w](i32 r) { return w.row[r]; };
+  const auto row_at = [&w](i32 r) {
+    return kFarPacked ? AnyRow::of(w.row[r]).before_scalars() : w.row[r];
+  };
   const auto source_of = [&w](i32 r) { return w.source[r]; };
-  for (i32 part = share.index; part < kRowParts<RecvWorker>; part += share.count)
-    sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
-        worker, part, p.out.as<char>() + offset, false, w.num_rows, row_at, false,
-        [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
-  if (p.with_scalars && share.index == 0 && worker.thread < kTopk) {
+  constexpr Written kWritten = kSelfFlagged ? Written::kNow : Written::kByPeers;
+#pragma unroll 1
+  for (i32 part = share.index; part < kRowParts<RecvWorker>; part += share.count) {
+    if constexpr (kFarPacked) {
+      const auto any_at = [&w](i32 r) { return AnyRow::of(w.row[r]); };
+      sum_pieces<AnyPiece<kWritten>, kRowsAtOnce>(
+          worker, part, w.num_rows, any_at, false, [](i32) { return 1.0f; },
+          settle_rows(p.comm, step, any_at, source_of),
+          StoreValues{p.out.as<char>() + offset, false});
+    } else {
+      sum_rows<kOutType, kWritten, kRowsAtOnce>(
+          worker, part, p.out.as<char>() + offset, false, w.num_rows, row_at, false,
+          [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
+    }
+  }
+  if (with_scalars(p) && share.index == 0 && worker.thread < kTopk) {
     const i32 first = num_biases(p);
     const float sum = kTopkOrder ? sum_topk_scalars(p, worker, step, worker.thread)
                                  : sum_scalars<kRowsAtOnce>(p.comm, step, worker.thread, first,
                                                             w.num_rows, row_at, source_of);
     if (p.out_scalars) p.out_scalars[token * kTopk + worker.thread] = sum;
   }
-  worker.sync();
+  if constexpr (!kWarpLists) worker.sync();
 }
 
 // Waits until all speakers have sent all of this step; before that it is not over. The relaying
 // block sees it first. With masks that block ends once a waiting block has masked the missing
 // ranks, so another one waits.
-inline constexpr bool kRelayEnds = kOthers > 0 && !kMasks;
+__device__ inline bool relay_ends(const CombineParams& p) { return !kMasks && has_relay(p.grid); }
 __device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
+#pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
     if (!wait_combine(p.comm, self, step, i)) continue;
     const i32 slot = slot_of(step);
     const u64 own = p.comm.data[self.local];
-    const RegionHeader* header = region_header(
-        i < kLocal ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal));
+    const RegionHeader* header =
+        region_header(i < kLocal ? partial_at(p.comm, own, slot, i)
+                                 : combine_landing_at(p.comm, own, slot, i - kLocal));
     if constexpr (kMasks)  // of a rank that has cleaned meanwhile: it is not in this step
       if (ld_relaxed_sys_u64(&header->step) != step + 1) continue;
-    const u32 flags = p.empty ? kEmpty : combine_flags(kOutType, p.with_scalars);
-    if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
-      raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,
-                  header->slot_bytes);
+    const bool far = kFarPacked != kNearPacked && i >= kLocal;
+    const DType type = far ? far_type(kOutType, kPartials) : near_type(kOutType, kPartials);
+    const u32 flags = is_empty(p) ? kEmpty : combine_flags(type, with_scalars(p));
+    if (header->flags != flags || header->slot_bytes != (is_empty(p) ? 0
+                                                         : far       ? far_stride(p)
+                                                                     : p.stride))
+      raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step,
+                  far ? far_stride(p) : p.stride, header->slot_bytes);
   }
 }
 
@@ -168,6 +229,7 @@ __device__ __noinline__ void report_waits(const CombineParams& p, const Self& se
   if (first)
     for (i32 i = static_cast<i32>(threadIdx.x); i < kWorld; i += kBlockThreads) ticks[i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
     const i64 begin = clock64();
     wait_combine(p.comm, self, step, i);
@@ -176,9 +238,10 @@ __device__ __noinline__ void report_waits(const CombineParams& p, const Self& se
 }
 
 __device__ inline i32 end_of_chunk(const CombineParams& p, i32 chunk) {
-  if (p.empty) return 0;
+  if (is_empty(p)) return 0;
   // Rows past the last chunk become zero.
-  return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+  return chunk + 1 == num_chunks_of(p) ? p.num_rows
+                                       : min((chunk + 1) * chunk_of(p.comm), p.num_rows);
 }
 
 __device__ inline void begin_chunk(const CombineParams& p, const Self& self,
@@ -187,22 +250,24 @@ __device__ inline void begin_chunk(const CombineParams& p, const Self& self,
     if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
     worker.sync();
   }
-  if (p.wait_ticks && block == 0) report_waits(p, self, step, chunk == 0);
+  if (is_timed(p) && block == 0) report_waits(p, self, step, chunk == 0);
 }
 
 __device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,
                                  u64 step, i32 block) {
-  if (!kRelayEnds && block == 0) end_step(p, self, step);
-  if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
+  if (!relay_ends(p) && block == (kOthers == 0 ? p.grid.num_recv_blocks - 1 : 0))
+    end_step(p, self, step);
+  if (num_chunks_of(p) > kSteps) say_sums_read(p, worker, step);
 }
 
 // A block that may not receive loses its own tokens, of `num` workers of `count` from `first` on:
 // other blocks of its grid may have called Launch::ask() before the fault, and receive theirs.
 __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 num, i32 count) {
-  const auto thread = static_cast<i32>(threadIdx.x);
-  for (i32 token = thread; !p.empty && token < p.num_rows; token += kBlockThreads) {
-    const i32 chunk = min(token / kChunk, p.num_chunks - 1);
-    const i32 worker = (token - chunk * kChunk) % count;
+  const i32 thread = static_cast<i32>(threadIdx.x), chunk_tokens = chunk_of(p.comm);
+#pragma unroll 1
+  for (i32 token = thread; !is_empty(p) && token < p.num_rows; token += kBlockThreads) {
+    const i32 chunk = kPlain ? 0 : min(token / chunk_tokens, num_chunks_of(p) - 1);
+    const i32 worker = (token - chunk * chunk_tokens) % count;
     if (worker < first || worker >= first + num) continue;
     lose(p.out.as<char>() + static_cast<u64>(token) * kOutBytes, kOutBytes);
     if (p.out_scalars)
@@ -223,11 +288,13 @@ __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, 
   }
   const RecvWorker team = share.team(worker);
   auto& s = kTopkOrder ? shared<TopkOrderShared>().rows : shared<CombineRecvShared>();
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+#pragma unroll 1
+  for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     begin_chunk(p, self, worker, step, chunk, block);
-    for (i64 token = static_cast<i64>(chunk) * kChunk + team.id; token < end_of_chunk(p, chunk);
-         token += team.count)
+#pragma unroll 1
+    for (i64 token = static_cast<i64>(chunk) * chunk_of(p.comm) + team.id;
+         token < end_of_chunk(p, chunk); token += team.count)
       recv_token(p, self, team, share, step, handle.send_slots(token), token, s);
     end_chunk(p, self, worker, step, block);
   }

@@ -4,7 +4,7 @@
 // a fixed order (docs/protocol.md, section 10), so the order of arrival does not matter.
 #pragma once
 
-#include "kernels/combine/sum.cuh"
+#include "kernels/combine/int10.cuh"
 #include "kernels/combine/sums_read.cuh"
 #include "kernels/combine/topk_order.cuh"
 #include "kernels/combine/weights.cuh"
@@ -15,6 +15,11 @@ namespace moe_p2p::device {
 
 inline constexpr i32 kBatch = SendWorker::kThreads / kLanes;
 using CombineScratch = Rows<kBatch>;
+// Whether late weights are waited for while rows of y travel: that takes registers, and each thread
+// a part of each row.
+inline constexpr bool kWeightsWhileRowsTravel = kTaggedWeights &&
+                                                kGroups % SendWorker::kThreads == 0 &&
+                                                kBlockThreads * MOE_P2P_BLOCKS_PER_SM <= 512;
 struct CombineSendShared {
   CombineScratch worker[SendWorker::kCount];
 };
@@ -40,14 +45,21 @@ struct Adder {
   }
   __device__ bool weighted() const { return p.row_weights || p.topk_weights; }
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
-    return {static_cast<u32>(handle.slot_count(chunk, source)),
-            combine_flags(kOutType, p.with_scalars), p.stride};
+    const auto count = static_cast<u32>(handle.slot_count(chunk, source));
+    if (kFarPacked != kNearPacked && !self.same_node(source))
+      return {count, combine_flags(far_type(kOutType, kPartials), device::with_scalars(p)),
+              far_stride(p)};
+    return {count, combine_flags(near_type(kOutType, kPartials), device::with_scalars(p)),
+            p.stride};
   }
 };
 
 // Returns the weight of row `row` of y, which is the k-th expert of a slot.
 __device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 source, i32 index,
                                                i32 k, i32 row) {
+  if constexpr (kTaggedWeights)
+    if (a.p.topk_weights)  // or else LateWeight takes it
+      return kWeightsWhileRowsTravel ? 0.0f : late_weight(a.p.comm, step, source, index, k);
   if (a.p.topk_weights) return slot_weights(a.p.comm, a.self, slot_of(step), source, index)[k];
   return a.p.row_weights ? a.p.row_weights[row] : 1.0f;
 }
@@ -60,8 +72,9 @@ struct Trusts {
 // words of the handle are asked for at once, needed or not. If the handle is not trusted, nothing
 // is found.
 template <typename W, i32 kItems, typename IsTrusted = Trusts>
-__device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 num_items,
-                               i32 i, Rows<kItems>& w, const IsTrusted& is_trusted = {}) {
+__device__ inline LateWeight look_up(const Adder& a, const W& worker, u64 step, i32 chunk,
+                                     i32 num_items, i32 i, Rows<kItems>& w,
+                                     const IsTrusted& is_trusted = {}) {
   static_assert(kItems == W::kThreads / kLanes);
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
@@ -79,6 +92,7 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
     mine = ranks >> a.self.local & 1;
     if (source % kLocal == a.self.local) none = 0;  // the gateway adds up what others hold
   }
+  LateWeight late;
   const i32 row = mine ? found : -1;
   const u32 have = __ballot_sync(~0u, row >= 0);
   const u32 ours = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
@@ -87,17 +101,21 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
     const i32 at = __popc(bits & ((1u << lane) - 1));
     w.row[place][at] = row;
     w.weight[place][at] = weight_of_row(a, step, source, index, lane, row);
+    if (kWeightsWhileRowsTravel && a.p.topk_weights)
+      late = {&w.weight[place][at], source, index, lane};
   }
   if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : none;
+  return late;
 }
 
 // Stores scalar k behind the sum at `to`, of a slot whose rows of y are `rows` and begin with
 // `first`.
+template <bool kPacks = kNearPacked>
 __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag, const i32* rows,
                                              i32 first, i32 k) {
   const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
   const float scalar = at >= 0 ? a.p.row_scalars[at] : 0.0f;
-  auto* place = reinterpret_cast<float*>(to + scalars_offset(a.p)) + k;
+  auto* place = reinterpret_cast<float*>(to + (kPacks ? kPackedBytes : scalars_offset(a.p))) + k;
   if (kSelfFlagged && flag) {
     st_flagged_u32(place, __float_as_uint(scalar));
   } else {
@@ -105,9 +123,11 @@ __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag
   }
 }
 
-// Adds up this rank's rows of one slot at `to`.
+// Adds up this rank's rows of one slot at `to`. settle(): called while its rows travel.
+template <bool kPacks = kNearPacked, typename Settle = DoNothing>
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 part, i32 place,
-                                     i32 chunk, i32 source, i32 index, char* to, bool flag) {
+                                     i32 chunk, i32 source, i32 index, char* to, bool flag,
+                                     const Settle& settle = {}) {
   const CombineScratch& w = scratch_of(worker);
   // Most tokens' rows are loaded for the latency of one, where a thread has the registers.
   constexpr i32 kMost = kGroups <= SendWorker::kThreads * kRowParts<SendWorker> ? 4 : 2;
@@ -115,19 +135,26 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
   const auto row_at = [&](i32 r) {
     return a.p.y.as<const char>() + static_cast<u64>(w.row[place][r]) * kYBytes;
   };
-  if (kTopkOrder && a.p.rows_apart) {
+  if (kTopkOrder && !kPlain && a.p.rows_apart) {
     for (i32 r = 0; r < w.num_rows[place]; ++r)
       sum_rows<kYType, Written::kBefore, 1>(
           worker, part, to + static_cast<u64>(r) * kOutBytes, flag, 1,
           [&](i32) { return row_at(r); }, false, [](i32) { return 1.0f; });
+  } else if constexpr (kPacks) {
+    sum_pieces<Piece<kYType, Written::kBefore>, kRowsAtOnce>(
+        worker, part, w.num_rows[place], row_at, a.weighted(),
+        [&](i32 r) { return w.weight[place][r]; },
+        WhileRowsTravel<kWeightsWhileRowsTravel, Settle>{settle},
+        StorePacked</*kRounded=*/!kNearPacked>{to, flag});
   } else {
-    sum_rows<kYType, Written::kBefore, kRowsAtOnce>(worker, part, to, flag, w.num_rows[place],
-                                                    row_at, a.weighted(),
-                                                    [&](i32 r) { return w.weight[place][r]; });
+    sum_rows<kYType, Written::kBefore, kRowsAtOnce>(
+        worker, part, to, flag, w.num_rows[place], row_at, a.weighted(),
+        [&](i32 r) { return w.weight[place][r]; },
+        WhileRowsTravel<kWeightsWhileRowsTravel, Settle>{settle});
   }
-  if (a.p.with_scalars && part == 0 && worker.thread < kTopk)
-    store_scalar(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
-                 worker.thread);
+  if (with_scalars(a.p) && part == 0 && worker.thread < kTopk)
+    store_scalar<kPacks>(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
+                         worker.thread);
 }
 
 // --- tokens of other nodes ---
@@ -142,9 +169,9 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
   if (!kSelfFlagged) {
     if (const i32 l = worker.thread;
         l < kLocal && l != a.self.local && (ranks >> l & 1) && !MOE_P2P_MUTATED(kSumBeforeNode))
-      if (!wait_flag(a.p.comm, gather_flags_at(data, slot, other, l) + index,
+      if (!wait_flag(a.p.comm, gather_flags_at(a.p.comm, data, slot, other, l) + index,
                      {Phase::kCombine, a.self.node * kLocal + l, step}))
-        lose(gather_at(data, slot, other, l) + offset, a.p.stride);
+        lose(gather_at(a.p.comm, data, slot, other, l) + offset, a.p.stride);
     worker.sync();
   }
   const auto nth = [ranks](i32 n) {
@@ -153,18 +180,35 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
     return __ffsll(static_cast<long long>(left)) - 1;
   };
   const auto row_at = [=](i32 r) {
-    return static_cast<const char*>(gather_at(data, slot, other, nth(r)) + offset);
+    return static_cast<const char*>(gather_at(a.p.comm, data, slot, other, nth(r)) + offset);
   };
   const auto source_of = [&, nth](i32 r) {
     const i32 l = nth(r);
     return l == a.self.local ? -1 : a.self.node * kLocal + l;
   };
-  sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, 2>(
-      worker, 0, to, false, num_ranks, row_at, false, [](i32) { return 1.0f; },
-      settle_rows(a.p.comm, step, row_at, source_of));
-  if (a.p.with_scalars && worker.thread < kTopk)
-    reinterpret_cast<float*>(to + kOutBytes)[worker.thread] =
-        sum_scalars<2>(a.p.comm, step, worker.thread, 0, num_ranks, row_at, source_of);
+  constexpr Written kWritten = kSelfFlagged ? Written::kNow : Written::kByPeers;
+  const auto one = [](i32) { return 1.0f; };
+  if constexpr (kNearPacked) {
+    const auto any_at = [&](i32 r) { return AnyRow{row_at(r), true}; };
+    const auto settle = settle_rows(a.p.comm, step, any_at, source_of);
+    if (num_ranks == 1) {  // more rounding would be for nothing
+      copy_packed<kWritten>(worker, to, any_at(0), settle);
+    } else {
+      sum_pieces<AnyPiece<kWritten>, 2>(worker, 0, num_ranks, any_at, false, one, settle,
+                                        StorePacked<false>{to, false});
+    }
+  } else if constexpr (kFarPacked) {
+    sum_pieces<Piece<kOutType, kWritten>, 2>(worker, 0, num_ranks, row_at, false, one,
+                                             settle_rows(a.p.comm, step, row_at, source_of),
+                                             StorePacked<false>{to, false});
+  } else {
+    sum_rows<kOutType, kWritten, 2>(worker, 0, to, false, num_ranks, row_at, false, one,
+                                    settle_rows(a.p.comm, step, row_at, source_of));
+  }
+  const auto scalars_at = [=](i32 r) { return row_at(r) + (kNearBytes - kOutBytes); };
+  if (with_scalars(a.p) && worker.thread < kTopk)
+    reinterpret_cast<float*>(to + kFarBytes)[worker.thread] =
+        sum_scalars<2>(a.p.comm, step, worker.thread, 0, num_ranks, scalars_at, source_of);
 }
 
 // Stores the partial at its gateway, if that is another rank. Otherwise the node's sum: where no
@@ -177,35 +221,52 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
   const u64 data = a.p.comm.data[gateway], ranks = w.ranks[place];
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   const bool pushes = gateway != a.self.local, alone = ranks == u64{1} << a.self.local;
-  char* to = combine_outbox_at(data, slot, other) + offset;
-  if (ranks >> a.self.local & 1)
-    store_partial(a, worker, 0, place, chunk, source, index,
-                  alone && !pushes ? to : gather_at(data, slot, other, a.self.local) + offset,
-                  pushes);
+  char* to = combine_outbox_of(a.p.comm, a.self, slot, other) + offset;
+  if constexpr (kFarPacked != kNearPacked)
+    to += static_cast<u64>(index) * (far_stride(a.p) - a.p.stride);
+  if (kFarPacked != kNearPacked && alone && !pushes)
+    store_partial<kFarPacked>(a, worker, 0, place, chunk, source, index, to, false);
+  else if (ranks >> a.self.local & 1)
+    store_partial(
+        a, worker, 0, place, chunk, source, index,
+        alone && !pushes ? to : gather_at(a.p.comm, data, slot, other, a.self.local) + offset,
+        pushes);
   if (!pushes && !alone) add_partials(a, worker, step, ranks, other, index, to);
   if (pushes && kSelfFlagged) return;
   worker.sync();
   if (worker.thread != 0) return;
   if (pushes) {
     // After every thread's stores; pairs with the wait in add_partials() there.
-    st_release_sys_u32(gather_flags_at(data, slot, other, a.self.local) + index, flag_of(step));
+    st_release_sys_u32(gather_flags_at(a.p.comm, data, slot, other, a.self.local) + index,
+                       flag_of(step));
   } else {
-    hand_in(a.p.comm, a.self, step, other, a.header_of(chunk, source),
-            part_of_slot(a.p.stride, index));
+    hand_in(a.p.comm, a.self, step, other, a.header_of(chunk, source), index);
   }
 }
 
 __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, const Part& share,
-                                     u64 step, i32 chunk) {
+                                     u64 step, i32 chunk, LateWeight late) {
   const CombineParams& p = a.p;
   const CombineScratch& w = scratch_of(worker);
   const i32 slot = slot_of(step);
   const i32 num_items = a.num_items(chunk);
+#pragma unroll 1
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
-    // combine_send() looked up the first batch, unless weights had to arrive before.
-    if (first != worker.id || p.topk_weights)
-      look_up(a, worker, step, chunk, num_items, first, scratch_of(worker));
-    worker.sync();
+    // combine_send() looked up the first batch, unless weights had to arrive before; the block has
+    // met since.
+    if (first != worker.id || (p.topk_weights && !kWeightsWhileRowsTravel)) {
+      late = look_up(a, worker, step, chunk, num_items, first, scratch_of(worker));
+      worker.sync();
+    }
+    // All threads of the worker call it for the first slot with rows, each at least once.
+    bool settled = !kWeightsWhileRowsTravel || !p.topk_weights;
+    const auto settle = [&] {
+      if (settled) return;
+      late.take(p.comm, step);
+      worker.sync();
+      settled = true;
+    };
+#pragma unroll 1
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
       const auto [source, index] = a.item(num_items, i);
@@ -213,16 +274,18 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
         send_to_node(a, worker, step, chunk, place, source, index);
         continue;
       }
-      const u64 data = p.comm.data[source % kLocal];
-      char* to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
+      const i32 there = source % kLocal, own = a.self.index_at(there);
+      const u64 data = p.comm.data[there];
+      char* to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +
                  static_cast<u64>(index) * p.stride;
+#pragma unroll 1
       for (i32 part = share.index; part < kRowParts<SendWorker>; part += share.count)
-        store_partial(a, worker, part, place, chunk, source, index, to, true);
+        store_partial(a, worker, part, place, chunk, source, index, to, true, settle);
       if constexpr (kSelfFlagged) continue;
       worker.sync();
       // The row's flag, after every thread's stores; pairs with the wait in wait_partial() there.
       if (worker.thread == 0)
-        st_release_sys_u32(partial_flags_at(data, slot, a.self.local) + index, flag_of(step));
+        st_release_sys_u32(partial_flags_at(a.p.comm, data, slot, own) + index, flag_of(step));
     }
     worker.sync();  // the next batch takes the place of this one
   }
@@ -231,26 +294,27 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
 // A combine that opens steps of its own begins each with an empty dispatch to, and from, all ranks.
 // Returns false if one did not arrive. The first kSteps steps of a call use slots of earlier
 // kernels.
-__device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block) {
-  const DeviceComm& comm = a.p.comm;
+__device__ inline bool open_solo(const CombineParams& p, u64 step, i32 chunk, i32 block) {
+  const DeviceComm& comm = p.comm;
+  const Self self(comm);
   if (block == 0) {
     const i32 thread = static_cast<i32>(threadIdx.x);
-    bool is_free = thread >= 32 || wait_free(comm, a.self, step, thread);
+    bool is_free = thread >= 32 || wait_free(comm, self, step, thread);
     if (chunk >= kSteps && thread == 32)
       is_free = wait_sums_read(comm, step - static_cast<u64>(kSteps));
     if (!__syncthreads_and(is_free)) return false;
-    send_empty_dispatch(comm, a.self, step);
+    send_empty_dispatch(comm, self, step);
   }
   bool came = true;
+#pragma unroll 1
   for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads) {
-    if (!wait_dispatch(comm, a.self, step, source)) {
+    if (!wait_dispatch(comm, self, step, source)) {
       came = came && is_masked(comm, source);
       continue;
     }
-    const RegionHeader* header =
-        region_header(dispatch_region(comm, a.self, slot_of(step), source));
-    // Only block 0 checks the header. After block 0 announces 'read', the source may overwrite it.
-    if (block != 0 || header->flags == kEmpty) continue;
+    const RegionHeader* header = region_header(dispatch_region(comm, self, slot_of(step), source));
+    // Only one block checks the header: once it announces 'read', the source may overwrite it.
+    if (block != announcer(p) || header->flags == kEmpty) continue;
     raise_fault(comm, kWrongHeader, Phase::kDispatch, source, step, 0, header->slot_bytes);
     came = false;
   }
@@ -258,10 +322,11 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
 }
 
 // Release: all that was dispatched must have arrived before its source may send again.
-__device__ inline void send_release(const CombineParams& p, u64 first_step) {
+__device__ __noinline__ void send_release(const CombineParams& p, u64 first_step) {
   const Self self(p.comm);
   for (u64 step = first_step; step < first_step + static_cast<u64>(p.num_chunks); ++step) {
     bool came = true;
+#pragma unroll 1
     for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads)
       came = (wait_dispatch(p.comm, self, step, source) || is_masked(p.comm, source)) && came;
     if (!__syncthreads_and(came)) return;
@@ -278,15 +343,15 @@ __device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
 // Between nodes that takes longer than a sum, so the relaying block announces it where nothing has
 // to happen before it.
 __device__ inline bool relay_says_read(const CombineParams& p, bool opens) {
-  return kOthers > 0 && !opens && !p.topk_weights;
+  return has_relay(p.grid) && !opens && !p.topk_weights;
 }
 
 // Runs before the sums of a chunk. Called by the whole block. opens: a step of its own. Returns
 // false if a rank did not arrive.
 __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chunk, i32 block) {
-  if (opens && !open_solo(a, step, chunk, block)) return false;
+  if (opens && !open_solo(a.p, step, chunk, block)) return false;
   if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
-  if (block == 0 && !relay_says_read(a.p, opens)) say_chunk_read(a, step, chunk);
+  if (block == announcer(a.p) && !relay_says_read(a.p, opens)) say_chunk_read(a, step, chunk);
   return true;
 }
 
@@ -299,19 +364,26 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
   const SendWorker own = SendWorker::of(block, p.grid.num_send_blocks);
   const Part share = share_of_row(own);
   const SendWorker worker = share.team(own);
+  LateWeight late;
   const auto look_first = [&](u64 step, i32 chunk, const auto& trusts) {
-    if (!p.topk_weights)  // otherwise weights have to arrive before
-      look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker), trusts);
+    if (kWeightsWhileRowsTravel || !p.topk_weights)  // otherwise weights have to arrive before
+      late = look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker),
+                     trusts);
   };
   look_first(0, 0, is_trusted);
   const Begun begun = begin();
   if (!begun.good) return;  // waits for its sums end with the fault
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+#pragma unroll 1
+  for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
-    if (chunk > 0) look_first(step, chunk, Trusts{});
+    if (chunk > 0) {
+      look_first(step, chunk, Trusts{});
+      __syncthreads();
+    }
     if (!open_chunk(a, begun.opens, step, chunk, block)) return;
-    combine_chunk(a, worker, share, step, chunk);
-    worker.sync();  // the next chunk's first batch takes the place of this one's last
+    combine_chunk(a, worker, share, step, chunk, late);
+    if (chunk + 1 < num_chunks_of(p))
+      worker.sync();  // the next chunk's first batch takes the place of this one's last
   }
 }
 

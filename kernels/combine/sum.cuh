@@ -11,12 +11,19 @@ inline constexpr DType kYType = static_cast<DType>(MOE_P2P_Y_DTYPE);
 inline constexpr DType kOutType = static_cast<DType>(MOE_P2P_OUT_DTYPE);
 inline constexpr u64 kOutBytes = kHidden * item_bytes(kOutType);
 inline constexpr u64 kYBytes = kHidden * item_bytes(kYType);
-// A thread works on kValues neighbouring values: one Vec of the narrower type.
-inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
+// Partial sums that travel as 10-bit integers (combine/int10.cuh): within a node, between nodes.
+inline constexpr Partials kPartials = static_cast<Partials>(MOE_P2P_PARTIALS);
+inline constexpr bool kNearPacked = near_type(kOutType, kPartials) == DType::kInt10;
+inline constexpr bool kFarPacked = far_type(kOutType, kPartials) == DType::kInt10;
+// A thread works on kValues neighbouring values: one Vec of the narrower type, or a group of int10.
+inline constexpr i32 kWidest = Values<kYType>::kCount > Values<kOutType>::kCount
                                    ? Values<kYType>::kCount
                                    : Values<kOutType>::kCount;
+inline constexpr i32 kValues = kFarPacked && kWidest < kInt10Group ? kInt10Group : kWidest;
 inline constexpr i32 kGroups = kHidden / kValues;
 static_assert(kHidden % kValues == 0);
+// Groups of whole units of int10: a unit is the work of a warp.
+inline constexpr i32 kPackedGroups = (kGroups + 31) / 32 * 32;
 
 // When a row is written: before the kernel runs, by peers before its flag, or by peers right now.
 enum class Written { kBefore, kByPeers, kNow };
@@ -24,6 +31,8 @@ enum class Written { kBefore, kByPeers, kNow };
 // kValues values of one row.
 template <DType kType, Written kWritten>
 struct Piece {
+  static constexpr i32 kEnd = kGroups;  // of groups that are loaded
+  static constexpr bool kNow = kWritten == Written::kNow;
   static constexpr i32 kVecs = kValues / Values<kType>::kCount;
   Vec vec[kVecs];
 
@@ -114,6 +123,13 @@ struct Rows {
                         : 1];  // own-node ranks that hold a partial, of slots of other nodes
 };
 
+// --- what a call asks for; of plain kernels none does ---
+__device__ __forceinline__ bool with_scalars(const CombineParams& p) {
+  return !kPlain && p.with_scalars;
+}
+__device__ __forceinline__ bool is_empty(const CombineParams& p) { return !kPlain && p.empty; }
+__device__ __forceinline__ bool is_timed(const CombineParams& p) { return !kPlain && p.wait_ticks; }
+
 // The caller's addends of a token, before its partial rows.
 inline constexpr i32 kBiases = 2;
 __device__ __forceinline__ i32 num_biases(const CombineParams& p) {
@@ -126,7 +142,8 @@ __device__ __forceinline__ i32 num_biases(const CombineParams& p) {
 // has few rows.
 inline constexpr bool kFewRows = kSelfFlagged && kOthers == 0 && kChunk <= 16;
 template <typename W>
-inline constexpr i32 kRowParts = kFewRows ? (kGroups + W::kThreads - 1) / W::kThreads : 1;
+inline constexpr i32 kRowParts =
+    kFewRows ? ((kFarPacked ? kPackedGroups : kGroups) + W::kThreads - 1) / W::kThreads : 1;
 template <typename W>
 __device__ __forceinline__ Part share_of_row(const W& worker) {
   if constexpr (kRowParts<W> == 1) return {0, 1};
@@ -138,29 +155,55 @@ struct AllHaveCome {
   template <typename Each>
   __device__ void operator()(const Each&) const {}
 };
+struct DoNothing {
+  __device__ void operator()() const {}
+};
+// Calls do_it() in sum_rows(), behind the first loads.
+template <bool kOn, typename DoIt>
+struct WhileRowsTravel {
+  const DoIt& do_it;
+  template <typename Each>
+  __device__ void operator()(const Each&) const {
+    if constexpr (kOn) do_it();
+  }
+};
 
-// to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
-// kRowsAtOnce at a time. settle(each) then waits for words that have not arrived: each(f) calls
-// f(piece, i, group) for every piece.
-template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
-          typename WeightOf, typename Settle = AllHaveCome>
-__device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bool flag,
-                                         i32 num_rows, const RowAt& row_at, bool weighted,
-                                         const WeightOf& weight_of, const Settle& settle = {}) {
+// Stores a sum at `to`, as a row of kOutType.
+struct StoreValues {
+  static constexpr i32 kEnd = kGroups;
+  char* to;
+  bool flag;
+  __device__ __forceinline__ void operator()(i32 group, const float* acc) const {
+    store_values(to, group, acc, flag);
+  }
+};
+
+// store(group, sum) for the sum of `num_rows` rows in their order, times weight_of(i) when
+// `weighted`. Rows are loaded kRowsAtOnce at a time, as pieces P. settle(each) then waits for words
+// that have not arrived: each(f) calls f(piece, i, group) for every piece.
+template <typename P, i32 kRowsAtOnce, typename W, typename RowAt, typename WeightOf,
+          typename Settle, typename Store>
+__device__ __forceinline__ void sum_pieces(const W& worker, i32 part, i32 num_rows,
+                                           const RowAt& row_at, bool weighted,
+                                           const WeightOf& weight_of, const Settle& settle,
+                                           const Store& store) {
   constexpr i32 kStride = W::kThreads * kRowParts<W>;
+  constexpr i32 kEnd = P::kEnd > Store::kEnd ? P::kEnd : Store::kEnd;
   // Groups that a thread has under way together. More hide more latency and cost registers.
-  constexpr i32 kGroupsAtOnce = kGroups <= kStride || kWritten == Written::kNow ? 1 : 2;
-  for (i32 first = part * W::kThreads + worker.thread; first < kGroups;
+  constexpr i32 kGroupsAtOnce = kEnd <= kStride || P::kNow ? 1 : 2;
+#pragma unroll 1
+  for (i32 first = part * W::kThreads + worker.thread; first < kEnd;
        first += kStride * kGroupsAtOnce) {
     float acc[kGroupsAtOnce][kValues] = {};
+#pragma unroll 1
     for (i32 r = 0; r < num_rows; r += kRowsAtOnce) {
-      Piece<kType, kWritten> piece[kRowsAtOnce][kGroupsAtOnce];
+      P piece[kRowsAtOnce][kGroupsAtOnce];
       const auto each = [&](const auto& f) {
 #pragma unroll
         for (i32 j = 0; j < kRowsAtOnce; ++j)
 #pragma unroll
           for (i32 g = 0; g < kGroupsAtOnce; ++g)
-            if (const i32 group = first + g * kStride; r + j < num_rows && group < kGroups)
+            if (const i32 group = first + g * kStride; r + j < num_rows && group < P::kEnd)
               f(piece[j][g], r + j, group);
       };
 #pragma unroll
@@ -178,9 +221,18 @@ __device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bo
     }
 #pragma unroll
     for (i32 g = 0; g < kGroupsAtOnce; ++g)
-      if (const i32 group = first + g * kStride; group < kGroups)
-        store_values(to, group, acc[g], flag);
+      if (const i32 group = first + g * kStride; group < Store::kEnd) store(group, acc[g]);
   }
+}
+
+// to = the sum.
+template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
+          typename WeightOf, typename Settle = AllHaveCome>
+__device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bool flag,
+                                         i32 num_rows, const RowAt& row_at, bool weighted,
+                                         const WeightOf& weight_of, const Settle& settle = {}) {
+  sum_pieces<Piece<kType, kWritten>, kRowsAtOnce>(worker, part, num_rows, row_at, weighted,
+                                                  weight_of, settle, StoreValues{to, flag});
 }
 
 // Returns the wait of sum_rows() for rows at row_at(i) that flag themselves: source_of(i) is the

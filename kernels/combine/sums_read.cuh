@@ -1,5 +1,5 @@
-// Combines of more chunks than steps in flight: receivers announce that they have read the sums of a
-// step, senders wait for that before they use its slot again.
+// Combines of more chunks than steps in flight: receivers announce that they have read the sums of
+// a step, senders wait for that before they use its slot again.
 #pragma once
 
 #include "kernels/device/wait.cuh"

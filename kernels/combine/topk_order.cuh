@@ -9,7 +9,7 @@
 namespace moe_p2p::device {
 
 inline constexpr bool kTopkOrder = MOE_P2P_TOPK_ORDER;
-static_assert(!kTopkOrder || kOthers == 0);
+static_assert(!kTopkOrder || (kOthers == 0 && !kFarPacked));
 // Most rows of a token at one rank, which may come one by one.
 inline constexpr i32 kMostApart = kTopk < kMaxLocalExperts ? kTopk : kMaxLocalExperts;
 // Contributors of a sum, beside the caller's bias.

@@ -7,10 +7,12 @@
 namespace moe_p2p::device {
 
 // Called by one thread.
-__device__ inline void lose(char* to, u64 bytes) {
+__device__ __noinline__ void lose(char* to, u64 bytes) {
   u64 at = 0;
   if (reinterpret_cast<u64>(to) % sizeof(Vec) == 0)
+#pragma unroll 1
     for (; at + sizeof(Vec) <= bytes; at += sizeof(Vec)) st_na_v4(to + at, {~0u, ~0u, ~0u, ~0u});
+#pragma unroll 1
   for (; at < bytes; ++at) to[at] = static_cast<char>(-1);
 }
 

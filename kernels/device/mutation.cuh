@@ -11,6 +11,7 @@ enum class Mutation {
   kRingWithoutNode,   // (R4): a gateway rings before its node has read the dispatch
   kPartBefore,        // dispatch takes slots of another node once the part before has arrived
   kFirstPartIsAll,    // combine takes any row of another node once the first part has arrived
+  kFlagOfOneNic,      // a part is taken with the first NIC's flag, the others' shares missing
   kSumBeforeNode,     // a gateway adds rows of its node that have not arrived
   kSumsOverwritten,   // a combine of many chunks ignores sums that are still to be read
   kSoloReadByFirst,   // a solo dispatch is acknowledged by the first worker, not by the last

@@ -112,7 +112,47 @@ __device__ __forceinline__ void st_na_v4(void* p, const Vec& v) {
                : "memory");
 }
 
-// Four words, each of which may be read while it is written.
+// The same for two words, and one.
+struct alignas(8) Pair {
+  u32 word[2];
+};
+__device__ __forceinline__ Pair ld_na_v2(const void* p) {
+  Pair v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.word[0]), "=r"(v.word[1])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_na_v2(void* p, const Pair& v) {
+  asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.word[0]),
+               "r"(v.word[1])
+               : "memory");
+}
+__device__ __forceinline__ u32 ld_na_u32(const void* p) {
+  u32 v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_na_u32(void* p, u32 v) {
+  asm volatile("st.global.L1::no_allocate.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// Two words, each of which may be read while it is written.
+__device__ __forceinline__ Pair ld_relaxed_sys_v2(const void* p) {
+  Pair v;
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.word[0]), "=r"(v.word[1])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_relaxed_sys_v2(void* p, const Pair& v) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.word[0]),
+               "r"(v.word[1])
+               : "memory");
+}
+// Likewise four.
 __device__ __forceinline__ Vec ld_relaxed_sys_v4(const void* p) {
   Vec v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -141,6 +181,10 @@ __device__ __forceinline__ u64 globaltimer_ns() {
   u64 v;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
   return v;
+}
+// Uses a value, so that it is loaded: waits a nanosecond where it is a number without meaning.
+__device__ __forceinline__ void use(u32 value) {
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x9e3779b9; @p nanosleep.u32 1; }" ::"r"(value));
 }
 // All reads of what earlier kernels wrote come after this.
 __device__ __forceinline__ void griddepcontrol_wait() {

@@ -53,11 +53,14 @@ __device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 
 __device__ __forceinline__ void st_tagged(u64* to, u64 step, u32 value) {
   st_relaxed_sys_u64(to, (step + 1) << 32 | value);
 }
+__device__ __forceinline__ bool is_tagged(u64 word, u64 step) {
+  return static_cast<u32>(word >> 32) == static_cast<u32>(step + 1);
+}
 // `word`: its value when it was read before.
 __device__ __forceinline__ bool wait_tagged(const DeviceComm& comm, const u64* from, u64& word,
                                             const Awaited& what) {
   const auto again = [&] {
-    if (static_cast<u32>(word >> 32) == static_cast<u32>(what.step + 1)) return false;
+    if (is_tagged(word, what.step)) return false;
     word = ld_relaxed_sys_u64(from);
     return true;
   };

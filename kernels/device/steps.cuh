@@ -1,6 +1,7 @@
 // Steps that kernels open, and what they send without tokens: empty halves, doorbells.
 #pragma once
 
+#include "kernels/device/stamps.cuh"
 #include "kernels/device/wait.cuh"
 
 namespace moe_p2p::device {
@@ -108,45 +109,76 @@ __device__ inline RegionPart region_part(u64 front, u64 stride, i32 num_slots, i
   return RegionPart::make(shape, front, stride, num_slots, index);
 }
 
-// Pairs with the acquire in Exchange::bell(): the part is complete.
+// Whether each slot of what goes to a node in a step rings for itself, so that no worker has to
+// find out which is last.
+__device__ inline bool rings_by_slot(const RegionPart& part) {
+  return part.num_parts == 1 && part.num_slots <= kOwnBells;
+}
+// Rings for one slot or row; pairs with the acquire in Exchange::take(): it is written. Called by
+// one thread, behind the stores of its worker.
+__device__ inline void ring_slot(const DeviceComm& comm, Phase phase, u64 step, i32 gateway,
+                                 i32 node, i32 index) {
+  const Signals signals = kSignals;
+  auto* bell = reinterpret_cast<u32*>(comm.signals[gateway] +
+                                      signals.slot_bell(phase, slot_of(step), node, index));
+  stamp(comm, phase, step, Stamp::kRings, stamp_time());
+  st_release_sys_u32(bell, bell_tag_of(static_cast<u32>(step + 1)));
+  stamp(comm, phase, step, Stamp::kRung, stamp_time());
+}
+
+// Pairs with the acquire in Exchange::bell(): the part is complete, but for slots that ring for
+// themselves.
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
-                            const RegionPart& part) {
+                            const RegionPart& part, i32 own_bells = 0) {
   const Signals signals = kSignals;
   auto* bell =
       reinterpret_cast<Doorbell*>(comm.signals[gateway] + signals.bell(phase, slot_of(step), node));
-  const BellWords words = BellWords::make(step, part);
+  const BellWords words = BellWords::make(step, part, own_bells);
+  stamp(comm, phase, step, Stamp::kRings, stamp_time());
   fence_acq_rel_sys();
   st_relaxed_sys_u64(&bell->part[part.index].size, words.size);
   st_relaxed_sys_u64(&bell->part[part.index].place, words.place);
+  if (part.index == 0) {
+    const u64 own = comm.signals[gateway];
+    st_relaxed_sys_u32(reinterpret_cast<u32*>(own + signals.bell_tag(phase, slot_of(step), node)),
+                       static_cast<u32>(step + 1));
+    st_relaxed_sys_u64(reinterpret_cast<u64*>(own + signals.rung_word(phase, slot_of(step))),
+                       step + 1);
+  }
+  stamp(comm, phase, step, Stamp::kRung, stamp_time());
 }
 
-// Counts a row in this rank's combine_outbox for another node, or the permission to write its
-// header, which goes with the first part. The last one of a part rings; for the first part it also
-// writes the header, once all ranks of the node have announced that they have read the dispatch:
-// the destination may then overwrite it.
+// Hands in row `row` of this rank's combine_outbox for another node, or -1: the permission to write
+// its header, which goes with the first part. Rows of short steps ring for themselves, and the
+// header's bell says how many there are. Of other parts everything is counted, and the last one
+// rings. The header is written once all ranks of the node have announced that they have read the
+// dispatch: the destination may then overwrite it.
 struct CombineHeader {
   u32 num_tokens;
   u32 flags;
   u64 stride;
 };
 __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 step, i32 other,
-                               const CombineHeader& header, i32 index) {
+                               const CombineHeader& header, i32 row) {
   const i32 slot = slot_of(step), node = other_node(other, self.node);
+  const i32 index = row < 0 ? 0 : part_of_slot(header.stride, row);
   const RegionPart part = region_part(combine_slots_offset(), header.stride,
                                       static_cast<i32>(header.num_tokens), index);
+  const bool by_slot = rings_by_slot(part);
+  if (by_slot && row >= 0) return ring_slot(comm, Phase::kCombine, step, self.local, node, row);
   const auto last = static_cast<u32>(part.num_slots - (index == 0 ? 0 : 1));
   u32* words = state_words<u32>(comm, kWords.combine_outbox);
   u32* word = &words[(slot * kNodes + node) * kMaxParts + index];
   // Release: what this worker stored; acquire, for the last one: what all others stored.
-  if (atom_inc_acq_rel_gpu_u32(word, last) != last) return;
+  if (!by_slot && atom_inc_acq_rel_gpu_u32(word, last) != last) return;
   if (index == 0) {
     for (i32 l = 0; l < kLocal && !MOE_P2P_MUTATED(kRingWithoutNode); ++l)
       if (!wait_combine(comm, self, step, l)) return;
-    char* region = combine_outbox_at(comm.data[self.local], slot, other);
+    char* region = combine_outbox_of(comm, self, slot, other);
     region_header(region)->describe(header.num_tokens, header.flags, header.stride);
     *header_word(region) = step + 1;
   }
-  ring(comm, Phase::kCombine, step, self.local, node, part);
+  ring(comm, Phase::kCombine, step, self.local, node, part, by_slot ? part.num_slots : 0);
 }
 
 // Announces "this rank has read the dispatch of this step" to all ranks that sent some.
@@ -156,21 +188,23 @@ template <typename HeaderOf>
 __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 step, i32 thread,
                                 i32 num_threads, const HeaderOf& header_of) {
   const i32 slot = slot_of(step);
+#pragma unroll 1
   for (i32 l = thread; l < kLocal; l += num_threads) {
     if constexpr (kMasks)
       if (is_masked(comm, self.node * kLocal + l)) continue;
-    char* region = partial_at(comm.data[l], slot, self.local);
+    char* region = partial_at(comm, comm.data[l], slot, self.index_at(l));
     const CombineHeader header = header_of(self.node * kLocal + l);
     region_header(region)->describe(header.num_tokens, header.flags, header.stride);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
   }
   // Done by other threads, if there are any: hand_in() takes as long as the fence before that word.
-  for (i32 other = num_threads - 1 - thread; other < kOthers; other += num_threads) {
-    const i32 source = other_node(other, self.node) * kLocal + self.local;
-    if constexpr (kMasks)
-      if (is_masked(comm, source)) continue;
-    hand_in(comm, self, step, other, header_of(source), 0);
-  }
+  if constexpr (kOthers > 0)
+    for (i32 other = num_threads - 1 - thread; other < kOthers; other += num_threads) {
+      const i32 source = other_node(other, self.node) * kLocal + self.local;
+      if constexpr (kMasks)
+        if (is_masked(comm, source)) continue;
+      hand_in(comm, self, step, other, header_of(source), -1);
+    }
 }
 
 struct EmptyHeader {
@@ -178,13 +212,14 @@ struct EmptyHeader {
 };
 
 // Sends the dispatch of a step that carries no tokens. Called by one block.
-__device__ inline void send_empty_dispatch(const DeviceComm& comm, const Self& self, u64 step) {
+__device__ __noinline__ void send_empty_dispatch(const DeviceComm& comm, const Self& self,
+                                                 u64 step) {
   const i32 slot = slot_of(step);
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += static_cast<i32>(blockDim.x)) {
     if constexpr (kMasks)
       if (speaker_masked(comm, self, i)) continue;
-    char* region = i < kLocal ? inbox_at(comm.data[i], slot, self.local)
-                              : outbox_at(comm.data[self.local], slot, i - kLocal);
+    char* region = i < kLocal ? inbox_at(comm, comm.data[i], slot, self.index_at(i))
+                              : outbox_of(comm, self, slot, i - kLocal);
     region_header(region)->describe(0, kEmpty, 0);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_dispatch() there
     if (i >= kLocal)

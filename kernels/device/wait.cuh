@@ -7,6 +7,7 @@
 #include "kernels/abi/params.h"
 #include "kernels/device/mutation.cuh"
 #include "kernels/device/shape.cuh"
+#include "kernels/device/stamps.cuh"
 
 namespace moe_p2p::device {
 
@@ -137,9 +138,48 @@ __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slo
   return state_words<u64>(comm, kWords.arrivals) + index;
 }
 
-// Waits for part `part` of what `source` sends in a phase of `step`, and all parts before it.
+// Arrivals that this rank sees by itself, in its own memory (kernels/abi/region.h): of what its
+// partners send it, not its neighbours'.
+__device__ inline bool sees_arrivals(const DeviceComm& comm, Phase phase, i32 source) {
+  return MOE_P2P_ARRIVAL_FLAGS && kOthers > 0 && phase != Phase::kWeights &&
+         source % kLocal == comm.rank % kLocal;
+}
+__device__ inline const u64* arrival_flags(const DeviceComm& comm, Phase phase, u64 step,
+                                           i32 source, i32 part) {
+  const i32 other = other_index(source / kLocal, comm.rank / kLocal);
+  return reinterpret_cast<const u64*>(comm.data[comm.rank % kLocal] + kArrivals +
+                                      arrival_flags_at(kShape, phase, slot_of(step), other, part));
+}
+// For one part, or with the last number there can be for all of them. Each NIC orders its flag
+// behind its own share alone. All flags of the last part say that it is.
+__device__ __noinline__ bool wait_flags(const DeviceComm& comm, Phase phase, u64 step, i32 source,
+                                        i32 part) {
+  const i32 num_flags = MOE_P2P_MUTATED(kFlagOfOneNic) ? 1 : comm.flag_words;
+  for (i32 i = part + 1 < kMaxParts ? part : 0; i <= part; ++i) {
+    const u64* flags = arrival_flags(comm, phase, step, source, i);
+    const u64 want = arrival_flag(step, i, false);
+    for (i32 nic = 0; nic < num_flags; ++nic)
+      if (!wait_word(comm, flags + nic, want, {phase, source, step})) return false;
+    if (ld_relaxed_sys_u64(flags) >= come(step)) break;
+  }
+  return true;
+}
+// Whether all of them are here, in no order with anything.
+__device__ inline bool has_flags(const DeviceComm& comm, const Awaited& what) {
+  for (i32 i = 0; i < kMaxParts; ++i) {
+    const u64* flags = arrival_flags(comm, what.phase, what.step, what.source, i);
+    for (i32 nic = 0; nic < comm.flag_words; ++nic)
+      if (ld_relaxed_sys_u64(flags + nic) < arrival_flag(what.step, i, false)) return false;
+    if (ld_relaxed_sys_u64(flags) >= come(what.step)) break;
+  }
+  return true;
+}
+
+// Waits for part `part` of what `source` sends in a phase of `step`; where arrivals are relayed,
+// also for all parts before it.
 __device__ inline bool wait_part(const DeviceComm& comm, Phase phase, u64 step, i32 source,
                                  i32 part) {
+  if (sees_arrivals(comm, phase, source)) return wait_flags(comm, phase, step, source, part);
   const u64 want = step * kMaxParts + static_cast<u64>(part) + 1;
   return wait_word(comm, arrival_word(comm, phase, slot_of(step), source), want,
                    {phase, source, step});
@@ -154,9 +194,10 @@ __device__ inline const u64* word_of(const DeviceComm& comm, const Self& self, P
                                      i32 slot, i32 source) {
   if (!self.same_node(source)) return arrival_word(comm, phase, slot, source);
   const u64 own = comm.data[self.local];
-  return header_word(phase == Phase::kDispatch  ? inbox_at(own, slot, source % kLocal)
-                     : phase == Phase::kCombine ? partial_at(own, slot, source % kLocal)
-                                                : weights_inbox_at(own, slot, source % kLocal));
+  return header_word(phase == Phase::kDispatch ? inbox_at(comm, own, slot, source % kLocal)
+                     : phase == Phase::kCombine
+                         ? partial_at(comm, own, slot, source % kLocal)
+                         : weights_inbox_at(comm, own, slot, source % kLocal));
 }
 
 // Number of ranks that have not reached this phase, masked or not; at least 1.
@@ -164,6 +205,10 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   const Self self(comm);
   i32 missing = 0;
   for (i32 source = 0; source < kWorld; ++source) {
+    if (!self.same_node(source) && sees_arrivals(comm, what.phase, source)) {
+      missing += !has_flags(comm, {what.phase, source, what.step});
+      continue;
+    }
     const u64* word = word_of(comm, self, what.phase, slot_of(what.step), source);
     const u64 want = self.same_node(source) ? what.step + 1 : come(what.step);
     missing += ld_relaxed_sys_u64(word) < want;
@@ -175,9 +220,9 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
 __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u64 step,
                                      i32 source) {
   if (!self.same_node(source)) return wait_arrival(comm, Phase::kDispatch, step, source);
-  return wait_word(comm,
-                   header_word(inbox_at(comm.data[self.local], slot_of(step), source % kLocal)),
-                   step + 1, {Phase::kDispatch, source, step});
+  return wait_word(
+      comm, header_word(inbox_at(comm, comm.data[self.local], slot_of(step), source % kLocal)),
+      step + 1, {Phase::kDispatch, source, step});
 }
 // Speaker i: a rank of this node, or after those the rank with our local index on another node. For
 // own-node ranks wait_combine() only means that they have read the dispatch; rows have flags of
@@ -194,8 +239,8 @@ __device__ inline bool speaker_masked(const DeviceComm& comm, const Self& self, 
 __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u64 step, i32 i) {
   const i32 source = speaker_rank(self, i);
   if (i >= kLocal) return wait_arrival(comm, Phase::kCombine, step, source);
-  return wait_word(comm, header_word(partial_at(comm.data[self.local], slot_of(step), i)), step + 1,
-                   {Phase::kCombine, source, step});
+  return wait_word(comm, header_word(partial_at(comm, comm.data[self.local], slot_of(step), i)),
+                   step + 1, {Phase::kCombine, source, step});
 }
 // Waits for the weights that `source` sends with its combine of `step`.
 __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u64 step,
@@ -239,7 +284,7 @@ __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Pha
   const u64 want = come(step);
   for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
        source += static_cast<i32>(blockDim.x)) {
-    if (self.same_node(source)) continue;
+    if (self.same_node(source) || sees_arrivals(comm, phase, source)) continue;
     if (phase == Phase::kCombine && source % kLocal != self.local) continue;
     const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
     u64* here = arrival_word(comm, phase, slot, source);  // only this thread writes it
@@ -250,6 +295,7 @@ __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Pha
       if (word > seen) {
         st_release_gpu_u64(here, word);
         seen = word;
+        if (word >= want) stamp(comm, phase, step, Stamp::kArrived, stamp_time());
       } else if constexpr (kMasks) {
         if (is_masked(comm, source) || is_aborted(comm)) break;
       } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(word),

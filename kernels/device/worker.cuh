@@ -69,7 +69,7 @@ struct Role {
   bool relay = false;
 
   __device__ static Role of(const Grid& grid) {
-    const i32 block = static_cast<i32>(blockIdx.x) - Grid::relay_blocks(kShape);
+    const i32 block = static_cast<i32>(blockIdx.x) - (has_relay(grid) ? 1 : 0);
     if (block < 0) return {-1, -1, true};
     if (block < grid.num_send_blocks) return {block, -1, false};
     return {-1, block - grid.num_send_blocks, false};

@@ -3,12 +3,11 @@
 // allows.
 #pragma once
 
-#include "kernels/device/bulk.cuh"
+#include "kernels/dispatch/bulk_given.cuh"
 #include "kernels/dispatch/recv.cuh"
 
 namespace moe_p2p::device::bulk {
 
-inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
 // Slots that are fetched while one is taken. Where a slot fills several rows, whose copies need the
 // time of another image, launch_shape.py gives a ring one more.
@@ -40,10 +39,16 @@ struct Fetcher {
     bulk_wait_read<1>();  // the copies out of the image that is next
     __syncwarp();
     if (lane == 0) {
-      const auto bytes = static_cast<u32>(a.p.parts.slot_bytes);
+      const bool given = own_stays(a.p) && item.source == a.self.rank;
+      const char* slot = slot_at(a, step, item);
+      const u32 bytes = given ? kHeadBytes : static_cast<u32>(a.p.parts.slot_bytes);
+      char* image = ring.image[fetched.at];
       ring.item[fetched.at] = item;
-      barrier_expect(&ring.full[fetched.at], bytes);
-      bulk_load(ring.image[fetched.at], slot_at(a, step, item), bytes, &ring.full[fetched.at]);
+      barrier_expect(&ring.full[fetched.at], given ? bytes + given_bytes(a.p) : bytes);
+      bulk_load(image, slot, bytes, &ring.full[fetched.at]);
+      if (given)
+        load_given(a.p, GivenRow::of(a.p, slot_head(slot)->token), image + kHeadBytes,
+                   &ring.full[fetched.at]);
     }
     fetched.next();
     ++num_ahead;
@@ -98,7 +103,8 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
       i += 32 * stride;
       mine = item_of(a.self, i);
     } while (i < end && mine.index >= num_slots[mine.source]);
-    flag = inbox_flags_at(a.p.comm.data[a.self.local], slot_of(step), mine.source) + mine.index;
+    flag = inbox_flags_at(a.p.comm, a.p.comm.data[a.self.local], slot_of(step), mine.source) +
+           mine.index;
   };
   const auto of_lane = [&](i32 lane) {
     return Item{__shfl_sync(~0u, mine.source, lane), __shfl_sync(~0u, mine.index, lane)};
@@ -138,7 +144,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     for (i32 i = 0; i < kRingImages; ++i) barrier_init(&s.ring[warp].full[i], 1);
     fence_barrier_init();
   }
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+  for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     if (!begin_chunk(a, worker, begun.good, step, chunk)) return;
     const i32* num_slots = s.places.num_slots[chunk % 2];
@@ -152,7 +158,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     }
     __syncthreads();
     if (s.places.lost) lose_rows(p, step);
-    if (p.solo) acknowledge(a, worker, step);
+    if (is_solo(p)) acknowledge(p.comm, s.places, worker, step);
     __syncthreads();  // the next chunk's headers take the place of this one's
   }
 }

@@ -78,15 +78,16 @@ __device__ inline bool is_lost(const Receiver& a, i32 source) {
 __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   const DeviceComm& comm = a.p.comm;
   const i32 thread = static_cast<i32>(threadIdx.x);
-  for (i32 i = thread; i < kLocal * kChunk; i += kBlockThreads) {
+  for (i32 i = thread; i < kLocal * chunk_of(comm); i += kBlockThreads) {
     const i32 l = i % kLocal, index = i / kLocal, source = a.self.node * kLocal + l;
     if (index < num_slots[source] &&
-        !wait_flag(comm, inbox_flags_at(comm.data[a.self.local], slot_of(step), l) + index,
+        !wait_flag(comm, inbox_flags_at(comm, comm.data[a.self.local], slot_of(step), l) + index,
                    {Phase::kDispatch, source, step}))
       atomicExch(&num_slots[source], -1);
   }
   __syncthreads();
   bool lost = false;
+#pragma unroll 1
   for (i32 source = thread; source < kWorld; source += kBlockThreads) {
     if (num_slots[source] < 0) lost = lost || is_lost(a, source);
     a.handle.slot_count(0, source) = max(num_slots[source], 0);
@@ -141,9 +142,10 @@ __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
   constexpr i32 kEach = kBlockThreads / kWorld;  // threads available for a source
   constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
-  const bool timed = a.reports && p.wait_ticks;
+  const bool timed = a.reports && is_timed(p);
   const i32 apart = timed ? kApart : 1;
   if (const i32 thread = static_cast<i32>(threadIdx.x); thread % apart == 0)
+#pragma unroll 1
     for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
       const i64 began = clock64();
       const i32 slots = receive_slots(a, step, source);
@@ -188,6 +190,7 @@ __device__ __noinline__ bool raise_capacity(const DispatchParams& p, const RecvS
   const bool shared_room = Placement::shares_room(p);
   i64 needed = 0;
   i32 expert = -1;
+#pragma unroll 1
   for (i32 g = 0; g < Placement::num_groups(p); ++g) {
     const i64 rows = (shared_room ? i64{s.start[g]} : 0) + s.num_rows[g];
     if (rows > needed) needed = rows, expert = g;
@@ -209,14 +212,15 @@ __device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 e
 // --- what is lost ---
 
 // Marks the rows of this call as unknown. Called by the whole block.
-__device__ inline void report_lost(const Receiver& a) {
-  const DispatchParams& p = a.p;
-  const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
-  if (!a.reports || !p.offsets) return;
+__device__ __noinline__ void report_lost(const DispatchParams& p, bool reports) {
+  const i32 thread = static_cast<i32>(threadIdx.x), num_experts = num_local_experts(p.comm);
+  if (!reports || !p.offsets) return;
+#pragma unroll 1
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
     p.counts[e] = -1;
     Placement::lose_ranges(p, e);
   }
+#pragma unroll 1
   for (i32 i = thread; i <= Placement::last_offset(p); i += kBlockThreads) p.offsets[i] = 0;
 }
 
@@ -225,15 +229,17 @@ __device__ inline void report_lost(const Receiver& a) {
 // not.
 __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
   if (!p.offsets) return;
-  const i64 num_rows = (Placement::shares_room(p) ? 1 : p.comm.num_local_experts) * p.capacity;
+  const i64 num_rows = (Placement::shares_room(p) ? 1 : num_local_experts(p.comm)) * p.capacity;
+#pragma unroll 1
   for (i64 row; (row = take_lost(p.comm, step)) >= 0 && row < num_rows;) {
     lose(p.out_x.as<char>() + row * kPayloadVecs * 16, kPayloadVecs * 16);
     if constexpr (kScaled) {
       const auto expert = static_cast<i32>(p.grouped ? 0 : row / p.capacity);
       u32* scales = p.out_scales.as<u32>() + scales_of(p, row, Placement::group_of(expert));
+#pragma unroll 1
       for (i32 i = 0; i < num_scales(p); ++i) scales[i * p.scale_place.word] = ~0u;
     }
-    for (i32 x = 0; x < p.num_extras; ++x) {
+    for (i32 x = 0; x < num_extras(p); ++x) {
       const u64 bytes = p.parts.bytes[2 + x];
       lose(p.out_extras[x].data.get() + static_cast<u64>(row) * bytes, bytes);
     }
@@ -249,13 +255,14 @@ __device__ __noinline__ void report_sources(const DispatchParams& p, RecvShared&
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
   i32* offsets = a.p.offsets.get();
+#pragma unroll 1
   for (i32 source = thread; source < kWorld; source += kBlockThreads)
     offsets[source] = static_cast<i32>(min(i64{s.first_row[0][source]}, a.p.capacity));
   if (thread == 0) {
     offsets[kWorld] = static_cast<i32>(min(i64{s.num_rows[0]}, a.p.capacity));
     if (s.num_rows[0] > a.p.capacity) raise_capacity(a.p, s, step);
   }
-  for (i32 e = thread; e < a.p.comm.num_local_experts; e += kBlockThreads) {
+  for (i32 e = thread; e < num_local_experts(a.p.comm); e += kBlockThreads) {
     constexpr i32 kAtOnce = 8;
     i32 sum = 0, all = 0;
     for (i32 first = 0; first < kWorld; first += kAtOnce) {
@@ -283,6 +290,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
   RecvShared& s = a.s;
   const i32 thread = static_cast<i32>(threadIdx.x), num_groups = Placement::num_groups(p);
   bool lost = false;
+#pragma unroll 1
   for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads) {
     const i32 source = i / num_groups, g = i % num_groups, index = Placement::count_of(g);
     const i32 count = s.num_slots[0][source] < 0 ? 0
@@ -292,6 +300,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
     s.first_row[g][source] = count;
   }
   if (__syncthreads_or(lost)) return false;
+#pragma unroll 1
   for (i32 g = thread; g < num_groups; g += kBlockThreads) {
     i32 at = 0;
     for (i32 source = 0; source < kWorld; ++source) {
@@ -309,9 +318,75 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
   return true;
 }
 
-// Rows without a token, when asked for: weight 0, source -1, values 0.
-__device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker) {
+// Whether one warp places all rows, a lane for each group, while another reads the headers: counts
+// then pass through registers only, and the block through one barrier.
+inline constexpr bool kWarpPlaces = kPlain && kSelfFlagged && kOthers == 0 && kRowGroups > 1 &&
+                                    kRowGroups <= 32 && kWorld <= 8 && kBlockThreads > 32;
+
+// Called by one warp.
+__device__ __forceinline__ bool place_by_warp(const Receiver& a, u64 step) {
   const DispatchParams& p = a.p;
+  RecvShared& s = a.s;
+  const i32 g = static_cast<i32>(threadIdx.x) % 32, num_groups = Placement::num_groups(p);
+  u64 word[kWorld];
+#pragma unroll
+  for (i32 source = 0; source < kWorld; ++source)
+    word[source] = ask_count(a, step, source, g < num_groups ? Placement::count_of(g) : 0);
+  Awaited what{Phase::kDispatch, -1, step};
+  const auto again = [&] {
+    bool any = false;
+#pragma unroll
+    for (i32 source = 0; source < kWorld; ++source)
+      if (!is_tagged(word[source], step)) {
+        what.source = source, any = true;
+        word[source] = ask_count(a, step, source, g < num_groups ? Placement::count_of(g) : 0);
+      }
+    return any;
+  };
+  const bool came = wait_flagged(p.comm, again, what);
+  i32 first[kWorld], rows = 0;
+#pragma unroll
+  for (i32 source = 0; source < kWorld; ++source) {
+    first[source] = rows;
+    rows += g < num_groups ? static_cast<i32>(static_cast<u32>(word[source])) : 0;
+  }
+  const i32 start = Placement::start_by_warp(p, g, rows);
+  if (g < num_groups) {
+#pragma unroll
+    for (i32 source = 0; source < kWorld; ++source) {
+      s.first_row[g][source] = start + first[source];
+      Placement::report_range(
+          a, g, source, first[source],
+          (source + 1 < kWorld ? first[(source + 1) % kWorld] : rows) - first[source]);
+    }
+    s.num_rows[g] = rows;
+    s.start[g] = start;
+  }
+  return came;
+}
+// read_headers() and place_rows() of a call's first chunk.
+__device__ inline bool read_and_place(const Receiver& a, u64 step) {
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  bool good = true;
+  if (thread < 32) {
+    good = place_by_warp(a, step);
+  } else if (const i32 source = thread - 32; source < kWorld) {
+    const i32 slots = receive_slots(a, step, source);
+    a.s.num_slots[0][source] = slots;
+    if (slots < 0) good = !is_lost(a, source);
+    if (a.reports) a.handle.slot_count(0, source) = max(slots, 0);
+  }
+  __syncwarp();
+  if (thread == 0) a.s.lost = false;
+  if (!__syncthreads_and(good)) return false;
+  if (a.reports && a.p.offsets) Placement::report(a, step);
+  return true;
+}
+
+// Rows without a token, when asked for: weight 0, source -1, values 0.
+__device__ __noinline__ void clear_padding(const DispatchParams& p, RecvShared& s,
+                                           const RecvWorker& worker) {
+  const Receiver a{p, Self(p.comm), HandleArrays(p), false, s};
   const i32 num_groups = Placement::num_groups(p);
   for (i32 g = num_groups > 0 ? 0 : -1; g < num_groups; ++g) {  // -1: this rank owns none
     const i64 begin = g < 0 ? 0 : static_cast<i64>(a.s.start[g]) + a.s.num_rows[g];
@@ -323,7 +398,7 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
       if constexpr (kScaled)
         for (i32 i = worker.thread; i < num_scales(p); i += RecvWorker::kThreads)
           p.out_scales.as<u32>()[scales_of(p, row, g) + i * p.scale_place.word] = 0;
-      for (i32 x = 0; x < p.num_extras; ++x)
+      for (i32 x = 0; x < num_extras(p); ++x)
         for (u64 b = static_cast<u64>(worker.thread); b < p.parts.bytes[2 + x];
              b += RecvWorker::kThreads)
           p.out_extras[x].data.get()[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;

@@ -20,10 +20,11 @@ struct ByExpert {
   // Entries that a lane asks for before it counts them.
   __device__ static constexpr i32 num_counted_ahead() { return 24; }
 
-  __device__ static void begin(const auto& a) {
+  __device__ static void begin(auto& s) {
+#pragma unroll 1
     for (i32 i = static_cast<i32>(threadIdx.x); i < SendWorker::kCount * kExperts;
          i += kBlockThreads)
-      a.s.worker[i / kExperts].seen[i % kExperts] = 0;
+      s.worker[i / kExperts].seen[i % kExperts] = 0;
   }
   __device__ static void begin_chunk(const auto&) {}
   __device__ static void route(const auto&, i32, i32, i32) {}
@@ -42,11 +43,11 @@ struct ByExpert {
 
   // --- receiving ---
   __device__ static constexpr i32 max_groups() { return kMaxLocalExperts; }
-  __device__ static i32 num_groups(const DispatchParams& p) { return p.comm.num_local_experts; }
+  __device__ static i32 num_groups(const DispatchParams& p) { return num_local_experts(p.comm); }
   __device__ static i32 group_of(i32 expert) { return expert; }
   __device__ static i32 count_of(i32 group) { return group; }  // number of its count in a header
   __device__ static bool shares_room(const DispatchParams& p) { return p.grouped; }
-  __device__ static i32 last_offset(const DispatchParams& p) { return p.comm.num_local_experts; }
+  __device__ static i32 last_offset(const DispatchParams& p) { return num_local_experts(p.comm); }
   __device__ static constexpr i32 weights_per_row() { return 1; }
 
   __device__ static void report_range(const auto& a, i32 group, i32 source, i32 first, i32 count) {
@@ -57,6 +58,7 @@ struct ByExpert {
   }
   __device__ static void lose_ranges(const DispatchParams& p, i32 expert) {
     if (p.ranges)
+#pragma unroll 1
       for (i32 source = 0; source < kWorld; ++source)
         p.ranges[expert * kWorld + source] = 0xffffffff;  // from row 0 on, -1
   }
@@ -64,10 +66,11 @@ struct ByExpert {
   // First rows of grouped experts: a prefix sum of their aligned numbers of rows, by one warp.
   __device__ static void place_groups(const auto& a) {
     const i32 lane = static_cast<i32>(threadIdx.x), num_experts = num_groups(a.p);
+    const auto alignment = static_cast<i32>(a.p.alignment);
     i32 before = 0;
+#pragma unroll 1
     for (i32 first = 0; first < num_experts; first += 32) {
       const i32 e = first + lane;
-      const auto alignment = static_cast<i32>(a.p.alignment);
       const i32 rows =
           e < num_experts ? (a.s.num_rows[e] + alignment - 1) / alignment * alignment : 0;
       i32 sum = rows;
@@ -80,6 +83,19 @@ struct ByExpert {
       before += __shfl_sync(~0u, sum, 31);
     }
   }
+  // The first row of expert `lane` with `num_rows` rows. Called by a warp, for at most 32 experts.
+  __device__ static i32 start_by_warp(const DispatchParams& p, i32 lane, i32 num_rows) {
+    if (!p.grouped) return static_cast<i32>(lane * p.capacity);
+    const auto alignment = static_cast<i32>(p.alignment);
+    const i32 rows = alignment == 1 ? num_rows : (num_rows + alignment - 1) / alignment * alignment;
+    i32 sum = rows;
+#pragma unroll
+    for (i32 d = 1; d < 32; d *= 2) {
+      const i32 left = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += left;
+    }
+    return sum - rows;
+  }
   // Makes first_row, which counts from the group's start, a row of the output.
   __device__ static void add_starts(const auto& a, i32 num_experts) {
     const i32 thread = static_cast<i32>(threadIdx.x);
@@ -87,6 +103,7 @@ struct ByExpert {
       if (thread < 32) place_groups(a);
       __syncthreads();
     }
+#pragma unroll 1
     for (i32 i = thread; i < num_experts * kWorld; i += kBlockThreads)
       a.s.first_row[i / kWorld][i % kWorld] += a.s.start[i / kWorld];
   }
@@ -97,6 +114,7 @@ struct ByExpert {
     const i32 thread = static_cast<i32>(threadIdx.x), num_experts = num_groups(p);
     i32* offsets = p.offsets.get();
     if (num_experts == 0 && thread == 0) offsets[0] = 0;
+#pragma unroll 1
     for (i32 e = thread; e < num_experts; e += kBlockThreads) {
       const i64 room = a.end_of(e), start = min(i64{s.start[e]}, room);
       const i64 end = i64{s.start[e]} + s.num_rows[e];
@@ -130,9 +148,13 @@ struct ByRank {
   __device__ static constexpr i32 num_token_counts() { return kWorld; }  // of tokens for each rank
   __device__ static constexpr i32 num_counted_ahead() { return 0; }
 
-  __device__ static void begin(const auto& a) {
+  __device__ static void begin(auto& s) {
+#pragma unroll 1
     for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads)
-      a.s.before[rank] = 0;
+      s.before[rank] = 0;
+#pragma unroll 1
+    for (i32 e = static_cast<i32>(threadIdx.x); e < kExperts; e += kBlockThreads)
+      s.worker[0].seen[e] = 0;
   }
   __device__ static void begin_chunk(const auto& a) {
     if constexpr (kOthers == 0) return;
@@ -148,6 +170,7 @@ struct ByRank {
   }
   // Adds the chunk's tokens for the next one.
   __device__ static void end_chunk(const auto& a) {
+#pragma unroll 1
     for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads) {
       const u32* has = a.s.has[rank % kLocal];
       if constexpr (kOthers > 0)
@@ -170,6 +193,7 @@ struct ByRank {
     count_tokens(a.p, tokens, a.num_tokens);
   }
   __device__ static void send_call(const auto& a, u64 step, const i32* tokens) {
+#pragma unroll 1
     for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads)
       if (!is_masked(a.p.comm, rank)) send_count(a, step, rank, count_of(0), tokens[rank]);
   }
@@ -184,6 +208,7 @@ struct ByRank {
   __device__ static constexpr i32 weights_per_row() { return kTopk; }
 
   __device__ static void report_range(const auto&, i32, i32, i32, i32) {}
+  __device__ static i32 start_by_warp(const DispatchParams&, i32, i32) { return 0; }
   __device__ static void lose_ranges(const DispatchParams&, i32) {}
   __device__ static void add_starts(const auto&, i32) {}
 

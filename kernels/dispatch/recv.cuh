@@ -17,7 +17,7 @@ __device__ inline void copy_row(const W& worker, char* to, const char* from, u64
 template <typename W>
 __device__ inline void copy_extras(const DispatchParams& p, const W& worker, u64 row,
                                    const char* slot) {
-  for (i32 e = 0; e < p.num_extras; ++e)
+  for (i32 e = 0; e < num_extras(p); ++e)
     copy_row(worker, p.out_extras[e].data.get() + row * p.parts.bytes[2 + e],
              slot + p.parts.offset[2 + e], p.parts.bytes[2 + e]);
 }
@@ -39,6 +39,7 @@ template <typename W>
 __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, const char* scales,
                                     i32 first) {
   u32* to = p.out_scales.as<u32>() + at;
+#pragma unroll 1
   for (i32 i = first; i < num_scales(p); i += W::kThreads)
     to[i * p.scale_place.word] = scale_word(scales, i);
 }
@@ -52,7 +53,7 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   i32 expert = -1;  // of this rank
   if (lane < kTopk && w.arrived[buffer]) {
     const u16 e = slot_expert_ids(from)[lane];
-    const Owner owner = e < kExperts ? owner_of(p.comm, e) : Owner{-1, 0};
+    const Owner owner = e < kExperts ? owner_of(p.comm, expert_from(item.source, e)) : Owner{-1, 0};
     if (owner.rank == p.comm.rank) {
       expert = owner.local;
       const i32 group = Placement::group_of(expert);
@@ -121,13 +122,14 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   const bool near = a.self.same_node(item.source), takes = kSelfFlagged && near;
   const Awaited what{Phase::kDispatch, item.source, step};
   const bool takes_x = takes && !kOpaqueX;
-  const bool flag = near && (!takes || p.opaque);
+  const bool flag = near && (!takes || is_opaque(p));
   if (worker.thread == 0) w.arrived[buffer] = true;
   if (flag && !kMasks) {
     if (worker.thread == 0) {
       w.arrived[buffer] = wait_flag(
           comm,
-          inbox_flags_at(comm.data[a.self.local], slot_of(step), item.source % kLocal) + item.index,
+          inbox_flags_at(comm, comm.data[a.self.local], slot_of(step), item.source % kLocal) +
+              item.index,
           what);
       if (!w.arrived[buffer]) a.s.lost = true;
     }
@@ -161,7 +163,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   load(0);
   // Also under way: a word of the scales for each thread.
   char* scales = from + p.parts.offset[1];
-  const bool takes_scales = kScaled && takes && !p.opaque;
+  const bool takes_scales = kScaled && takes && !is_opaque(p);
   const auto scale_at = [&](i32 i) { return values_at<u32>(scales) + i; };
   const i32 num_taken = takes_scales ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
   u32 scale = 0;
@@ -176,6 +178,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
               w);
   }
   take(0);
+#pragma unroll 1
   for (i32 i = worker.thread; i < num_taken; i += RecvWorker::kThreads) {
     if (i != worker.thread) scale = ld_relaxed_sys_u32(scale_at(i));
     w.scale[buffer][i] = take_word(comm, scale_at(i), scale, what);
@@ -195,6 +198,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
                  vec);
       });
   }
+#pragma unroll 1
   for (i32 r = 0; r < num_rows; ++r) {
     const auto row = static_cast<u64>(w.row[buffer][r]);
     if constexpr (kScaled) {
@@ -204,7 +208,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     }
     copy_extras(p, worker, row, from);
   }
-  if (takes && p.opaque) clear_opaque(p, worker, from);
+  if (takes && is_opaque(p)) clear_opaque(p, worker, from);
 }
 
 // Finds the own-node ranks that the slot of another node's source is for; the handle keeps them for
@@ -241,6 +245,7 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
   i32 most = 0, buffer = 0;
   for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
   if constexpr (kOthers == 0) {
+#pragma unroll 1
     for (i32 i = worker.id; i < most * kWorld; i += worker.count) {
       const Item item = item_of(a.self, i);
       if (item.index >= num_slots[item.source]) continue;
@@ -280,9 +285,10 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
 }
 
 // Once all workers have read a solo step, the last one announces it with the empty combine.
-__device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, u64 step) {
-  RecvScratch& w = a.s.worker[worker.place];
-  u32* received = state_words<u32>(a.p.comm, kWords.received);
+__device__ __noinline__ void acknowledge(const DeviceComm& comm, RecvShared& s,
+                                         const RecvWorker& worker, u64 step) {
+  RecvScratch& w = s.worker[worker.place];
+  u32* received = state_words<u32>(comm, kWords.received);
   worker.sync();
   const u32 last = static_cast<u32>(worker.count - 1);
   if (worker.thread == 0)
@@ -290,7 +296,7 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
                    (MOE_P2P_MUTATED(kSoloReadByFirst) ? 0 : last);
   worker.sync();
   if (w.arrived[0])
-    say_read(a.p.comm, a.self, step, worker.thread, RecvWorker::kThreads, EmptyHeader{});
+    say_read(comm, Self(comm), step, worker.thread, RecvWorker::kThreads, EmptyHeader{});
   worker.sync();
 }
 
@@ -298,11 +304,18 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
 // receive.
 __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, bool good, u64 step,
                                    i32 chunk) {
-  if (!good || !read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
-    report_lost(a);
+  bool placed;
+  if constexpr (kWarpPlaces) {
+    placed = good && read_and_place(a, step);
+  } else {
+    placed = good && read_headers(a, step, chunk) && (chunk > 0 || place_rows(a, step));
+  }
+  if (!placed) {
+    report_lost(a.p, a.reports);
     lose_rows(a.p, step);
     return false;
   }
+  if constexpr (kWarpPlaces) return true;
   // Once a slot of a call is lost, later chunks poison the rows again: they wrote to these rows
   // too.
   if (chunk == 0 && threadIdx.x == 0) a.s.lost = false;
@@ -311,14 +324,16 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
   __syncthreads();
   if (chunk > 0) return true;
   Placement::clear_entries(a, worker);
-  if (a.p.zero_padding) clear_padding(a, worker);
+  if (!kPlain && a.p.zero_padding) clear_padding(a.p, a.s, worker);
   return true;
 }
 
 __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun, i32 block) {
-  const Receiver a{p, Self(p.comm), HandleArrays(p), block == 0, shared<RecvShared>()};
+  auto& s = shared<RecvShared>();
+  const Receiver a{p, Self(p.comm), HandleArrays(p), block == 0, s};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+#pragma unroll 1
+  for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     if (!begin_chunk(a, worker, begun.good, step, chunk)) return;
     recv_slots(a, worker, step, chunk);
@@ -326,9 +341,10 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     // Writes of own-node ranks into this rank's memory at combine are ordered behind the reads
     // there in earlier steps (docs/gpu.md, "Rows that flag themselves").
     if (kSelfFlagged && a.reports)
+#pragma unroll 1
       for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)
         wait_dispatch(p.comm, a.self, step, a.self.node * kLocal + l);
-    if (p.solo) acknowledge(a, worker, step);
+    if (is_solo(p)) acknowledge(p.comm, s, worker, step);
   }
 }
 

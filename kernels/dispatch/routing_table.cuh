@@ -55,6 +55,7 @@ struct Bits {
 __device__ inline void count_experts(const DispatchParams& p, i32* seen, i64 from, i64 end,
                                      i32 thread, i32 num_threads) {
   constexpr i32 kAtOnce = 4;  // loads under way together
+#pragma unroll 1
   for (i64 first = from + thread; first < end; first += num_threads * kAtOnce) {
     i32 id[kAtOnce];
 #pragma unroll
@@ -71,6 +72,7 @@ __device__ inline void count_experts(const DispatchParams& p, i32* seen, i64 fro
 __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 num_tokens) {
   const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
   i32 count[Bits<kWorld>::kWords] = {};  // of ranks lane, lane + 32, ...
+#pragma unroll 1
   for (i32 first = thread - lane; first < num_tokens; first += kBlockThreads) {
     Bits<kWorld> ranks;
     if (first + lane < num_tokens)

@@ -7,16 +7,20 @@
 
 namespace moe_p2p::device {
 
+// 16-byte vectors of x that a thread holds while the routing is read: more where a block has the
+// registers of a multiprocessor to itself, or nearly.
+inline constexpr i32 kMostEarly = kBlockThreads * MOE_P2P_BLOCKS_PER_SM <= 512 ? 8 : 2;
+
 // The payload bytes of this thread in one piece of the row.
 struct Payload {
   using R = Rounds<SendWorker>;
   static constexpr i32 kVecs = R::kVecs;
   static constexpr i32 kSources =
       kQuantize ? 16 / Values<kXType>::kCount : 1;  // vectors of x in one
-  // A thread with a single vector asks for its values of x before it has read the routing.
-  static constexpr bool kEarly = R::kPieces == 1 && kVecs == 1;
+  // A thread with few vectors asks for its values of x before it has read the routing.
+  static constexpr bool kEarly = R::kPieces == 1 && kVecs * kSources <= kMostEarly;
   Vec vec[kVecs];
-  Vec early[kEarly ? kSources : 1];
+  Vec early[kEarly ? kVecs : 1][kEarly ? kSources : 1];
 
   __device__ __forceinline__ static const char* row_of(const DispatchParams& p, i32 token) {
     return p.x.as<const char>() +
@@ -29,7 +33,10 @@ struct Payload {
                                       i32 token) {
     if constexpr (kEarly)
 #pragma unroll
-      for (i32 j = 0; j < kSources; ++j) early[j] = read(row_of(p, token), worker.thread, j);
+      for (i32 i = 0; i < kVecs; ++i)
+#pragma unroll
+        for (i32 j = 0; j < kSources; ++j)
+          early[i][j] = read(row_of(p, token), R::at(worker, 0, i), j);
   }
 
   __device__ __forceinline__ void load(const DispatchParams& p, const SendWorker& worker, i32 token,
@@ -38,7 +45,7 @@ struct Payload {
     if constexpr (!kQuantize) {
 #pragma unroll
       for (i32 i = 0; i < kVecs; ++i)
-        vec[i] = kEarly ? early[0] : read(row, R::at(worker, piece, i), 0);
+        vec[i] = kEarly ? early[kEarly ? i : 0][0] : read(row, R::at(worker, piece, i), 0);
     } else {
       constexpr i32 kAtOnce = kVecs < 2 ? 1 : 2;  // vectors whose loads are under way together
 #pragma unroll
@@ -48,7 +55,10 @@ struct Payload {
         for (i32 i = 0; i < kAtOnce; ++i)
 #pragma unroll
           for (i32 j = 0; j < kSources; ++j)
-            raw[i][j] = kEarly ? early[j] : read(row, R::at(worker, piece, first + i), j);
+            raw[i][j] = !kEarly ? read(row, R::at(worker, piece, first + i), j)
+                        : first + i < kVecs
+                            ? early[kEarly ? (first + i) % kVecs : 0][kEarly ? j : 0]
+                            : Vec{};
         float amax[kAtOnce];
 #pragma unroll
         for (i32 i = 0; i < kAtOnce; ++i) amax[i] = max_magnitude<kXType, kSources>(raw[i]);
@@ -120,7 +130,7 @@ __device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 t
 
 template <typename W>
 __device__ inline void store_extras(const DispatchParams& p, const W& worker, i32 token, char* to) {
-  for (i32 e = 0; e < p.num_extras; ++e) {
+  for (i32 e = 0; e < num_extras(p); ++e) {
     const u64 bytes = p.parts.bytes[2 + e];
     const char* from = p.extras[e].data.get() + static_cast<u64>(token) * bytes;
     for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += W::kThreads)
@@ -130,6 +140,7 @@ __device__ inline void store_extras(const DispatchParams& p, const W& worker, i3
 
 template <typename W>
 __device__ inline void flag_words(const W& worker, char* to, const char* from, u64 bytes) {
+#pragma unroll 1
   for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
     st_flagged_u32(to + i, *values_at<u32>(from, i));
 }
@@ -144,7 +155,7 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
                            : p.scales.as<const char>() + static_cast<u64>(token) * p.parts.bytes[1];
   if (kSelfFlagged && flag) {
     flag_words(worker, to, head, kHeadBytes);
-    if (!p.opaque) return flag_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
+    if (!is_opaque(p)) return flag_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
   } else {
     copy_words(worker, to, head, kHeadBytes);
   }
@@ -154,8 +165,8 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
 
 // Workers share a token where there are more workers than tokens: each stores into every count-th
 // slot.
-__device__ inline Part part_of(const SendWorker& worker, i32 num_rows) {
-  const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, kChunk), 1);
+__device__ inline Part part_of(const SendWorker& worker, i32 num_rows, i32 chunk_tokens) {
+  const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, chunk_tokens), 1);
   const i32 count = max(min(most, kColumns), 1);
   return {worker.id % count, count};
 }
@@ -200,55 +211,61 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
   Entry entry;
   entry.ask(p, token, thread);
   auto* head = reinterpret_cast<char*>(w.head);
-  build_head(a, worker, step, token, token - chunk * kChunk, entry, w, head);
+  build_head(a, worker, step, token, token - chunk * chunk_of(p.comm), entry, w, head);
   worker.sync();
   if constexpr (kOthers > 0) {
     store_slots(
         a, worker, part, token, kOthers,
         [&](i32 i) {
-          return slot_in(outbox_at(p.comm.data[a.self.local], slot, i), kOutboxSlots,
+          return slot_in(outbox_of(p.comm, a.self, slot, i), kOutboxSlots,
                          kLocal + other_node(i, a.self.node));
         },
         false, payload, w);
     worker.sync();
     for (i32 i = thread; i < kOthers; i += SendWorker::kThreads)
       if (const i32 node = other_node(i, a.self.node); w.slot[kLocal + node] >= 0 && part.has(i))
-        outbox_part(a, step, node, part_of_slot(p.parts.slot_bytes, w.slot[kLocal + node]));
+        report_written(a, step, node, w.slot[kLocal + node]);
   }
   store_slots(
       a, worker, part, token, kLocal,
       [&](i32 i) {
         const i32 l = (a.self.local + i) % kLocal;  // not all sources to rank 0 first
-        return slot_in(inbox_at(p.comm.data[l], slot, a.self.local), kInboxSlots, l);
+        return slot_in(inbox_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)), kInboxSlots, l);
       },
       true, payload, w);
   worker.sync();
   // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l. A
   // thread reads only those places of `slot` that it writes for the next token.
-  if (!kSelfFlagged || p.opaque)
+  if (!kSelfFlagged || is_opaque(p))
+#pragma unroll 1
     for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
       if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
-        st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
-                           flag_of(step));
+        st_release_sys_u32(
+            inbox_flags_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)) + w.slot[l],
+            flag_of(step));
   if (kTopk > 1 && part.index == 0 && thread < kTopk) check_experts(a, step, token, thread, head);
 }
 
-__device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
+__device__ inline void store_meta(const Sender& a, u64 first_step, i32 block) {
   if (block == 0 && threadIdx.x == 0)
     a.handle.meta() = {.magic = HandleMeta::kMagic,
                        .communicator = a.p.comm.communicator,
                        .first_step = first_step,
-                       .num_chunks = a.p.num_chunks,
+                       .num_chunks = num_chunks_of(a.p),
                        .num_tokens = a.num_tokens,
                        .num_rows = a.p.num_rows,
                        .state = kSent,
                        .num_slots = a.p.num_slots};
-  Placement::begin(a);
+}
+__device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
+  store_meta(a, first_step, block);
+  Placement::begin(a.s);
 }
 
 // Rows past the last chunk are sent nowhere, like those past num_tokens.
 __device__ inline i32 end_of_chunk(const DispatchParams& p, i32 chunk) {
-  return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+  return chunk + 1 == num_chunks_of(p) ? p.num_rows
+                                       : min((chunk + 1) * chunk_of(p.comm), p.num_rows);
 }
 
 __device__ inline void end_chunk(const Sender& a) {
@@ -273,33 +290,44 @@ template <typename Begin>
 __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const Begin& begin) {
   const i32 num_blocks = p.grid.num_send_blocks;
   const SendWorker worker = SendWorker::of(block, num_blocks);
-  const Part part = part_of(worker, p.num_rows);
+  const Part part = part_of(worker, p.num_rows, chunk_of(p.comm));
   const SendWorker team = part.team(worker);
   Payload payload;
   if (team.id < p.num_rows) payload.ask(p, worker, team.id);
+  EarlyRoutes early;
+  early.ask(p);
   const i64 num_tokens = ask_num_tokens(p);
+  auto& s = shared<SendShared>();
+  Placement::begin(s);
   const auto [good, first_step, opens] = begin();
   if (!good) return;
-  const Sender a{p, Self(p.comm), HandleArrays(p), check_num_tokens(p, first_step, num_tokens),
-                 shared<SendShared>()};
-  begin_send(a, first_step, block);
+  const Sender a{p, Self(p.comm), HandleArrays(p), check_num_tokens(p, first_step, num_tokens), s};
+  store_meta(a, first_step, block);
   i32 counted = 0;  // tokens in `seen`
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+#pragma unroll 1
+  for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (!route_chunk(a, step, chunk, block == 0)) return;
+    const bool heads = block == num_blocks - 1;  // it has the fewest tokens
+    if constexpr (EarlyRoutes::kOn) {
+      if (!early.route(a, {step, chunk, block == 0, heads})) return;
+    } else if (!route_chunk(a, {step, chunk, block == 0, false}, kChunkWords)) {
+      return;
+    }
     if constexpr (kMasks) drop_masked(a);
-    if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
+    if (heads) send_headers(a, step, chunk);
     const i32 end = end_of_chunk(p, chunk);
-    for (i32 token = chunk * kChunk + team.id; token < end; token += team.count) {
+#pragma unroll 1
+    for (i32 token = chunk * chunk_of(p.comm) + team.id; token < end; token += team.count) {
       if (token < a.num_tokens) {
         if (chunk > 0 || token != team.id) payload.ask(p, worker, token);
         send_token(a, worker, part, step, chunk, token, counted, payload);
         continue;
       }
+#pragma unroll 1
       for (i32 column = worker.thread; column < kColumns; column += SendWorker::kThreads)
         a.handle.send_slots(token)[column] = -1;
     }
-    end_chunk(a);
+    if (chunk + 1 < num_chunks_of(p)) end_chunk(a);
   }
 }
 

@@ -18,8 +18,19 @@ static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales 
 inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // chooses the Placement (placement.cuh)
 inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
 inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
+
+// --- what a call asks for; of plain kernels none does ---
+__device__ __forceinline__ i32 num_extras(const DispatchParams& p) {
+  return kPlain ? 0 : p.num_extras;
+}
+__device__ __forceinline__ bool is_opaque(const DispatchParams& p) { return !kPlain && p.opaque; }
+__device__ __forceinline__ bool is_solo(const DispatchParams& p) { return !kPlain && p.solo; }
+__device__ __forceinline__ bool is_timed(const DispatchParams& p) {
+  return !kPlain && p.wait_ticks;
+}
+
 __device__ __forceinline__ u32 wire_flags(const DispatchParams& p) {
-  return dispatch_flags(kWireType, kByRank) | (p.opaque ? static_cast<u32>(kOpaque) : 0);
+  return dispatch_flags(kWireType, kByRank) | (is_opaque(p) ? static_cast<u32>(kOpaque) : 0);
 }
 inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
 inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
@@ -43,6 +54,7 @@ struct Rounds {
 
 template <typename W>
 __device__ inline void copy_words(const W& worker, char* to, const char* from, u64 bytes) {
+#pragma unroll 1
   for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
     *values_at<u32>(to, i) = *values_at<u32>(from, i);
 }

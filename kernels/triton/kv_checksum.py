@@ -24,12 +24,14 @@ def _rows_kernel(
     row_stride,
     first_row,
     words,
+    blocks,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """BLOCK words of one row. Example: a row of 12 bytes is read as 3 loads of 4 bytes, 2 words."""
-    row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    word = program % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     begin = offset + tl.load(units_ptr + row // num_rows) * unit + row % num_rows * row_stride
     value = tl.zeros([BLOCK], tl.int64)
     for part in tl.static_range(8 // WIDTH):
@@ -56,18 +58,24 @@ def rows_checksum(
     kind = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}[width]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     words = -(-row_bytes // 8)
-    _rows_kernel[(len(units) * num_rows, triton.cdiv(words, _BLOCK))](
-        flat.view(kind),
-        units.to(device=flat.device, dtype=torch.int64),
-        total,
-        offset,
-        unit,
-        row_bytes,
-        num_rows,
-        row_stride,
-        first_row,
-        words,
-        WIDTH=width,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(words)),
-    )
+    block = min(_BLOCK, triton.next_power_of_2(words))
+    blocks = triton.cdiv(words, block)
+    # In one dimension: of others a grid has at most 65,535, and a row may be a whole parameter. On
+    # the memory's device, which the current one of the caller's thread need not be.
+    with torch.cuda.device_of(flat):
+        _rows_kernel[(len(units) * num_rows * blocks,)](
+            flat.view(kind),
+            units.to(device=flat.device, dtype=torch.int64),
+            total,
+            offset,
+            unit,
+            row_bytes,
+            num_rows,
+            row_stride,
+            first_row,
+            words,
+            blocks,
+            WIDTH=width,
+            BLOCK=block,
+        )
     return total

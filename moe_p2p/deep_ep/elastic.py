@@ -16,12 +16,13 @@ from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.streams import wait_for
-from moe_p2p.dispatched import tensors_of, without_rows
+from moe_p2p.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.options import DispatchForm, sum_order_bits
 from moe_p2p.pool import ReleasingAllToAll
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
+_BY_ROWS, _BY_TOPK = sum_order_bits("rows"), sum_order_bits("topk")
 
 
 class ElasticBuffer(ElasticBase):
@@ -78,7 +79,8 @@ class ElasticBuffer(ElasticBase):
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
-            wait_for(previous_event_before_epilogue, values)
+            if previous_event_before_epilogue is not None:
+                wait_for(previous_event_before_epilogue, values)
             copies = do_handle_copy and handle is None
             rows = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, copies)
             if handle is None:
@@ -177,21 +179,22 @@ class ElasticBuffer(ElasticBase):
         """
         received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
-            wait_for(previous_event_before_epilogue, x)
+            if previous_event_before_epilogue is not None:
+                wait_for(previous_event_before_epilogue, x)
             # Between nodes, sums on the way travel as float32 where they may not be rounded.
             exact = not self.allow_multiple_reduction and self.num_rdma_ranks > 1
-            order = "ranks"  # as DeepEP's is, where its documentation says what is added when
+            order = 0  # as DeepEP's is, where its documentation says what is added when
             if self.num_rdma_ranks == 1 and not self.allow_multiple_reduction:
-                order = "rows"
+                order = _BY_ROWS
             elif self.num_rdma_ranks == 1 and terms:
-                order = "topk"
+                order = _BY_TOPK
             result: Any = handle.all_to_all.combine_with(
                 x.contiguous(),
                 received,
                 row_scalars=topk_weights,
                 terms=[term.float() for term in terms] if exact else terms,
                 out_dtype=torch.float32 if exact else None,
-                order=sum_order_bits(order),
+                order=order,
             )
             sums, weights = (result, None) if topk_weights is None else result
             if exact:
@@ -209,7 +212,7 @@ class ElasticBuffer(ElasticBase):
     ) -> tuple[tuple[Any, ...], RowCounts]:
         """Dispatches into exactly as many rows as arrive: waits for the counts of all ranks."""
         values, topk, weights, packs = given
-        fields, gathered, (num_rows, _, *per_expert) = all_to_all.dispatch_counted(
+        fields, sizes = all_to_all.dispatch_counted(
             form.options,
             values,
             topk,
@@ -219,4 +222,5 @@ class ElasticBuffer(ElasticBase):
             alignment=alignment,
             max_tokens=form.max_tokens,
         )
-        return fields, RowCounts(num_rows, sum(per_expert), per_expert, gathered)
+        num_tokens, _, num_grouped, per_expert, gathered = sizes
+        return fields, new_tuple(RowCounts, (num_tokens, num_grouped, per_expert, gathered))

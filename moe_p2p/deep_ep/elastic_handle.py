@@ -45,7 +45,7 @@ class RowCounts(NamedTuple):
 
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
-    per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
+    per_expert: Tensor | None = None  # [E_local] int32, on the host, rounded up likewise
     gathered: Tensor | None = None  # [W, W + ..] int32, on the host: [i, j] tokens from i to j
 
     @staticmethod
@@ -53,7 +53,7 @@ class RowCounts(NamedTuple):
         """Returns upper bounds."""
         tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
         expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
-        return RowCounts(tokens, expanded, [])
+        return RowCounts(tokens, expanded)
 
     def form(self, num_tokens: int, alignment: int, rows: Rows) -> DispatchForm:
         """Returns the form of a dispatch with this many rows, in this format."""
@@ -107,7 +107,8 @@ class EPHandle:
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
-        return list(self.row_counts.per_expert)  # a copy: handles of one shape share the list
+        per_expert = self.row_counts.per_expert
+        return [] if per_expert is None else per_expert.tolist()
 
     def check_same(self, **given: int | None) -> None:
         """Asserts that arguments equal the handle's; None: not given."""

@@ -183,7 +183,7 @@ class HybridEPBuffer:
     ) -> tuple[tuple[Any, ...], Tensor]:
         """Waits for the counts of all ranks; returns the fields and the rows of each expert."""
         values, topk, weights, scales = given
-        fields, _, (_, _, *per_expert) = all_to_all.dispatch_counted(
+        fields, sizes = all_to_all.dispatch_counted(
             _options(alignment),
             values,
             topk,
@@ -192,7 +192,7 @@ class HybridEPBuffer:
             self._host_counts.of(topk, all_to_all.config.num_experts, self.group_size),
             alignment=alignment,
         )
-        return fields, torch.tensor(per_expert, dtype=torch.int32, device="cpu")
+        return fields, sizes.counts
 
     @unaffected
     def combine_with_unpermute(

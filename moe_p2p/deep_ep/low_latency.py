@@ -23,7 +23,7 @@ from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch, tensors_of, without_rows
-from moe_p2p.options import DispatchForm, DispatchOptions
+from moe_p2p.options import CombineDtype, DispatchForm, DispatchOptions, partials_bits
 from moe_p2p.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
@@ -175,7 +175,9 @@ class LowLatencyCalls(BufferBase):
         x: [E_local, W * T, H] bfloat16, rows in dispatch's order.
         topk_idx: [t, K] as at dispatch; ignored, the ids given there are used.
         topk_weights: [t, K] float32.
-        use_logfmt: accepted and ignored; rows travel as bfloat16, which is more precise.
+        use_logfmt: rows travel in 10 bits a value: not DeepEP's logarithms but integers with a
+            scale for each 32 values (combine_dtype="int10"), whose error is about bfloat16's. H
+            must be a multiple of 32, and use_logfmt alike on all ranks. False: as bfloat16.
         zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
@@ -191,10 +193,13 @@ class LowLatencyCalls(BufferBase):
         all_to_all, received = handle.all_to_all, handle.received
         stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+        combine_dtype: CombineDtype | None = "int10" if use_logfmt else None
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
-                pending = all_to_all.combine_send(y, received, topk_weights=topk_weights)
+                pending = all_to_all.combine_send(
+                    y, received, topk_weights=topk_weights, combine_dtype=combine_dtype
+                )
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
                 hook = self._hook(
                     x,
@@ -208,6 +213,7 @@ class LowLatencyCalls(BufferBase):
                     topk_weights=topk_weights,
                     out=out,
                     with_wait_ticks=stats is not None,
+                    order=partials_bits(combine_dtype),
                 )
                 out = _sums(result, stats)
             if async_finish:
@@ -234,6 +240,7 @@ class LowLatencyCalls(BufferBase):
         use_fp8: bool = True,
         round_scale: bool = False,
         use_ue8m0: bool = False,
+        use_logfmt: bool = False,
     ) -> None:
         """Makes all that low-latency calls of this shape need, which their first call does
         otherwise and no call can while a CUDA graph is captured. Collective. Not in DeepEP.
@@ -255,7 +262,7 @@ class LowLatencyCalls(BufferBase):
             False,
         )
         all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
-        all_to_all.prepare(form.options)
+        all_to_all.prepare(form.options, combine_dtype="int10" if use_logfmt else None)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

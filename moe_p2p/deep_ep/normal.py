@@ -21,10 +21,10 @@ from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, Handle
-from moe_p2p.dispatched import tensors_of, without_rows
+from moe_p2p.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.options import DispatchForm
 from moe_p2p.pool import ReleasingAllToAll
-from moe_p2p.row_counts import extent_of, worst_extent
+from moe_p2p.row_counts import Extent, worst_extent
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
 _Event = EventOverlap | EventHandle
@@ -106,15 +106,14 @@ class NormalCalls(BufferBase):
         values, scales = x if isinstance(x, tuple) else (x, None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            errors.require(
-                topk_idx is None and topk_weights is None,
-                "a handle was given with topk_idx or topk_weights; give one or the other: a "
-                "handle brings the routing of its own dispatch",
-            )
+            if not (topk_idx is None and topk_weights is None):
+                text = "a handle was given with topk_idx or topk_weights; give one or the other: a "
+                text += "handle brings the routing of its own dispatch"
+                raise errors.make(errors.InvalidArgumentError, text)
             with turn:
                 form, topk = handle.form_again, handle.dispatched.topk_idx
                 again = _send(handle.all_to_all, form, values, scales, topk)
-                got = _rows_of(again, scales)
+                got = again[0] if scales is None else _rows_of(again, scales)
                 if async_finish:
                     turn.uses((values, scales, topk), again[:2])
             return got, None, None, None, None, turn.event
@@ -135,20 +134,23 @@ class NormalCalls(BufferBase):
                 extent = worst_extent(num_worst_tokens, values.shape[0], self.group_size)
                 form = DispatchForm(rows, extent.max_tokens, extent.num_rows)
                 fields = _send(all_to_all, form, values, scales, topk, topk_weights)
+                counts = []
             else:
-                fields, gathered, sizes = all_to_all.dispatch_counted(
+                fields, sizes = all_to_all.dispatch_counted(
                     rows,
                     values.contiguous(),
                     topk,
                     topk_weights,
-                    _in_columns(scales),
+                    None if scales is None else _in_columns(scales),
                     self._host_counts.given(
                         num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
                     ),
                     alignment=expert_alignment,
                 )
-                extent = extent_of(gathered, sizes)
-            received, got = without_rows(fields), _rows_of(fields, scales)
+                extent = new_tuple(Extent, (sizes.num_tokens, sizes.max_tokens, sizes.gathered))
+                counts = sizes.counts.tolist()
+            received = without_rows(fields)
+            got = fields[0] if scales is None else _rows_of(fields, scales)
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
                 layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
@@ -158,7 +160,7 @@ class NormalCalls(BufferBase):
             got,
             None if topk_idx is None else received.row_topk,
             None if topk_weights is None else received.row_weights,
-            extent.counts,
+            counts,
             new_handle,
             turn.event,
         )
@@ -185,7 +187,9 @@ class NormalCalls(BufferBase):
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
             all_to_all, dispatched = handle.all_to_all, handle.dispatched
-            scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])
+            scalars = None
+            if topk_weights is not None:
+                scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])
             result = all_to_all.combine_with(
                 x.contiguous(),
                 dispatched,
@@ -227,18 +231,19 @@ class NormalCalls(BufferBase):
         self, num_experts: int, topk: int, values: Tensor, config: Config | None
     ) -> ReleasingAllToAll:
         """Returns the communicator of these shapes; types of 1 and 2 bytes share one."""
-        narrow = values.dtype.itemsize <= 2
-        fields: dict[str, Any] = {
-            "num_experts": num_experts,
-            "hidden_dim": values.shape[1],
-            "topk": topk,
-            "dtype": torch.bfloat16 if narrow else values.dtype,
-            "device": values.device.type,
-            "num_sms": (config.num_sms if config else self.num_sms) if values.is_cuda else None,
-        }
-        key = tuple(fields.values())
+        num_sms = config.num_sms if config else self.num_sms
+        key = num_experts, topk, values.dtype, values.shape[1], values.get_device(), num_sms
         made = self._normal.get(key)
         if made is None:
+            narrow = values.dtype.itemsize <= 2
+            fields: dict[str, Any] = {
+                "num_experts": num_experts,
+                "hidden_dim": values.shape[1],
+                "topk": topk,
+                "dtype": torch.bfloat16 if narrow else values.dtype,
+                "device": values.device.type,
+                "num_sms": num_sms if values.is_cuda else None,
+            }
             # In this mode num_rdma_bytes are kept for low-latency calls.
             rdma_bytes = 0 if self.low_latency_mode else self.num_rdma_bytes
             shape = AllToAllConfig(**fields, max_tokens=_MAX_TOKENS, timeout_s=self._timeout_s)
@@ -257,23 +262,19 @@ def _send(
     topk_weights: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Dispatches; returns the fields of a Dispatched."""
-    scales = _in_columns(scales)
+    if scales is not None:
+        scales = _in_columns(scales)
     return all_to_all.dispatch_with(form, values.contiguous(), topk_idx, topk_weights, scales)
 
 
-def _in_columns(scales: Tensor | None) -> Tensor | None:
+def _in_columns(scales: Tensor) -> Tensor:
     """[T] or [T, P] -> [T, P]"""
-    if scales is None:
-        return None
     return (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
 
 
-def _rows_of(fields: tuple[Any, ...], scales: Tensor | None) -> _Values:
+def _rows_of(fields: tuple[Any, ...], scales: Tensor) -> _Values:
     """Returns rows in the form of the caller's x; its scales may be [T] instead of [T, P]."""
-    rows: Tensor = fields[0]
-    if scales is None:
-        return rows
-    return rows, fields[1].squeeze(1) if scales.dim() == 1 else fields[1]
+    return fields[0], fields[1].squeeze(1) if scales.dim() == 1 else fields[1]
 
 
 def _ranks_as_topk(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
@@ -283,10 +284,8 @@ def _ranks_as_topk(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
     return torch.where(is_token_in_rank, first, -1)
 
 
-def _widened(topk_weights: Tensor | None, topk: int) -> Tensor | None:
+def _widened(topk_weights: Tensor, topk: int) -> Tensor:
     """Adds columns up to the number that the dispatch used."""
-    if topk_weights is None:
-        return None
     if topk_weights.shape[1] == topk:
         return topk_weights.contiguous()
     missing = topk - topk_weights.shape[1]

@@ -18,11 +18,15 @@ import json
 import multiprocessing
 import queue
 import random
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +42,7 @@ from moe_p2p.examples.workers import main as worker_main
 CHUNK = 32  # tokens of a prefill chunk
 ATTEMPTS = 4
 START_S = 120.0
+END_S = 10.0  # after which workers that were asked to end are killed
 QUIET_S = 60.0  # without a token, after which another attempt is made
 
 
@@ -47,6 +52,22 @@ class Process:
     instance: str
     handle: BaseProcess
     pipe: Connection
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C raises at the end: another thread takes what is blocked in this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: late.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if late:
+        raise KeyboardInterrupt
 
 
 class Router:
@@ -60,6 +81,7 @@ class Router:
         self.answers: dict[int, queue.Queue[Any]] = {}
         self.events: list[tuple[str, str, int, float, float]] = []  # of the timeline
         self.began, self.retries, self.turn = time.monotonic(), 0, itertools.count()
+        self.closed = False
 
     def join(self, role: str) -> Process:
         number = next(self.numbers)
@@ -70,13 +92,20 @@ class Router:
             args=(role, f"{role}-{number}", self.store.port, gpu, theirs),
             daemon=True,
         )
-        handle.start()
+        # Ctrl-C is for this process, which ends them: blocked signals are blocked in children, too.
+        resource_tracker.ensure_running()  # it would be started by `start`, and unblocks them
+        with _interrupts_wait():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                handle.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         process = Process(role, f"{role}-{number}", handle, ours)
         if not ours.poll(START_S):
             raise RuntimeError(f"{process.instance} did not start within {START_S} s")
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self.processes[role].append(process)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self._mark("joins", process.instance)
         return process
 
@@ -108,6 +137,8 @@ class Router:
             for attempt in range(ATTEMPTS):
                 self._submit(request, attempt, prompt, num_tokens)
                 while sent < num_tokens:
+                    if self.closed:
+                        raise RuntimeError("the server ends")
                     try:
                         kind, value = answer.get(timeout=QUIET_S)
                     except queue.Empty:
@@ -140,9 +171,19 @@ class Router:
                 self.answers[request].put(("failed", (attempt, "it ended just now")))
 
     def close(self) -> None:
+        self.closed = True
+        for answer in list(self.answers.values()):
+            answer.put(("ended", None))
         for process in [each for role in self.processes.values() for each in role]:
-            process.handle.terminate()
-            process.handle.join(10)
+            with suppress(OSError):
+                process.pipe.send(None)  # it closes what it holds
+        children, until = multiprocessing.active_children(), time.monotonic() + END_S
+        for child in children:
+            child.join(max(until - time.monotonic(), 0))
+        for child in children:
+            child.kill()
+            child.join()
+        torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -207,7 +248,7 @@ def demonstrate(router: Router, port: int, num_requests: int) -> bool:
     begun, joined = itertools.count(1), threading.Event()
 
     def client() -> None:
-        while True:
+        while not router.closed:
             try:
                 prompt = prompts_left.get_nowait()
             except queue.Empty:
@@ -218,7 +259,7 @@ def demonstrate(router: Router, port: int, num_requests: int) -> bool:
                 joined.set()
             if number >= num_requests // 2:
                 joined.wait(START_S)  # so that some requests meet all three
-            if number == num_requests // 2 + 2:
+            if number == num_requests // 2 + 2 and not router.closed:
                 router.kill(router.processes["prefill"][0])
             try:
                 got = ask(port, prompt, 12)
@@ -295,18 +336,21 @@ def main(arguments: list[str] | None = None) -> int:
         Handler.router = router
         server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        print(f"\nhttp://127.0.0.1:{server.server_port}/generate", flush=True)
-        ok = True
-        if options.serve:
-            threading.Event().wait()
-        else:
-            ok = demonstrate(router, server.server_port, options.requests)
+        status = 0
+        try:
+            print(f"\nhttp://127.0.0.1:{server.server_port}/generate", flush=True)
+            if options.serve:
+                threading.Event().wait()
+            elif not demonstrate(router, server.server_port, options.requests):
+                status = 1
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
         if options.timeline is not None:
             draw_timeline(router, options.timeline)
             print(f"wrote {options.timeline}")
-        return 0 if ok else 1
+        return status
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     finally:
         router.close()
 

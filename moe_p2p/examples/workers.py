@@ -24,6 +24,7 @@ from moe_p2p import Engine, EngineConfig, MoeP2pError, kv
 from moe_p2p.examples.small_model import PAGE_TOKENS, SmallModel, make_cache
 
 NUM_PAGES = 256
+END_S = 5.0  # for jobs under way
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,14 @@ class WorkerProcess:
 
     def serve(self) -> None:
         self.say("ready", -1)
+        threads = []
         while (job := self.pipe.recv()) is not None:
-            threading.Thread(target=self._handle, args=(job,), daemon=True).start()
-        self.membership.close()
+            threads.append(threading.Thread(target=self._handle, args=(job,), daemon=True))
+            threads[-1].start()
+        self.membership.close()  # requests fail, and their threads end
+        until = time.monotonic() + END_S
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0))
         self.engine.close()
 
     def _handle(self, job: Job) -> None:
@@ -149,5 +155,5 @@ class WorkerProcess:
 
 
 def main(role: str, instance: str, port: int, gpu: int | None, pipe: Connection) -> None:
-    with suppress(EOFError, ConnectionResetError, KeyboardInterrupt):
+    with suppress(EOFError, ConnectionResetError):
         WorkerProcess(role, instance, port, gpu, pipe).serve()

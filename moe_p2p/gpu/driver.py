@@ -87,16 +87,38 @@ def _retain(device: int) -> Any:
 
 
 @contextlib.contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """Lets this thread allocate and ask for events while another thread captures a CUDA graph.
+
+    Such a call would fail otherwise, and break the capture (CU_STREAM_CAPTURE_MODE_GLOBAL, which is
+    what torch.cuda.graph takes). Does nothing where cuda-bindings is not installed.
+    """
+    try:
+        driver = module()
+    except errors.UnavailableError:
+        yield
+        return
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+@contextlib.contextmanager
 def primary_context(device: int) -> Iterator[None]:
     """Makes the primary context of `device`, the one torch uses, current inside the block.
 
-    It is retained once and never released: kernels and memory of this process live in it.
+    It is retained once and never released: kernels and memory of this process live in it. Captures
+    of other threads go on meanwhile.
     """
     with _lock:
         context = _retain(device)
     call("cuCtxPushCurrent", context)
     try:
-        yield
+        with relaxed_captures():
+            yield
     finally:
         call("cuCtxPopCurrent")
 

@@ -10,6 +10,7 @@ Not on the data path: callers keep the handle that `load` returned.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -226,9 +227,13 @@ def _cuda_headers() -> tuple[Path, ...]:
 
 
 def cache_key(source: Path, options: list[str]) -> str:
-    """Hash of the source, all files it includes with quotes, the options and the compiler."""
+    """Hash of the source, all files it includes with quotes, the options and the compiler.
+
+    Not of the folders that are searched: an installation at another place has the same kernels.
+    """
     root = kernels_root()
-    digest = hashlib.sha256(repr((_nvrtc_build(), source.name, options)).encode())
+    given = [option for option in options if not option.startswith("-I")]
+    digest = hashlib.sha256(repr((_nvrtc_build(), source.name, given)).encode())
     queue, seen = [source], {source}
     while queue:
         path = queue.pop()
@@ -291,6 +296,10 @@ def _load(
                     attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                     dynamic_shared_bytes,
                 )
+            # Or the first launch may do it, on a thread that must not wait, while kernels of the
+            # device wait for that thread. Drivers before CUDA 12.4 have no such call.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                driver.module().cuFuncLoad(function)
             facts = {
                 "registers": get("NUM_REGS"),
                 "shared_bytes": get("SHARED_SIZE_BYTES"),

@@ -6,7 +6,9 @@ on the open descriptor, and files are opened relative to the open folder. The di
 on disk, not an attack.
 
 A folder that is refused or not writable is no error: kernels are then not cached. What is not in it
-is looked for in a second one, MOE_P2P_KERNELS, which is only read: of a container's image, say.
+is looked for in two others, which are only read: MOE_P2P_KERNELS, of a container's image, say, and
+the one that came with the package (`make wheel`). Keys name the sources and the compiler
+(jit.cache_key), so what is stale in a folder is never found.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_p2p import env, log
@@ -31,18 +34,24 @@ _LOCK_WAIT_S = 300.0
 def read(key: str) -> tuple[bytes, str] | None:
     """Returns cubin and log; None when they are missing or damaged."""
     for path in (env.cache_folder(), env.kernels_folder()):
-        if path is None:
-            continue
-        try:
-            with _folder(path) as folder:
-                digest, cubin, text = (
-                    _load(folder, key + end) for end in (".sha256", ".cubin", ".log")
-                )
-        except OSError:
-            continue
-        if digest == _digest(cubin, text):
-            return cubin, text.decode()
-    return None
+        if path is not None and (found := _read(path, key, _folder)):
+            return found
+    packaged = env.packaged_kernels()
+    return None if packaged is None else _read(packaged, key, _trusted)
+
+
+def _read(
+    path: Path, key: str, opened: Callable[[Path], AbstractContextManager[int]]
+) -> tuple[bytes, str] | None:
+    try:
+        with opened(path) as folder:
+            checked = opened is _folder
+            digest, cubin, text = (
+                _load(folder, key + end, checked) for end in (".sha256", ".cubin", ".log")
+            )
+    except OSError:
+        return None
+    return (cubin, text.decode()) if digest == _digest(cubin, text) else None
 
 
 def write(key: str, cubin: bytes, text: str) -> None:
@@ -101,6 +110,16 @@ def _folder(path: Path) -> Iterator[int]:
         os.close(folder)
 
 
+@contextlib.contextmanager
+def _trusted(path: Path) -> Iterator[int]:
+    """Likewise of the package itself: who may write there may write what Python runs, too."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
 def _distrust(descriptor: int) -> str:
     facts = os.fstat(descriptor)
     if facts.st_uid not in (os.geteuid(), 0):
@@ -127,9 +146,9 @@ def _open(folder: int, name: str, flags: int) -> int:
     return os.open(name, flags | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
-def _load(folder: int, name: str) -> bytes:
+def _load(folder: int, name: str, checked: bool) -> bytes:
     with open(_open(folder, name, os.O_RDONLY), "rb") as file:
-        if _distrust(file.fileno()):
+        if checked and _distrust(file.fileno()):
             raise PermissionError(name)
         return file.read()
 

@@ -7,46 +7,48 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.gpu import driver, jit
+from moe_p2p.gpu.kernel_ways import without_others
 from moe_p2p.gpu.launch_shape import (
     NO_BULK,
     Bulk,
+    Chosen,
+    TunedLaunch,
     bulk_combine,
     bulk_dispatch,
-    can_go_in_bulk,
     choose,
     combine_shared_bytes,
     dispatch_shared_bytes,
-    flags_itself,
     goes_in_bulk,
     job_of,
 )
 from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
+from moe_p2p.gpu.partners import Partners
 from moe_p2p.gpu.prepared import (
     Combines,
     Dispatches,
+    fields_of,
+    is_plain,
     missing_combine,
     missing_dispatch,
+    partials_among,
     refuse_capture,
+    variants_of,
 )
+from moe_p2p.gpu.shape_macros import of_any_length, of_arrivals, shape_macros
 from moe_p2p.ops import call, layout
-from moe_p2p.options import (
-    BY_RANK,
-    QUANTIZE,
-    layout_of,
-    scale_format_of,
-    variant_of,
-)
-from moe_p2p.texts import numbers_of, settings_text
+from moe_p2p.options import BY_RANK, QUANTIZE, layout_of, scale_format_of, variant_of
+from moe_p2p.rendezvous.mirror import sharing_of
+from moe_p2p.texts import settings_text
 
 if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
@@ -55,27 +57,9 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-_ANY_SLOT = 1 << 30  # bytes
+# Macros of measurements; `bench` sets MOE_P2P_STAMPS for the communicators that it makes then.
+measuring: dict[str, int] = {}
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
-
-
-def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
-    """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
-    settings = config.settings(world_size, ranks_per_node)
-    shape = numbers_of(call(_ops.shape.default, settings))
-    return {f"MOE_P2P_{name.upper()}": number for name, number in shape.items()} | {
-        "MOE_P2P_HIDDEN_DIM": config.hidden_dim,
-        "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
-        "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
-        "MOE_P2P_MASKS": int(config.mask_lost_ranks),
-        "MOE_P2P_SELF_FLAGGED": int(
-            flags_itself(
-                config.step_tokens,
-                masks=config.mask_lost_ranks,
-                bulk=can_go_in_bulk(world_size, ranks_per_node, config.num_sms),
-            )
-        ),
-    }
 
 
 class Kernel(NamedTuple):
@@ -107,11 +91,13 @@ def dispatch_kernel(
     by_rank: bool = False,
     x_bytes: int = 0,
     num_sms: int | None = None,
+    tuned: Sequence[TunedLaunch] = (),
 ) -> Kernel:
     """Returns the dispatch kernel, which sends tokens and receives slots.
 
     x_dtype: type of the caller's x. x_bytes: of a row of x that is bytes; 0: H values.
     scale_format: of the scales when `quantize` (kernels/abi/shape.h, ScaleFormat).
+    tuned: shapes that go before the shipped ones.
     """
     if x_bytes:
         shape, x_dtype = shape | {"MOE_P2P_HIDDEN_DIM": x_bytes}, torch.float8_e4m3fn
@@ -127,9 +113,10 @@ def dispatch_kernel(
             quantize=quantize,
         )
     if bulk is None:
+        shape = of_any_length(shape)
         shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
         job = job_of(shape, adds=False, by_rank=by_rank)
-        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared, tuned)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {
@@ -138,56 +125,63 @@ def dispatch_kernel(
         "MOE_P2P_OPAQUE_X": int(x_bytes > 0),
         "MOE_P2P_SCALE_FORMAT": scale_format,
         "MOE_P2P_BY_RANK": int(by_rank),
+        "MOE_P2P_PLAIN": 0,
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
-    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens)
+    return Kernel("dispatch.cu", without_others("dispatch", shape | macros), tokens, slots, tokens)
 
 
 def combine_kernel(
     shape: dict[str, int],
     y_dtype: torch.dtype,
     out_dtype: torch.dtype,
-    *,
     by_topk: bool = False,
+    partials: int = 0,
+    *,
     num_sms: int | None = None,
+    tuned: Sequence[TunedLaunch] = (),
 ) -> Kernel:
     """Returns the combine kernel, which sends slots and receives tokens.
 
-    by_topk: it adds in the order of top-k (kernels/combine/topk_order.cuh).
+    by_topk: it adds in the order of top-k. partials: what travels (kernels/abi/shape.h, Partials).
     """
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
     bulk = None
-    if goes_in_bulk(shape, num_sms) and not by_topk:
+    if goes_in_bulk(shape, num_sms) and not by_topk and not partials:
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
+        shape = of_any_length(shape)
         shared = functools.partial(combine_shared_bytes, shape, by_topk)
         job = job_of(shape, adds=True)
-        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared, tuned)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {
         "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
         "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
         "MOE_P2P_TOPK_ORDER": int(by_topk),
+        "MOE_P2P_PLAIN": 0,
+        "MOE_P2P_PARTIALS": partials,
         "MOE_P2P_SEND_WORKERS": launch.slot_workers,
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
     copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
-    return Kernel("combine.cu", shape | macros, slots, tokens, copies)
+    return Kernel("combine.cu", without_others("combine", shape | macros), slots, tokens, copies)
 
 
 def clean_kernel(shape: dict[str, int]) -> Kernel:
     """Returns the kernel that takes masked ranks back. It is one block."""
-    macros = {
+    macros = NO_BULK | {
+        "MOE_P2P_PLAIN": 0,
         "MOE_P2P_BLOCK_THREADS": 512,
         "MOE_P2P_SHARED_BYTES": 128,  # no less can be asked for
         "MOE_P2P_SEND_WORKERS": 1,
         "MOE_P2P_RECV_WORKERS": 1,
     }
-    return Kernel("clean.cu", shape | macros, 1, 1, 1)
+    return Kernel("clean.cu", without_others("clean", of_any_length(shape) | macros), 1, 1, 1)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:
@@ -198,24 +192,14 @@ def _block_macros(bulk: Bulk) -> dict[str, int]:
     }
 
 
-class Partners(NamedTuple):
-    """The ranks with this local index on the other nodes, where they are on this host.
-
-    num_nics: software NICs; the copy kernel of each takes the place of a block.
-    """
-
-    node: int
-    num_nodes: int
-    key: str
-    num_nics: int
-
-
 class DeviceSide:
     """Memory and kernels of one rank on one GPU. Made by Communicator; close() after its last call.
 
     Raises UnavailableError when the driver, NVRTC or peer access is missing, TimeoutError when a
     rank of the node is missing.
     """
+
+    _tuned: Sequence[TunedLaunch] = ()
 
     def __init__(
         self,
@@ -230,6 +214,7 @@ class DeviceSide:
         partners: Partners | None,
         exchange: Callable[[bytes], list[bytes]] | None,
         masks: tuple[Tensor, Tensor] | None,
+        chosen: Chosen,
     ) -> None:
         """meeting: of all ranks. key: of this node's exchange of file descriptors.
         world: number of the communicator.
@@ -243,17 +228,21 @@ class DeviceSide:
         self._world = world
         self._masks = masks
         world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
-        self._copy_blocks = 0 if partners is None else partners.num_nics
-        self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
+        self._copy_blocks = 0 if partners is None else partners.copy_blocks
+        sharing = sharing_of(meeting, ranks_per_node, key)
+        self._take_shape(
+            config, partners, chosen, world_size=world_size, ranks_per_node=ranks_per_node
+        )
+        self._shape |= sharing.macros
         self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._undo, self._signals = ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         try:
             memory = self._undo.enter_context(
                 share_node_memory(
-                    meeting.rank % ranks_per_node,
-                    ranks_per_node,
-                    key=key,
+                    sharing.place,
+                    sharing.num_places,
+                    key=sharing.key,
                     device=device,
                     size_bytes=sum(s for name, s in plan.items() if name not in _NO_REGIONS),
                     deadline=deadline,
@@ -273,10 +262,27 @@ class DeviceSide:
                 )
                 peers = self._undo.enter_context(windows).addresses
             state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
-            self._use(config, world_size, state_bytes, on_device, memory.addresses, peers)
+            addresses = sharing.as_ranks(memory.addresses)
+            self._use(config, world_size, state_bytes, on_device, addresses, peers)
         except BaseException:
             self._undo.close()
             raise
+
+    def _take_shape(
+        self,
+        config: AllToAllConfig,
+        partners: Partners | None,
+        chosen: Chosen,
+        *,
+        world_size: int,
+        ranks_per_node: int,
+    ) -> None:
+        self._in_place = partners is not None and partners.in_place
+        self._tuned = chosen.launches
+        self._shape = shape_macros(
+            config, world_size=world_size, ranks_per_node=ranks_per_node, bulk=chosen.bulk
+        )
+        self._shape |= measuring | ({"MOE_P2P_IN_PLACE": 1} if self._in_place else {})
 
     def _use(
         self,
@@ -306,6 +312,7 @@ class DeviceSide:
                 ordinal=-1 if on_device.index is None else on_device.index,
                 data=addresses,
                 peer_data=peers,
+                in_place=int(self._in_place),
                 state=self._state.data_ptr(),
                 expert_rank=self._owners.data_ptr(),
                 expert_local=self._local.data_ptr(),
@@ -322,6 +329,7 @@ class DeviceSide:
         pinned = [self._signals.enter_context(PinnedPages(self._device, at, size)) for at in hosts]
         addresses = [pages.device_address for pages in pinned]
         call(_ops.all_to_all_use_signals.default, self._comm, addresses)
+        self._shape |= of_arrivals(self._comm)
 
     def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
         """Prepares the kernels of all these calls.
@@ -329,9 +337,7 @@ class DeviceSide:
         They are compiled side by side: NVRTC takes seconds for each, and a core.
         """
         kernels = [self._dispatch_kernel(*each) for each in dispatches]
-        kernels += [self._combine_kernel(*each) for each in combines]
-        with ThreadPoolExecutor(len(kernels), thread_name_prefix="moe_p2p.prepare") as threads:
-            list(threads.map(self._open, kernels))  # raises what one of them raised
+        self._open_all([*kernels, *(self._combine_kernel(*each) for each in combines)])
         for dispatch in dispatches:
             self.prepare_dispatch(*dispatch)
         for combine in combines:
@@ -344,28 +350,41 @@ class DeviceSide:
             op = _ops.all_to_all_set_clean_kernel.default
             call(op, self._comm, self._load(clean_kernel(self._shape)))
 
+    def _open_all(self, kernels: list[Kernel]) -> list[Kernel]:  # returns all their variants
+        made = [variant for kernel in kernels for variant in variants_of(kernel)]
+        with ThreadPoolExecutor(len(made), thread_name_prefix="moe_p2p.prepare") as threads:
+            list(threads.map(self._open, made))  # raises what one of them raised
+        return made
+
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
         variant = variant_of(options)
         if (x_dtype, variant, x_bytes) in self._ready:
             return
         refuse_capture(missing_dispatch(x_dtype, variant))
-        kernel = self._load(self._dispatch_kernel(x_dtype, options, x_bytes))
         op = _ops.all_to_all_set_dispatch_kernel.default
-        call(op, self._comm, x_dtype, variant, kernel, x_bytes)
+        for kernel in self._open_all([self._dispatch_kernel(x_dtype, options, x_bytes)]):
+            call(op, self._comm, x_dtype, variant, self._load(kernel), x_bytes, is_plain(kernel))
         self._ready.add((x_dtype, variant, x_bytes))
 
     def prepare_combine(
-        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+        self,
+        y_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        by_topk: bool = False,
+        partials: int = 0,
     ) -> None:
         """The same for a combine."""
-        if (y_dtype, out_dtype, by_topk) in self._ready:
+        partials = partials_among(self._shape, by_topk, partials)
+        if (y_dtype, out_dtype, by_topk, partials) in self._ready:
             return
-        refuse_capture(missing_combine(y_dtype, out_dtype, by_topk))
-        kernel = self._load(self._combine_kernel(y_dtype, out_dtype, by_topk))
+        refuse_capture(missing_combine(y_dtype, out_dtype, by_topk, partials))
         op = _ops.all_to_all_set_combine_kernel.default
-        call(op, self._comm, y_dtype, out_dtype, kernel, by_topk)
-        self._ready.add((y_dtype, out_dtype, by_topk))
+        wanted = self._combine_kernel(y_dtype, out_dtype, by_topk, partials)
+        for kernel in self._open_all([wanted]):
+            loaded = self._load(kernel)
+            call(op, self._comm, y_dtype, out_dtype, loaded, by_topk, partials, is_plain(kernel))
+        self._ready.add((y_dtype, out_dtype, by_topk, partials))
 
     def _dispatch_kernel(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> Kernel:
         variant = variant_of(options)
@@ -382,31 +401,28 @@ class DeviceSide:
             by_rank=layout_of(variant) == BY_RANK,
             x_bytes=x_bytes,
             num_sms=self._num_sms,
+            tuned=self._tuned,
         )
 
     def _combine_kernel(
-        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+        self,
+        y_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        by_topk: bool = False,
+        partials: int = 0,
     ) -> Kernel:
-        return combine_kernel(
-            self._shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=self._num_sms
-        )
+        partials = partials_among(self._shape, by_topk, partials)
+        more: dict[str, Any] = {"num_sms": self._num_sms, "tuned": self._tuned}
+        return combine_kernel(self._shape, y_dtype, out_dtype, by_topk, partials, **more)
+
+    def use_launches(self, tuned: Sequence[TunedLaunch]) -> None:
+        """Kernels prepared from now on have these shapes, where they fit; for `tune`."""
+        self._tuned = tuned
+        self._ready.clear()
 
     def _load(self, kernel: Kernel) -> str:
         """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""
-        macros = kernel.macros
-        function, resident_blocks = self._open(kernel)
-        return settings_text(
-            handle=function,
-            num_threads=macros["MOE_P2P_BLOCK_THREADS"],
-            shared_bytes=macros["MOE_P2P_SHARED_BYTES"],
-            num_send_workers=macros["MOE_P2P_SEND_WORKERS"],
-            num_recv_workers=macros["MOE_P2P_RECV_WORKERS"],
-            max_send_blocks=kernel.max_send_blocks,
-            max_recv_blocks=kernel.max_recv_blocks,
-            max_copy_blocks=kernel.max_copy_blocks,
-            max_resident_blocks=resident_blocks,
-            max_slot_bytes=macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
-        )
+        return fields_of(kernel, *self._open(kernel))
 
     def _open(self, kernel: Kernel) -> tuple[int, int]:
         """Returns a CUfunction, and how many of its blocks fit on the device at once."""
@@ -424,8 +440,7 @@ class DeviceSide:
         """Waits for the kernels and unregisters the signal memory before it is unmapped."""
         self._wait()
         if self._masks is not None:  # the host then does not wait for writes to masked ranks
-            on_device, on_host = self._masks
-            on_host.copy_(on_device)
+            self._masks[1].copy_(self._masks[0])
         self._signals.close()
 
     def close(self) -> None:

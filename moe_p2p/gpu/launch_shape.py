@@ -9,10 +9,11 @@ Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moe_p2p import errors
+from moe_p2p.gpu.kernel_ways import copiers, route_warps
 from moe_p2p.ops import layout, num_scales
 
 _MAX_THREADS = 512  # of a block with one worker, two blocks per multiprocessor
@@ -21,6 +22,7 @@ _SPARE_THREADS = 768  # of such a block whose threads need more registers
 _SMS = 132  # of an H200; other GPUs leave multiprocessors idle or run blocks one after the other
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
+_QUICK_STEP = 128  # most tokens of a step whose dispatch has workers of few warps
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 # Threads that load and store for a worker, that compute, and that raise flags: device/bulk.cuh
 _CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
@@ -48,6 +50,53 @@ class LaunchShape(NamedTuple):
     slot_blocks: int
 
 
+class TunedLaunch(NamedTuple):
+    """A shape that `python -m moe_p2p tune` found faster, and the kernels that it is for.
+
+    adds: combines, else dispatches. few: with few multiprocessors, else with all. ranks: of the
+    node, the only one. least_tokens, most_tokens: of a step.
+    """
+
+    adds: bool
+    few: bool
+    ranks: int
+    row_bytes: int
+    least_tokens: int
+    most_tokens: int
+    shape: LaunchShape
+
+    def is_for(self, row_bytes: int, step_tokens: int, num_sms: int | None, job: Job) -> bool:
+        return (self.adds, self.few, self.ranks, self.row_bytes) == (
+            job.adds,
+            few(num_sms),
+            job.ranks,
+            row_bytes,
+        ) and self.least_tokens <= step_tokens <= self.most_tokens
+
+
+class BulkSteps(NamedTuple):
+    """Which steps of one node go in bulk, alike on all ranks.
+
+    few: with few multiprocessors, steps of more tokens. above: without num_sms, steps of more, by
+    `blocks` multiprocessors; 0: none.
+    """
+
+    few: int
+    above: int = 0
+    blocks: int = 0
+
+    def num_sms(self, step_tokens: int) -> int | None:
+        """What num_sms=None stands for."""
+        return self.blocks if 0 < self.above < step_tokens else None
+
+
+class Chosen(NamedTuple):
+    """What was measured of this machine's GPUs. bulk: rank 0's; None: the shipped numbers."""
+
+    launches: tuple[TunedLaunch, ...] = ()
+    bulk: BulkSteps | None = None
+
+
 def num_threads(row_bytes: int, most: int = _MAX_THREADS, step: int = 64) -> int:
     """Threads of a worker for rows of 16-byte pieces: as few rounds as fit, equally full.
 
@@ -67,13 +116,14 @@ class Job(NamedTuple):
     """What a kernel does.
 
     adds: it combines. by_rank: it dispatches, in that layout. splits_rows: workers share the rows
-        of tiny steps. many_ranks: of a node.
+        of tiny steps. many_ranks: of a node. ranks: of the only node; 0: there are several.
     """
 
     adds: bool
     by_rank: bool
     splits_rows: bool
     many_ranks: bool
+    ranks: int = 0
 
 
 def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
@@ -81,7 +131,7 @@ def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
     splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
-    return Job(adds, by_rank, splits_rows, ranks > _MANY_RANKS)
+    return Job(adds, by_rank, splits_rows, ranks > _MANY_RANKS, ranks if one_node else 0)
 
 
 def candidates(
@@ -103,6 +153,14 @@ def candidates(
         tokens = 1 + 4 * _TINY_STEP
         quarter = max(128, up(large // 4, 32))
         return [LaunchShape(quarter, 1, 1, 2, tokens, 2 * _SMS - 1 - tokens), single]
+    if step_tokens <= _QUICK_STEP and not job.adds:
+        # 16-byte pieces that a thread carries: more threads issue the same instructions more often,
+        # and with fewer tokens a thread's own time counts.
+        pieces = 2 if step_tokens <= _SMALL_STEP else 4
+        quick = max(128, up(-(-row_bytes // (16 * pieces)), 32))
+        per_sm = 2 if step_tokens <= _SMALL_STEP else 4
+        tokens = 1 + 2 * _SMALL_STEP if step_tokens <= _SMALL_STEP else _SMS
+        return [LaunchShape(quick, 1, 1, per_sm, tokens, per_sm * _SMS - 1 - tokens), single]
     if step_tokens <= _SMALL_STEP:
         tokens = 1 + _SMALL_STEP
         slots = _SMS - 1 - tokens  # one block relays
@@ -114,15 +172,28 @@ def candidates(
     return [LaunchShape(512, 4, 4, 2, _SMS, _SMS), single]
 
 
+def step_class(step_tokens: int) -> int:
+    """The longest steps that share kernels with these: the next power of two, at least 16.
+
+    Every number of tokens that decides on a shape here is one.
+    """
+    return max(_TINY_STEP, 1 << (step_tokens - 1).bit_length())
+
+
 def choose(
     row_bytes: int,
     step_tokens: int,
     num_sms: int | None,
     job: Job,
     shared_bytes: Callable[[LaunchShape], int],
+    tuned: Sequence[TunedLaunch] = (),
 ) -> LaunchShape:
-    """The first candidate whose blocks fit. Raises InvalidArgumentError when none does."""
-    for shape in candidates(row_bytes, step_tokens, num_sms, job):
+    """The first shape whose blocks fit: tuned ones, then candidates().
+
+    Raises InvalidArgumentError when none does.
+    """
+    asked = (row_bytes, step_tokens, num_sms, job)
+    for shape in [*(each.shape for each in tuned if each.is_for(*asked)), *candidates(*asked)]:
         needed = shared_bytes(shape)
         if needed <= _MAX_SHARED_BYTES // shape.blocks_per_sm:
             return shape
@@ -170,14 +241,17 @@ class Bulk(NamedTuple):
 NO_BULK = {"MOE_P2P_BULK": 0}
 
 
-def flags_itself(step_tokens: int, *, masks: bool, bulk: bool) -> bool:
+def flags_itself(
+    step_tokens: int, *, masks: bool, bulk: bool, steps: BulkSteps | None = None
+) -> bool:
     """Whether rows go without flags (kernels/device/self_flag.cuh): alike on all ranks.
 
     That saves a fence and a look for each row, and costs a store for each that is read: worth it
     where a step is short. Masked ranks could leave half a row behind. bulk: longer steps can go in
     bulk, where rows cannot.
     """
-    longest = min(BULK_STEP, FEW_BULK_STEP) if bulk else BULK_STEP
+    few_steps = FEW_BULK_STEP if steps is None else steps.few
+    longest = min(BULK_STEP, few_steps) if bulk else BULK_STEP
     return step_tokens <= longest and not masks
 
 
@@ -214,13 +288,15 @@ def bulk_dispatch(
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 384 + (2 * x_bytes if quantize else 0)
     send, recv = (5, 6) if quantize or by_rank else (2, 3)
+    routing = route_warps(macros)
     # Rows that are not quantized leave one warp of a worker little to do.
     pipe, most = (_CARRY_THREADS + _COMPUTE_THREADS, 3) if quantize else (_CARRY_THREADS + 32, 6)
     for workers in range(most, 0, -1):
-        threads = pipe * workers + _FLAG_THREADS
+        threads = pipe * workers + _FLAG_THREADS + 32 * routing.get("MOE_P2P_ROUTE_WARPS", 0)
         launch = LaunchShape(threads, workers, 1, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base
+        copying, copying_bytes = copiers(macros, by_rank, image - head, room)
         rings = min(room // ring, launch.block_threads // 32)
         images = min((room // workers - rest) // place, _MOST_IMAGES)
         if images >= _LEAST_IMAGES and rings >= 1:
@@ -231,7 +307,11 @@ def bulk_dispatch(
                 "MOE_P2P_RINGS": rings,
                 "MOE_P2P_RING_IMAGES": ring_images,
             }
-            return Bulk(launch, bulk, base + max(workers * (images * place + rest), rings * ring))
+            if copying:  # as many blocks receive as send
+                launch = launch._replace(slot_blocks=launch.token_blocks)
+            receiving = copying_bytes if copying else rings * ring
+            shared = base + max(workers * (images * place + rest), receiving)
+            return Bulk(launch, bulk | copying | routing, shared)
     return None
 
 

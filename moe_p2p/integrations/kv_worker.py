@@ -33,7 +33,7 @@ _CONNECT_S = 60.0  # engines start at different times
 def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     require(
-        bool(host) and port.isdigit(),
+        bool(host) and port.isdigit() and int(port) < 1 << 16,
         f"the store of KV workers is {address!r}, must be HOST:PORT, the same for all engines",
     )
     return host, int(port)
@@ -91,7 +91,7 @@ def regions_of(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Place]]:
 class EngineWorker:
     """A KVSender or KVReceiver of one rank of an engine, with its membership.
 
-    settings: "verify" (decode), "host", and fields of KVTimeouts.
+    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class EngineWorker:
             name: settings[name] for name in KVTimeouts.__dataclass_fields__ if name in settings
         }
         timeouts = KVTimeouts(**known)
-        more = {"verify": settings["verify"]} if "verify" in settings and kind is KVReceiver else {}
+        wanted = ("fence", "verify") if kind is KVReceiver else ("fence",)
+        more = {name: settings[name] for name in wanted if name in settings}
         device = cache.tensors[0].device
         self.engine = Engine(label=instance, gpu=device.index if device.type == "cuda" else None)
         self.worker: Any = kind(

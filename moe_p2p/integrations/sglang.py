@@ -23,7 +23,15 @@ from torch import Tensor
 from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched, PendingDispatch
-from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required, sglang_kv
+from moe_p2p.integrations import (
+    derived,
+    optional,
+    provide_deep_ep,
+    put,
+    required,
+    sglang_kv,
+    sglang_weights,
+)
 from moe_p2p.options import DispatchOptions, RowLayout
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.routing_counts import count_routing
@@ -277,6 +285,7 @@ def plugin() -> None:
     With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then;
     with MOE_P2P_KV_STORE too, disaggregated serving moves KV through moe_p2p.
     """
+    sglang_weights.plugin()
     if env.engines():
         install()
         if env.kv_store():
@@ -312,7 +321,7 @@ def _options_for(dispatcher: Dispatcher, layout: RowLayout) -> DispatchOptions:
 
 
 class _Asking:
-    """What SGLang reads to choose the type of rows: that of a dispatcher for one mode."""
+    """What SGLang reads of a dispatcher to choose the type of rows, for one mode."""
 
     def __init__(self, dispatcher: Dispatcher, layout: RowLayout, utils: Any) -> None:
         self.quant_config, self.runner_backend = dispatcher.quant_config, dispatcher.runner_backend

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import socket
 import sys
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from moe_p2p.mooncake.memory import tensor_at
 
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _UTILS = "sglang.srt.disaggregation.utils"
+_DECODE = "sglang.srt.disaggregation.decode"
+# Heads of a rank's pool and of the model, while a decoder's queue makes its KV manager.
+_heads: ContextVar[tuple[int, int] | None] = ContextVar("moe_p2p_sglang_heads", default=None)
 _FAILED, _WAITING, _TRANSFERRING, _SUCCESS = 0, 2, 3, 4  # KVPoll
 
 
@@ -66,7 +70,7 @@ def sglang_cache(args: Any, *, tp: int, rank: int, mla: bool) -> KVCache:
         len(set(items[:count])) == 1 and len(set(items[count:])) <= 1,
         f"sglang_kv: layers differ in their bytes a page: {sorted(set(items))}",
     )
-    local, heads = (1, 1) if mla else (args.kv_head_num, args.total_kv_head_num)
+    local, heads = (1, 1) if mla else _heads_of(args)
     sizes = [items[0] // page // local, 0 if mla else items[count] // page // local]
     layers = tuple(range(count))
     groups = [KVGroup("kv", layers, heads, k_bytes=sizes[0], v_bytes=sizes[1], page_size=page)]
@@ -87,6 +91,38 @@ def sglang_cache(args: Any, *, tp: int, rank: int, mla: bool) -> KVCache:
     layout = KVLayout(tuple(groups), order="NHD", kv_split="layer", tp=tp)
     tensors = tuple(tensor_at(address, size) for address, size in buffers)
     return KVCache(layout, rank, tuple(places), tensors, pages)
+
+
+def _heads_of(args: Any) -> tuple[int, int]:
+    """Of a rank, and of the model. Only prefillers have them in KVArgs."""
+    known = _heads.get()
+    if known is None and hasattr(args, "kv_head_num"):
+        known = args.kv_head_num, args.total_kv_head_num
+    if known is None:
+        raise make(
+            UnavailableError,
+            "sglang_kv: neither KVArgs nor DecodePreallocQueue say how many KV heads a rank has: "
+            "use a version of SGLang that docs/engines.md names",
+        )
+    return known
+
+
+def _hand_over_heads(queue: Any) -> None:
+    """queue: the class that makes a decoder's KV manager, and knows its pool."""
+    init = queue._init_kv_manager
+
+    @functools.wraps(init)
+    def init_kv_manager(self: Any) -> Any:
+        pool = getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool)
+        count = getattr(pool, "head_num", 0)
+        total = self.scheduler.model_config.get_total_num_kv_heads() if count else 0
+        token = _heads.set((count, total) if count else None)
+        try:
+            return init(self)
+        finally:
+            _heads.reset(token)
+
+    queue._init_kv_manager = init_kv_manager
 
 
 def instance_of(host: str, port: int, dp_rank: int, own_ip: str) -> str:
@@ -381,6 +417,8 @@ def install(backend: str = "mooncake") -> None:
         return theirs(transfer_backend, class_type)
 
     get_kv_class.moe_p2p_backend = backend  # type: ignore[attr-defined]
+    if not hasattr(theirs, "moe_p2p_backend"):
+        _hand_over_heads(required(_DECODE, "sglang").DecodePreallocQueue)
     for module in list(sys.modules.values()):  # SGLang imports it by name
         if getattr(module, "__name__", "").startswith("sglang.") and (
             module.__dict__.get("get_kv_class") is theirs

@@ -27,7 +27,14 @@ from torch import Tensor
 from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched
-from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
+from moe_p2p.integrations import (
+    derived,
+    optional,
+    provide_deep_ep,
+    put,
+    required,
+    vllm_weights,
+)
 from moe_p2p.integrations.vllm_managers import Handle, manager_classes
 from moe_p2p.options import DispatchOptions, RowLayout, ScaleFormat
 from moe_p2p.row_counts import capturing
@@ -295,9 +302,11 @@ def install() -> None:
 def plugin() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
-    With MOE_P2P_ENGINES=1 it is install(). With MOE_P2P_AS_DEEP_EP=1 vLLM's own classes run over
+    It makes the weight-transfer backend "moe_p2p" known. With MOE_P2P_ENGINES=1 it is install().
+    With MOE_P2P_AS_DEEP_EP=1 vLLM's own classes run over
     moe_p2p.deep_ep, and its checks of NCCL, which DeepEP's V2 needs and this does not, pass.
     """
+    vllm_weights.plugin()
     if env.engines():
         install()
     elif env.as_deep_ep():

@@ -18,6 +18,7 @@ _COUNTED = (
     "packed",
     "retries",
     "drained",
+    "queue_pair",
     "key",
 )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.errors import require
+from moe_p2p.gpu.driver import relaxed_captures
 
 # Odd, so that no bit of a word is lost; as signed numbers, since torch has no shifts of uint64.
 A = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -54,7 +55,8 @@ def rows_checksum(
         from moe_p2p.kernels.triton.kv_checksum import rows_checksum as on_gpu
 
         where = (offset, unit, row_bytes, num_rows, row_stride)
-        return int(on_gpu(flat, units, where, first_row))
+        with relaxed_captures():
+            return int(on_gpu(flat, units, where, first_row))
     total, step = 0, max(_PIECE_BYTES // (row_bytes * num_rows), 1)
     for at in range(0, len(units), step):
         piece = units[at : at + step].to(torch.int64)

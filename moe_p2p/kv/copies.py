@@ -5,13 +5,15 @@ Used by moe_p2p/kv/packing.py (gather) and moe_p2p/kv/unpacking.py (scatter).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_p2p.errors import require
+from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.ops import call
 
@@ -61,22 +63,28 @@ class Copy:
         self._event = event
 
     def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        if self._event is None:
+            return True
+        with relaxed_captures():
+            return bool(self._event.query())
 
     def wait(self) -> None:
         if self._event is not None:
-            self._event.synchronize()
+            with relaxed_captures():
+                self._event.synchronize()
 
 
 class Copier:
     """num_sms: multiprocessors that a copy on a GPU takes. Its stream is its own, so neither the
-    user's kernels nor these wait for each other; whoever needs the bytes asks the `Copy`."""
+    user's kernels nor these wait for each other; whoever needs the bytes asks the `Copy`. Any
+    thread may call it, also while another one captures a CUDA graph."""
 
     def __init__(self, device: torch.device, num_sms: int) -> None:
         self._num_sms = num_sms
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with relaxed_captures():
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def place(self, units: Tensor) -> Placed:
         bounds = int(units.min()), int(units.max())
@@ -109,5 +117,8 @@ class Copier:
             event.record(self._stream)
         return Copy(event)
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """On its device, also in threads whose current device is another."""
+        with relaxed_captures(), torch.cuda.stream(self._stream):
+            yield

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from moe_p2p.errors import ProtocolError, make
+from moe_p2p.errors import ProtocolError, make, require
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ class TorchLeases:
     def __init__(
         self, store: Any, lease_s: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        require(
+            hasattr(store, "compare_set"), f"TorchLeases: store is {store!r}, must be a torch store"
+        )
+        require(
+            isinstance(lease_s, (int, float)) and 0 < lease_s < float("inf"),
+            f"TorchLeases: lease_s is {lease_s!r}, must be a number of seconds above 0",
+        )
         # A client of its own: a call that waits in another one would hold up the renewal.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._lease_s, self._clock = lease_s, clock

@@ -70,7 +70,7 @@ class Leg:
             return
         self.reads = stats.take_done(self.reads)[1]
         self.state = LegState.SETTLED
-        stats.fenced("key", self.pair.fence_retries)
+        stats.fenced(self.pair.fenced_by, self.pair.fence_retries)
 
 
 def count_expected(leg: Leg, rank: int) -> tuple[int, int]:

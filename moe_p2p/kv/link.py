@@ -1,4 +1,7 @@
-"""What a GPU's NICs can carry, which rows are too small for them, and how those are packed."""
+"""What a GPU's NICs can carry, which rows are too small for them, and how those are packed.
+
+The rates are those of `CX7` and `EFA` until `python -m moe_p2p tune` has measured the NICs.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from moe_p2p import tuned
 from moe_p2p.errors import ProtocolError, make, require, require_type
 from moe_p2p.nics import transport
 
 
 @dataclass(frozen=True)
 class KVLink:
-    """NICs of one GPU together. All values are those of `CX7` until they are measured on the NIC.
+    """NICs of one GPU together.
 
     bytes_per_s: of large writes. writes_per_s: of small ones.
     pack: "auto": rows that the rates call too small; True: all rows that fit a packed write;
@@ -25,7 +29,7 @@ class KVLink:
     name: str
     bytes_per_s: float
     writes_per_s: float
-    packed_write_bytes: int = 1 << 20
+    packed_write_bytes: int = 4 << 20  # Python takes 50 us for one: 1 MiB would be 20 GB/s
     pack: bool | str = "auto"
     ring_bytes: int = 64 << 20
     num_sms: int = 6
@@ -90,6 +94,32 @@ SOFTWARE = KVLink("the software NIC", bytes_per_s=50e9, writes_per_s=11.1e6, pac
 
 
 def link_of(engine: Any) -> KVLink:
-    """The link of an engine's NICs, as far as its provider tells."""
-    kind = transport.kind_of(engine.provider, engine.opening.settings)
-    return {"verbs": CX7, "efa": EFA}.get(kind, SOFTWARE)
+    """The link of an engine's NICs: as measured, else as far as its provider tells."""
+    settings = engine.opening.settings
+    kind = transport.kind_of(engine.provider, settings)
+    link = {"verbs": CX7, "efa": EFA}.get(kind, SOFTWARE)
+    rates = tuned.find().rates
+    if rates is None or rates.transport != tuned.transport_name(engine.provider, settings):
+        return link
+    return as_measured(link, rates, engine.num_nics)
+
+
+def as_measured(link: KVLink, rates: tuned.Rates, num_nics: int) -> KVLink:
+    """`link` at the rates of so many NICs."""
+    share = num_nics / rates.nics
+    return dataclasses.replace(
+        link,
+        name=f"{rates.transport} as measured",
+        bytes_per_s=rates.bytes_per_s * share,
+        writes_per_s=rates.writes_per_s * share,
+    )
+
+
+def measured_link() -> KVLink | None:
+    """What `tune` has measured here, for `plan --kv`; None: nothing."""
+    rates = tuned.find().rates
+    if rates is None:
+        return None
+    provider, _, settings = rates.transport.partition(" ")
+    link = {"verbs": CX7, "efa": EFA}.get(transport.kind_of(provider, settings), SOFTWARE)
+    return as_measured(link, rates, rates.nics)

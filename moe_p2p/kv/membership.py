@@ -11,6 +11,7 @@ thread handles deadlines and fences. Ports are ephemeral and stand in the lease.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import secrets
 import socket
@@ -20,7 +21,14 @@ from contextlib import suppress
 from types import TracebackType
 
 from moe_p2p import env, log
-from moe_p2p.errors import MoeP2pError, ProtocolError, make
+from moe_p2p.errors import (
+    MoeP2pError,
+    ProtocolError,
+    UnavailableError,
+    make,
+    require,
+    require_type,
+)
 from moe_p2p.kv.channel import Channel, prove, receive
 from moe_p2p.kv.leases import Leases, Worker
 from moe_p2p.kv.pair import Hello, Pair, PairMemory
@@ -33,8 +41,17 @@ class Membership:
     """host: address under which others reach this process; it is also the one that listens."""
 
     def __init__(self, worker: KVWorker, leases: Leases, *, host: str = "127.0.0.1") -> None:
+        require_type("Membership: worker", worker, KVWorker, "a KVSender or KVReceiver")
+        require(
+            hasattr(leases, "members"), f"Membership: leases is {leases!r}, must be a kv.Leases"
+        )
+        require_type("Membership: host", host, str, "a str")
         self.worker, self.leases = worker, leases
-        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        try:
+            self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        except OSError as error:
+            text = f"{worker.name}: host={host!r} is no address of this machine: {error}"
+            raise make(UnavailableError, text) from error
         secret = env.secret()
         drawn = "" if secret else secrets.token_hex(32)
         self._secret = (secret or drawn).encode()
@@ -45,6 +62,10 @@ class Membership:
         self._beat = threading.Event()
         self._dialing: set[str] = set()
         self._known: dict[str, Worker] = {}
+        self._unread: set[bytes] = set()
+        # Before engines are closed at exit: a thread that is in a call of ours when the interpreter
+        # ends would end the process by std::terminate.
+        atexit.register(self.close)
         self._threads = [
             self._thread("lease", self._heartbeat),
             self._thread("step", self._steps),
@@ -80,7 +101,7 @@ class Membership:
             self.leases.withdraw(self.record.name)
 
     def _look_at(self, members: dict[str, bytes]) -> None:
-        found = {name: Worker.from_bytes(record) for name, record in members.items()}
+        found = self._workers(members)
         for name, pair in list(self.worker.pairs.items()):
             now = found.get(name)
             if now is None and name in self._known:
@@ -93,6 +114,18 @@ class Membership:
             if wanted and other.name not in self.worker.pairs and other.name not in self._dialing:
                 self._dialing.add(other.name)
                 self._thread(f"dials {other.name}", self._dial, other)
+
+    def _workers(self, members: dict[str, bytes]) -> dict[str, Worker]:
+        """Without those whose records this build does not read: others go on."""
+        found = {}
+        for name, record in members.items():
+            try:
+                found[name] = Worker.from_bytes(record)
+            except MoeP2pError as error:
+                if record not in self._unread:
+                    log.warning(f"{self.record.name}: the lease of {name}: {error}")
+                self._unread.add(record)
+        return found
 
     # --- connections ---
 
@@ -146,6 +179,10 @@ class Membership:
 
     def _begin(self, pair: Pair, channel: Channel) -> None:
         self.worker.attach(pair)
+        if self._stop.is_set():  # `close` may have ended all pairs before this one was there
+            self.worker.lose(pair, "this worker leaves")
+            self.worker.step()
+            return
         channel.start(
             f"{self.record.name} with {pair.name}",
             lambda message: self.worker.on_message(pair, message),
@@ -173,6 +210,7 @@ class Membership:
         """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent."""
         if self._stop.is_set():
             return
+        atexit.unregister(self.close)
         self._stop.set()
         self._beat.set()
         self.worker.wake.set()

@@ -118,6 +118,16 @@ def dense_memory(
     Returns the memory and the size of each region in bytes. As vLLM allocates them where groups do
     not share memory; engines with a tensor per layer make a KVMemory with a region per tensor.
     """
+    require_type("dense_memory: layout", layout, KVLayout, "a KVLayout")
+    for name, value, most in (
+        ("rank", rank, layout.world_size - 1),
+        ("num_pages", num_pages, None),
+    ):
+        require_type(f"dense_memory: {name}", value, int, "an int")
+        require(
+            value >= 0 and (most is None or value <= most),
+            f"dense_memory: {name} is {value}, must be 0 to {'any' if most is None else most}",
+        )
     groups, sizes = [], []
     for number, group in enumerate(layout.groups):
         num_layers = len(layout.layers_of(group, rank // layout.tp))

@@ -1,23 +1,34 @@
 """Two workers that know each other, from their meeting to the fence; then they may meet anew.
 
 Each side registers its KV memory once for each pair, so each pair has a key of its own, and
-withdrawing it reaches nobody else. `Pair.fence` is the one place where that is done: when it
-returns, nothing of the other worker changes memory here any more, and no NIC here reads for it.
+withdrawing it reaches nobody else; its connections have a tag of their own, by which they can be
+severed alone. `Pair.fence` is the one place where either is done: when it returns, nothing of the
+other worker changes memory here any more, and no NIC here reads for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_p2p.errors import ProtocolError, make, require, require_type
+from moe_p2p import log
+from moe_p2p.errors import (
+    ClosedError,
+    MoeP2pError,
+    ProtocolError,
+    make,
+    require,
+    require_type,
+)
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.checks import check_places, check_tensors
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.leases import Worker
 from moe_p2p.kv.link import KVLink
@@ -29,10 +40,14 @@ from moe_p2p.kv.memory import (
     layout_to_bytes,
     resolve,
 )
-from moe_p2p.kv.plan import KVPlan, kv_plan
+from moe_p2p.kv.plan import KVMove, KVPlan, kv_plan
 from moe_p2p.kv.ring import Parts, Ring
+from moe_p2p.transfers import LayerPlace
 
-VERSION = 2  # of the messages; another one is refused
+VERSION = 3  # of the messages; another one is refused
+# The two fences. QUEUE_PAIR: of verbs alone, faster where deregistration takes long.
+KEY, QUEUE_PAIR = "key", "queue_pair"
+SEVER_S = 1.0  # after which a fence by queue pair gives up, and the key is withdrawn
 
 
 class Sends(Protocol):
@@ -59,12 +74,17 @@ class KVCache:
 
     def __post_init__(self) -> None:
         require_type("KVCache.layout", self.layout, KVLayout, "a KVLayout")
+        require_type("KVCache.rank", self.rank, int, "an int")
+        require_type("KVCache.layers", self.layers, (tuple, list), "a tuple, as of KVMemory")
+        require_type("KVCache.pages", self.pages, Mapping, "a dict of ints by group")
+        check_tensors(self)
         self.memory((b"",) * len(self.tensors)).check(self.layout)
         names = [group.name for group in self.layout.groups]
         require(
             sorted(self.pages) == sorted(names),
             f"KVCache.pages has groups {sorted(self.pages)}, the layout {sorted(names)}",
         )
+        check_places(self)
 
     def memory(self, descriptors: tuple[bytes, ...]) -> KVMemory:
         return KVMemory(self.rank, self.layers, descriptors)
@@ -84,6 +104,7 @@ class Hello:
     link: KVLink
     parts: Parts  # of its ring
     ring: bytes  # the ring's descriptor; empty: it has none
+    tag: int  # the receiver's: the tag of all connections of the pair
 
     def to_message(self) -> Message:
         fields = {
@@ -91,6 +112,7 @@ class Hello:
             "num_nics": self.num_nics,
             "tail_bytes": self.tail_bytes,
             "parts": self.parts,
+            "tag": self.tag,
         }
         arrays = (
             self.worker.to_bytes(),
@@ -123,19 +145,22 @@ class Hello:
             KVLink.from_bytes(link),
             Parts(*map(int, message.fields["parts"])),
             ring,
+            int(message.fields["tag"]),
         )
 
 
 class PairMemory:
-    """This side's memory, registered for one pair."""
+    """This side's memory, registered for one pair. by: its fence, KEY or QUEUE_PAIR."""
 
-    def __init__(self, engine: Any, cache: KVCache, control: Tensor, ring: Ring) -> None:
+    def __init__(self, engine: Any, cache: KVCache, control: Tensor, ring: Ring, by: str) -> None:
+        self.engine, self.by = engine, by
+        self.tag = secrets.randbits(62) + 1
         self._registered: list[Any] = []
         self.ring: Any = None
         staging = (ring.tensor,) if ring.num_parts else ()
         try:
             for tensor in (*cache.tensors, control, *staging):
-                self._registered.append(engine.register(tensor))
+                self._registered.append(engine.register(tensor, in_order=by == QUEUE_PAIR))
         except BaseException:
             self.withdraw()
             raise
@@ -155,6 +180,10 @@ class PairMemory:
             self._registered[-1].unregister()
             self._registered.pop()
 
+    def sever(self, tag: int) -> None:
+        """As `withdraw`, by ending the pair's connections; the keys stay."""
+        self.engine.sever(tag, self._registered, timeout_s=SEVER_S)
+
 
 @dataclass(eq=False)
 class Pair:
@@ -168,11 +197,14 @@ class Pair:
     peer: Any
     regions: list[Any]
     control: Any  # Region: tails at a receiver, nonces at a sender
+    tag: int  # of its connections, both ways
     ring: Any = None  # Region of the other one's ring
     lost: str = ""
     fenced: bool = False
     fence_at: float = 0.0  # not before, where a fence failed
     fence_retries: int = 0
+    fenced_by: str = KEY
+    _placed: dict[tuple[int, ...], list[tuple[KVMove, Any]]] = field(default_factory=dict)
 
     @property
     def worker(self) -> Worker:
@@ -191,6 +223,29 @@ class Pair:
     def packs(self) -> bool:
         return any(move.why_packed for move in self.plan.moves)
 
+    def placed(self, engine: Any, layers: tuple[int, ...]) -> list[tuple[KVMove, Any]]:
+        """Where these layers lie, for each move but packed ones, as `write_layers` takes it."""
+        if layers not in self._placed:
+            by_move: defaultdict[int, list[LayerPlace]] = defaultdict(list)
+            moves = {}
+            for request in (each for layer in layers for each in self.requests[layer]):
+                if request.move.why_packed:
+                    continue  # moe_p2p/kv/packing.py
+                ours, theirs = request.source, request.target
+                place = LayerPlace(
+                    self.memory.kv[ours.region],
+                    ours.offset,
+                    self.regions[theirs.region],
+                    theirs.offset,
+                    request.layer,
+                )
+                moves[id(request.move)] = request.move
+                by_move[id(request.move)].append(place)
+            self._placed[layers] = [
+                (moves[key], engine.layer_places(places)) for key, places in by_move.items()
+            ]
+        return self._placed[layers]
+
     def send(self, kind: str, *arrays: bytes, **fields: Any) -> None:
         self.channel.send(Message(kind, fields, arrays))
 
@@ -199,6 +254,19 @@ class Pair:
         if self.peer is not None:
             self.peer.disconnect()
             self.peer = None
+        if self.memory.by == QUEUE_PAIR:
+            try:
+                self.memory.sever(self.tag)
+                self.fenced_by = QUEUE_PAIR
+                return
+            except ClosedError:
+                raise
+            except MoeP2pError as error:
+                log.warning(f"{self.name} is fenced by its key instead: {error}")
+        self.memory.withdraw()
+
+    def close(self) -> None:
+        """After the fence: gives back what it left."""
         self.memory.withdraw()
 
 
@@ -242,7 +310,8 @@ def make_pair(
     for request in found:
         by_layer[request.layer].append(request)
     assert all((r.move.source_rank, r.move.target_rank) == ranks for r in found)
-    peer = engine.connect(theirs.address)
+    tag = theirs.tag if sends else memory.tag
+    peer = engine.connect(theirs.address, tag=tag)
     try:
         regions = [engine.resolve(each, peer) for each in theirs.memory.regions]
         control = engine.resolve(theirs.control, peer)
@@ -250,4 +319,4 @@ def make_pair(
     except BaseException:
         peer.disconnect()
         raise
-    return Pair(theirs, channel, memory, plan, dict(by_layer), peer, regions, control, ring)
+    return Pair(theirs, channel, memory, plan, dict(by_layer), peer, regions, control, tag, ring)

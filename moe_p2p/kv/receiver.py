@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_p2p import errors
-from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make
+from moe_p2p import errors, log
+from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.checks import check_request, page_lists
 from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, wrong_sum
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import counts
@@ -74,18 +75,22 @@ class KVReceiver(KVWorker):
         Raises UnavailableError unless connected to all its ranks, InvalidArgumentError for pages
         that another reservation still holds.
         """
+        check_request(self.name, request, total)
+        require(on_free is None or callable(on_free), f"on_free is {on_free!r}, must be a function")
+        lists = page_lists(f"reserve {request!r}", self.cache.layout, pages)
         with self.lock:
-            reservation = KVReservation(self, request, pages)
+            reservation = KVReservation(self, request, lists)
             reservation.begin, reservation.total = begin, total
-            reservation.pull, reservation.on_free = pull, on_free
+            reservation.pull = pull
             pairs = self._sources(source)
+            self._check_new(request, pairs)
             self._holds.take(pairs[0].plan, reservation, self.reservations)
             try:
                 self._open_legs(reservation, pairs)
             except BaseException:
                 self._free(reservation)
                 raise
-            reservation.verified = self.verify.draw()
+            reservation.verified, reservation.on_free = self.verify.draw(), on_free
             self.reservations.append(reservation)
             for leg in reservation.legs:
                 self._send_open(reservation, leg)
@@ -98,6 +103,14 @@ class KVReceiver(KVWorker):
         with self.lock:
             for pair in self._sources(source):
                 pair.send("decline", request=request, why=why)
+
+    def _check_new(self, request: str, pairs: list[Pair]) -> None:
+        """A source knows requests of a receiver by name."""
+        under_way = [each for each in self.reservations if each.request == request]
+        require(
+            not any(leg.pair in pairs for each in under_way for leg in each.legs),
+            f"{self.name}: request {request!r} is reserved; a retry takes another name",
+        )
 
     def _sources(self, source: str) -> list[Pair]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == source]
@@ -240,13 +253,11 @@ class KVReceiver(KVWorker):
         self._free(reservation)
 
     def wait(self, reservation: KVReservation, timeout_s: float | None) -> bytes:
-        deadline = None if timeout_s is None else self.clock() + timeout_s
+        deadline = None if timeout_s is None else self.deadline(timeout_s)
         while not self.poll(reservation):
             left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self.clock())
             if left <= 0:
-                raise make(
-                    errors.TimeoutError, self._progress(reservation, f"waited {timeout_s} s")
-                )
+                raise make(errors.TimeoutError, self.text_of(reservation, f"waited {timeout_s} s"))
             self._wait_a_little(reservation, left)
         if reservation.error is not None:
             raise reservation.error
@@ -271,7 +282,7 @@ class KVReceiver(KVWorker):
     # --- cancel, deadlines, losses ---
 
     def cancel(self, reservation: KVReservation, why: str) -> None:
-        text = self._progress(reservation, why)
+        text = self.text_of(reservation, why)
         with self.lock:
             self._fail(reservation, make(AbortedError, text))
 
@@ -313,18 +324,10 @@ class KVReceiver(KVWorker):
             self.count(reservation.stats)
         self.changed.notify_all()
         if reservation.on_free is not None:
-            reservation.on_free()
-
-    def wait_reusable(self, reservation: KVReservation, timeout_s: float | None) -> None:
-        limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
-        deadline = self.clock() + limit
-        with self.lock:
-            while not reservation.reusable:
-                left = deadline - self.clock()
-                if left <= 0:
-                    text = self._progress(reservation, f"pages are not free after {limit} s")
-                    raise make(errors.TimeoutError, text)
-                self.changed.wait(min(left, _SLICE_S))
+            try:
+                reservation.on_free()
+            except Exception as error:  # the caller's own, in whichever thread this is
+                log.warning(f"{self.name}: on_free of {reservation.request!r} raised: {error!r}")
 
     def on_message(self, pair: Pair, message: Message) -> None:
         with self.lock:
@@ -415,9 +418,9 @@ class KVReceiver(KVWorker):
             phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
         if now - since <= limit or self.poll(reservation):
             return ""
-        return self._progress(reservation, f"waited {limit} s in phase {phase}")
+        return self.text_of(reservation, f"waited {limit} s in phase {phase}")
 
-    def _progress(self, reservation: KVReservation, why: str) -> str:
+    def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""
         legs = []
         for leg in reservation.legs:
@@ -434,7 +437,7 @@ class KVReceiver(KVWorker):
     def on_lost(self, pair: Pair) -> None:
         for reservation in list(self.reservations):
             if any(leg.pair is pair and leg.state is LegState.OPEN for leg in reservation.legs):
-                text = self._progress(reservation, f"lost {pair.name}: {pair.lost}")
+                text = self.text_of(reservation, f"lost {pair.name}: {pair.lost}")
                 self._fail(reservation, make(PeerDeadError, text))
 
     def on_fenced(self, pair: Pair) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import MoeP2pError, require
+from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.legs import Leg
 from moe_p2p.kv.plan import KVPlan
@@ -80,6 +80,11 @@ class PageHolds:
                 f"reserve {reservation.request!r}: group {group!r} has {len(held)} pages, not "
                 f"{bad[:4].tolist()}",
             )
+            require(
+                len(torch.unique(pages)) == len(pages),
+                f"reserve {reservation.request!r}: pages of group {group!r} name one twice: tokens "
+                "would overwrite each other",
+            )
             taken = pages[held[pages]]
             require(
                 not len(taken),
@@ -101,11 +106,11 @@ class PageHolds:
             span = span_of(plan, group, reservation.begin, reservation.total)
             tokens = 1 if group.kind == "state" else self._layout.page_tokens(group)
             pages = reservation.pages.get(group.name)
-            require(
-                isinstance(pages, Tensor) and pages.dtype == torch.int32 and pages.dim() == 1,
-                f"reserve {reservation.request!r}: pages of group {group.name!r} must be int32 [n]",
-            )
-            assert pages is not None
+            if pages is None:
+                text = (
+                    f"reserve {reservation.request!r}: there are no pages of group {group.name!r}"
+                )
+                raise make(InvalidArgumentError, text)
             first, last = span.begin // tokens, -(-span.end // tokens)
             require(
                 len(pages) >= last,

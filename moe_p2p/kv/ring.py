@@ -50,6 +50,8 @@ class Ring:
         self.slots: Slots = Slots(self.num_parts, first=first)
         nbytes = self.num_parts * self.parts.part_bytes
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if self.tensor.is_cuda:  # kernels that used this memory before must not write behind a NIC
+            torch.cuda.current_stream(device).synchronize()
 
     @property
     def num_free(self) -> int:

@@ -20,16 +20,16 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
+from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require, require_type
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.checks import check_request
 from moe_p2p.kv.openings import Openings
 from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.sending import Flight, KVSending, Opened
 from moe_p2p.kv.tail import MAX_USER_BYTES
-from moe_p2p.kv.units import Units, int32_bytes
+from moe_p2p.kv.units import Step, int32_bytes
 from moe_p2p.kv.worker import KVWorker
-from moe_p2p.transfers import Gate
 
 
 class KVSender(KVWorker):
@@ -53,14 +53,21 @@ class KVSender(KVWorker):
         open_s counts from `commit`. Raises UnavailableError unless connected to all ranks of a
         target.
         """
+        check_request(self.name, request, total)
         with self.lock:
-            sending = KVSending(self, request, pages, total)
+            taken = [each for each in self.sendings if each.request == request]
+            require(
+                target not in [each.target for each in taken],
+                f"{self.name}: request {request!r} is under way; a retry takes another name",
+            )
+            sending = KVSending(self, request, target, total)
+            sending.add_pages(pages)
             if target is not None:
                 sending.flights = self._flights_to(target)
             self.sendings.append(sending)
             declined = self._openings.begin(target or "", request)
             if declined:
-                self._fail(sending, make(AbortedError, self._text(sending, declined)))
+                self._fail(sending, make(AbortedError, self.text_of(sending, declined)))
             self._find_opened(sending)
         self.wake.set()
         return sending
@@ -68,7 +75,7 @@ class KVSender(KVWorker):
     def give_up(self, request: str, why: str) -> None:
         """The request will not be started: whoever has opened it, or does so later, hears why."""
         with self.lock:
-            self._openings.give_up("", request, why[:400])
+            self._openings.give_up("", request, str(why)[:400])
 
     def begin_of(self, request: str) -> int | None:
         """The first token that a receiver of a request that is not started wants; None: nobody."""
@@ -101,41 +108,38 @@ class KVSender(KVWorker):
         try:
             if opened.total != sending.total:
                 text = f"{opened.pair.name} expects {opened.total} tokens, here are {sending.total}"
-                raise make(errors.ProtocolError, self._text(sending, text))
-            flight.units = Units(
-                flight.pair, sending.total, source=sending.pages, target=opened.pages
-            )
-            flight.slot = self.slots.take(self._text(sending, "opening"))
-            for layer, end in sending.calls:
-                self._send_layer(sending, flight, layer, end)
+                raise make(errors.ProtocolError, self.text_of(sending, text))
+            flight.units = flight.units_of(sending)
+            flight.slot = self.slots.take(self.text_of(sending, "opening"))
+            for layers, end in sending.runs():
+                self._send_layers(sending, flight, layers, end)
             if sending.user is not None:
                 self._send_tail(sending, flight)
         except MoeP2pError as error:  # pages that do not fit, say
             self._fail(sending, error)
 
-    def _text(self, sending: KVSending, why: str) -> str:
+    def text_of(self, sending: KVSending, why: str) -> str:
         return f"{self.name}: request {sending.request!r}: {why}"
 
     # --- layers, tail ---
 
-    def layer(self, sending: KVSending, layer: int, end: int, after: Gate | None = None) -> None:
-        """after: the layer is not computed yet, and is sent when it is."""
+    def layers(
+        self, sending: KVSending, layers: tuple[int, ...], end: int, after: Step | None = None
+    ) -> None:
+        """after: they are not computed yet, and each is sent when it is."""
+        require_type(self.text_of(sending, "end"), end, int, "an int")
         with self.lock:
             self._require_open(sending)
             last = sending.calls[-1][1] if sending.calls else 0
-            require(
-                last <= end <= sending.total and layer in sending.layers,
-                self._text(
-                    sending, f"layer {layer} up to token {end} of {sending.total}, after {last}"
-                ),
-            )
-            sending.calls.append((layer, end))
-            if after is not None:
-                sending.add_gate(layer, end, after, self.clock())
+            wrong = [*sorted(set(layers).difference(sending.layers)), *layers]
+            text = f"layer {wrong[0]} up to token {end} of {sending.total}, after {last}"
+            ok = len(wrong) == len(layers) and last <= end <= sending.total
+            require(ok, self.text_of(sending, text))
+            sending.add_calls(layers, end, after, self.clock())
             try:
                 for flight in sending.flights:
                     if flight.state == "open":
-                        self._send_layer(sending, flight, layer, end)
+                        self._send_layers(sending, flight, layers, end)
             except MoeP2pError as error:
                 self._fail(sending, error)
                 raise
@@ -145,10 +149,12 @@ class KVSender(KVWorker):
             raise sending.error
         require(
             sending.state == "open" and sending.user is None,
-            self._text(sending, "it was committed"),
+            self.text_of(sending, "it was committed"),
         )
 
-    def _send_layer(self, sending: KVSending, flight: Flight, layer: int, end: int) -> None:
+    def _send_layers(
+        self, sending: KVSending, flight: Flight, layers: tuple[int, ...], end: int
+    ) -> None:
         opened, units = flight.opened, flight.units
         assert opened is not None
         assert units is not None
@@ -157,22 +163,24 @@ class KVSender(KVWorker):
         chunk = flight.chunk
         if chunk is None:
             return
-        after = sending.gates.get((layer, end))
         if opened.verify:
-            flight.unsummed.append((layer, chunk))
+            flight.unsummed += [(layer, chunk) for layer in layers]
             if not sending.gates:
                 flight.sum_layers(self.cache)
-        if not opened.pull:
-            flight.requests += units.write(self.engine, layer, chunk, opened.imm, after)
-            if flight.pair.packs:
-                sending.stats.packed += self.packer.add(flight, layer, chunk, after)
+        if opened.pull:
+            return
+        after = sending.step_of(layers[0], end)
+        flight.requests += units.write(self.engine, layers, chunk, opened.imm, after)
+        for layer in layers if flight.pair.packs else ():
+            found = self.packer.add(flight, layer, chunk, sending.gates.get((layer, end)))
+            sending.stats.packed += found
 
     def commit(self, sending: KVSending, user: bytes) -> None:
         with self.lock:
             self._require_open(sending)
             require(
                 isinstance(user, bytes) and len(user) <= MAX_USER_BYTES,
-                self._text(sending, f"user must be up to {MAX_USER_BYTES} bytes"),
+                self.text_of(sending, f"user must be up to {MAX_USER_BYTES} bytes"),
             )
             sending.check_complete()
             sending.user, sending.committed_at = user, self.clock()
@@ -238,7 +246,7 @@ class KVSender(KVWorker):
                 request.wait(0)
             except MoeP2pError as error:
                 why = f"a write to {flight.pair.name} failed: {error}"
-                self._fail(sending, make(PeerDeadError, self._text(sending, why)))
+                self._fail(sending, make(PeerDeadError, self.text_of(sending, why)))
                 self._lose(flight.pair, f"a write failed: {error}")
                 return
         if not self._pack(sending, flight):
@@ -263,10 +271,10 @@ class KVSender(KVWorker):
             flight.slot = None
 
     def wait(self, sending: KVSending, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else self.clock() + timeout_s
+        deadline = None if timeout_s is None else self.deadline(timeout_s)
         while not self.poll(sending):
             if deadline is not None and self.clock() >= deadline:
-                text = self._text(sending, f"waited {timeout_s} s; {sending.progress()}")
+                text = self.text_of(sending, f"waited {timeout_s} s; {sending.progress()}")
                 raise make(errors.TimeoutError, text)
             with self.lock:
                 self.changed.wait(0.0005)
@@ -275,7 +283,7 @@ class KVSender(KVWorker):
 
     def cancel(self, sending: KVSending, why: str) -> None:
         with self.lock:
-            text = self._text(sending, f"{why}; {sending.progress()}")
+            text = self.text_of(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(AbortedError, text))
 
     def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
@@ -328,17 +336,6 @@ class KVSender(KVWorker):
             self.count(sending.stats)
             self.changed.notify_all()
 
-    def wait_reusable(self, sending: KVSending, timeout_s: float | None) -> None:
-        limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
-        deadline = self.clock() + limit
-        with self.lock:
-            while not sending.reusable:
-                left = deadline - self.clock()
-                if left <= 0:
-                    text = self._text(sending, f"pages are not free after {limit} s")
-                    raise make(errors.TimeoutError, text)
-                self.changed.wait(min(left, 0.05))
-
     # --- messages, deadlines, losses ---
 
     def on_message(self, pair: Pair, message: Message) -> None:
@@ -375,7 +372,7 @@ class KVSender(KVWorker):
         for sending in self.sendings:
             to = [flight.pair.worker.instance for flight in sending.flights]
             if sending.request == request and (not to or instance in to):
-                self._fail(sending, make(AbortedError, self._text(sending, why)))
+                self._fail(sending, make(AbortedError, self.text_of(sending, why)))
                 return
         self._openings.decline(request, why)
 
@@ -386,7 +383,7 @@ class KVSender(KVWorker):
             pair.send("drained", nonce=nonce, why=why)
             return
         sending = found[0]
-        self._fail(sending, make(AbortedError, self._text(sending, f"{pair.name}: {why}")))
+        self._fail(sending, make(AbortedError, self.text_of(sending, f"{pair.name}: {why}")))
 
     def _flight(self, pair: Pair, nonce: Any) -> tuple[KVSending, Flight] | None:
         for sending in self.sendings:
@@ -421,7 +418,7 @@ class KVSender(KVWorker):
             waiting, since = ["any receiver"], sending.committed_at
         if waiting and now - since > self.timeouts.open_s:
             why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
-            text = self._text(sending, f"{why}; {sending.progress()}")
+            text = self.text_of(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(errors.TimeoutError, text))
 
     def _check_signals(self, sending: KVSending, now: float) -> None:
@@ -429,14 +426,14 @@ class KVSender(KVWorker):
         if shut and now - sending.begun_at > self.timeouts.layers_s:
             where = f"layer {shut[0].layer} of step {shut[0].step}"
             why = f"waited {self.timeouts.layers_s} s in phase signal for {where}"
-            text = self._text(sending, f"{why}; {sending.progress()}")
+            text = self.text_of(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(errors.TimeoutError, text))
 
     def on_lost(self, pair: Pair) -> None:
         self._openings.forget(pair)
         for sending in list(self.sendings):
             if any(f.pair is pair and f.state != "settled" for f in sending.flights):
-                text = self._text(sending, f"lost {pair.name}: {pair.lost}")
+                text = self.text_of(sending, f"lost {pair.name}: {pair.lost}")
                 self._fail(sending, make(PeerDeadError, text))
 
     def on_fenced(self, pair: Pair) -> None:
@@ -444,6 +441,6 @@ class KVSender(KVWorker):
             for flight in sending.flights:
                 if flight.pair is pair and flight.state != "settled":
                     flight.take_done(sending.stats)
-                    sending.stats.fenced("key", pair.fence_retries)
+                    sending.stats.fenced(pair.fenced_by, pair.fence_retries)
                     self._settle(flight)
             self._free_if_settled(sending)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_p2p.errors import MoeP2pError, require
+from moe_p2p.errors import InvalidArgumentError, MoeP2pError, require
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.checks import check_bounds, page_lists
 from moe_p2p.kv.checksum import add
 from moe_p2p.kv.packing import Packing
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import MAX_CHUNKS, Slot, Tail
-from moe_p2p.kv.units import Chunk, Units, int32_tensor
-from moe_p2p.transfers import Gate
+from moe_p2p.kv.units import Chunk, Step, Units, int32_tensor
+from moe_p2p.transfers import Gate, shut
 
 if TYPE_CHECKING:
     from moe_p2p.kv.sender import KVSender
@@ -76,6 +79,16 @@ class Flight:
     committed: bool = False
     drain_until: float = 0.0
 
+    def units_of(self, sending: KVSending) -> Units:
+        """Those of the whole request are worked out now, and not before a forward pass."""
+        opened = self.opened
+        assert opened is not None
+        units = Units(self.pair, sending.total, source=sending.pages, target=opened.pages)
+        if not opened.pull:
+            with suppress(InvalidArgumentError):  # pages of later chunks may not be there yet
+                units.of_layers(self.pair.layers[:1], (opened.begin, sending.total))
+        return units
+
     def take_done(self, stats: KVTransferStats) -> list[Any]:
         """Removes the requests that are done, and returns them; `stats` gets their figures."""
         done, self.requests = stats.take_done(self.requests)
@@ -113,10 +126,9 @@ class Flight:
 class KVSending:
     """One request. Made by `KVSender.start`."""
 
-    def __init__(
-        self, sender: KVSender, request: str, pages: Mapping[str, Tensor], total: int
-    ) -> None:
-        self.sender, self.request, self.pages, self.total = sender, request, dict(pages), total
+    def __init__(self, sender: KVSender, request: str, target: str | None, total: int) -> None:
+        self.sender, self.request, self.target, self.total = sender, request, target, total
+        self.pages: dict[str, Tensor] = {}
         self.flights: list[Flight] = []
         self.calls: list[tuple[int, int]] = []  # (layer, tokens that are there), in their order
         self.gates: dict[tuple[int, int], Gate] = {}  # of calls that wait for a signal
@@ -147,8 +159,11 @@ class KVSending:
     def add_pages(self, pages: Mapping[str, Tensor]) -> None:
         """Lists that begin with what was there before: with chunked prefill, engines allocate
         pages of a chunk when they schedule it."""
-        with self.sender.lock:
-            self.pages.update(pages)
+        sender, who = self.sender, f"{self.sender.name}: request {self.request!r}"
+        lists = page_lists(who, sender.cache.layout, pages)
+        check_bounds(who, sender.cache.pages, lists)
+        with sender.lock:
+            self.pages.update(lists)
 
     def check_complete(self) -> None:
         """Each chunk has each layer, once."""
@@ -179,19 +194,36 @@ class KVSending:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
         Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it.
-        With chunked prefill all layers of a chunk come before those of the next one.
+        With chunked prefill all layers of a chunk come before the layers of the next one.
         """
-        self.sender.layer(self, layer, self.total if end is None else end)
+        self.sender.layers(self, (layer,), self.total if end is None else end)
 
-    def add_gate(self, layer: int, end: int, gate: Gate, now: float) -> None:
-        self.gates[layer, end] = gate
-        self._shut.append(gate)
+    def add_calls(self, layers: tuple[int, ...], end: int, step: Step | None, now: float) -> None:
+        self.calls += [(layer, end) for layer in layers]
+        if step is None:
+            return
+        gates = [Gate(step[0], layer, step[1]) for layer in layers]
+        self.gates.update(((gate.layer, end), gate) for gate in gates)
+        self._shut += gates
         self.begun_at = now
 
     def shut_gates(self) -> list[Gate]:
         """Layers that are not computed yet, as far as signals say."""
-        self._shut = [gate for gate in self._shut if not gate.reached()]
+        if self._shut:
+            self._shut = shut(self._shut)
         return self._shut
+
+    def runs(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Calls so far: layers that wait for the same step, or for none, and where they end."""
+        for (end, _), calls in itertools.groupby(self.calls, self._run_of):
+            yield tuple(layer for layer, _ in calls), end
+
+    def _run_of(self, call: tuple[int, int]) -> tuple[int, Step | None]:
+        return call[1], self.step_of(*call)
+
+    def step_of(self, layer: int, end: int) -> Step | None:
+        gate = self.gates.get((layer, end))
+        return None if gate is None else (gate.signals, gate.step)
 
     def commit(self, user: bytes = b"") -> None:
         """All layers of all tokens were sent. user: up to 256 bytes for the receivers."""

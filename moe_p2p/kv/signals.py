@@ -26,9 +26,9 @@ from torch import Tensor
 from moe_p2p import errors, ops
 from moe_p2p.errors import make, require
 from moe_p2p.gpu import jit
+from moe_p2p.kv.checks import check_sends
 from moe_p2p.kv.sending import KVSending
 from moe_p2p.ops import call
-from moe_p2p.transfers import Gate
 
 if TYPE_CHECKING:
     from moe_p2p.kv.sender import KVSender
@@ -67,6 +67,7 @@ class KVSignals:
     """
 
     def __init__(self, sender: KVSender, *, max_steps: int = 8) -> None:
+        require(getattr(sender, "role", "") == "sender", f"KVSignals: {sender!r} is no KVSender")
         require(
             isinstance(max_steps, int) and max_steps > 0,
             f"KVSignals: max_steps is {max_steps!r}, must be at least 1",
@@ -108,7 +109,10 @@ class KVSignals:
     def capturing(self) -> bool:
         """Whether the current stream is captured: vLLM's connectors then ask for `save_kv_layer`
         (docs/kv.md)."""
-        return self._step.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not self._step.is_cuda:
+            return False
+        with torch.cuda.device_of(self._step):  # type: ignore[no-untyped-call]
+            return torch.cuda.is_current_stream_capturing()
 
     def begin_step(self, sends: Sequence[tuple[KVSending, int | None]]) -> int:
         """Before a forward pass, on its stream: what its signals send. Returns the step's number.
@@ -119,6 +123,7 @@ class KVSignals:
 
         Raises ResourceExhaustedError while max_steps steps wait for signals.
         """
+        check_sends(f"{self.sender.name}: begin_step", sends, KVSending)
         with self._lock:
             self._check()
             if not sends:
@@ -203,10 +208,8 @@ class KVSignals:
 
     def _prepare(self, sending: KVSending, end: int, number: int) -> None:
         """Layers that this rank has; the engine holds their requests."""
-        for layer in sending.layers:
-            if sending.error is not None:
-                return
-            self.sender.layer(sending, layer, end, Gate(self.number, layer, number))
+        if sending.error is None:
+            self.sender.layers(sending, tuple(sending.layers), end, (self.number, number))
 
     def _set_step(self, number: int) -> None:
         """By a kernel that has the number as an argument: nothing must outlive this call."""

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from moe_p2p.transfers import Report
 
-FENCES = ("none", "drained", "key")  # the later, the more was needed to get pages back
+FENCES = (
+    "none",
+    "drained",
+    "queue_pair",
+    "key",
+)  # the later, the more was needed to get pages back
 SECONDS = tuple(1e-4 * 2**i for i in range(18))  # upper bounds of buckets: 100 us to 13.1 s
 
 
@@ -37,7 +42,8 @@ class KVTransferStats:
     as they travelled with the row before. packed: rows that went through the ring of a GPU.
     retries: fences that had to be tried again. fence: what gave the pages back: "none" (the request
     was complete, or nothing was under way), "drained" (the other side, or all own completions, say
-    that nothing is under way any more), "key" (the pair's memory was withdrawn).
+    that nothing is under way any more), "queue_pair" (the pair's connections were severed), "key"
+    (the pair's memory was withdrawn).
     """
 
     request: str
@@ -139,6 +145,7 @@ class KVTotals:
     packed: int = 0
     retries: int = 0
     drained: int = 0  # requests whose fence was "drained"
+    queue_pair: int = 0  # "queue_pair"
     key: int = 0  # "key"
     queue_s: Histogram = field(default_factory=Histogram)
     transfer_s: Histogram = field(default_factory=Histogram)
@@ -195,6 +202,7 @@ _HELP = {
     "packed": "Rows that went through the ring of a GPU",
     "retries": "Fences that had to be tried again",
     "drained": "Failed requests whose pages came back because all drained",
+    "queue_pair": "Failed requests whose pages came back because queue pairs were reset",
     "key": "Failed requests whose pages came back because the key was withdrawn",
     "queue_s": "From start or reserve to the first post or arrival",
     "transfer_s": "From the first post or arrival to the last completion",

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_p2p.errors import require
 from moe_p2p.kv.checksum import add, rows_checksum
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.plan import KVMove
 from moe_p2p.kv.requests import indices, span_of
-from moe_p2p.transfers import Gate
 
 Pages = Mapping[str, Tensor]
 Chunk = tuple[int, int]
+Step = tuple[int, int]  # of which KVSignals, and its number
 
 
 class Units:
@@ -42,10 +43,15 @@ class Units:
             span = span_of(
                 self.pair.plan, self.pair.plan.source.group(move.group), *chunk, self.total
             )
-            lists = (self.source[move.group], self.target[move.group])
-            ours, theirs = indices(move, span, *lists)
+            for name, lists in (("source", self.source), ("target", self.target)):
+                require(move.group in lists, f"the {name} gave no pages of group {move.group!r}")
+            ours, theirs = indices(move, span, self.source[move.group], self.target[move.group])
             self._known[key] = (ours.to(torch.int64), theirs.to(torch.int64))
         return self._known[key]
+
+    def of_layers(self, layers: list[int], chunk: Chunk) -> None:
+        for request in (each for layer in layers for each in self.pair.requests[layer]):
+            self.of(request.move, chunk)
 
     def each(self, layer: int, chunk: Chunk) -> Iterator[tuple[KVRequest, Tensor, Tensor]]:
         """Requests of a layer that have something to carry."""
@@ -55,26 +61,22 @@ class Units:
                 yield request, ours, theirs
 
     def write(
-        self, engine: Any, layer: int, chunk: Chunk, imm: int, after: Gate | None
+        self, engine: Any, layers: tuple[int, ...], chunk: Chunk, imm: int, after: Step | None
     ) -> list[Any]:
-        """Submits one layer from here to the pair's worker; one immediate by each NIC a request."""
-        pair = self.pair
-        return [
-            engine.write_pages(
-                pair.memory.kv[request.source.region],
-                pair.regions[request.target.region],
-                pages=ours,
-                region_pages=theirs,
-                offset=request.source.offset,
-                region_offset=request.target.offset,
-                imm=imm,
-                imm_per_page=False,
-                after=after,
-                **_strides(request, here="source"),
-            )
-            for request, ours, theirs in self.each(layer, chunk)
-            if not request.move.why_packed  # moe_p2p/kv/packing.py
-        ]
+        """Submits layers from here to the pair's worker; one immediate by each NIC a request."""
+        found: list[Any] = []
+        for move, places in self.pair.placed(engine, layers):
+            ours, theirs = self.of(move, chunk)
+            if len(ours):
+                found += engine.write_layers(
+                    places,
+                    pages=ours,
+                    region_pages=theirs,
+                    imm=imm,
+                    after=after,
+                    **_strides(move, here="source"),
+                )
+        return found
 
     def read(self, engine: Any, chunk: Chunk) -> list[Any]:
         """Submits reads of all layers from the pair's worker to here."""
@@ -87,7 +89,7 @@ class Units:
                 region_pages=ours,
                 offset=request.target.offset,
                 region_offset=request.source.offset,
-                **_strides(request, here="target"),
+                **_strides(request.move, here="target"),
             )
             for layer in pair.layers
             for request, ours, theirs in self.each(layer, chunk)
@@ -114,15 +116,15 @@ class Units:
         return total
 
 
-def _strides(request: KVRequest, *, here: str) -> dict[str, int]:
+def _strides(move: KVMove, *, here: str) -> dict[str, int]:
     """In the engine's words: `here` is the side that calls it."""
-    shape = request.move.shape
+    shape = move.shape
     units = (shape.source_unit, shape.target_unit)
     rows = (shape.source_row_stride, shape.target_row_stride)
     if here == "target":
         units, rows = units[::-1], rows[::-1]
     return {
-        "page_bytes": request.move.unit_bytes,
+        "page_bytes": move.unit_bytes,
         "stride": units[0],
         "region_stride": units[1],
         "row_bytes": shape.row_bytes,

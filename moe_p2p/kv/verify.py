@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
-from moe_p2p.errors import require
+from moe_p2p.errors import require, require_type
 
 
 class Verify:
     """mode: "off", "always", or "sample:P" with P from 0 to 1: the share of requests."""
 
     def __init__(self, mode: str) -> None:
+        require_type("verify", mode, str, "a str")
         self.mode = mode
         share = {"off": "0", "always": "1"}.get(mode, mode.removeprefix("sample:"))
         try:

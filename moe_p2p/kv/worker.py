@@ -16,17 +16,29 @@ from typing import Any
 
 import torch
 
-from moe_p2p import errors, log
+from moe_p2p import env, errors, log
 from moe_p2p.errors import UnavailableError, make, require, require_type
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.checks import check_worker
 from moe_p2p.kv.leases import Worker
 from moe_p2p.kv.link import KVLink, link_of
-from moe_p2p.kv.pair import Hello, KVCache, Pair, PairMemory, Sends, agreed_link, make_pair
+from moe_p2p.kv.pair import (
+    KEY,
+    QUEUE_PAIR,
+    Hello,
+    KVCache,
+    Pair,
+    PairMemory,
+    Sends,
+    agreed_link,
+    make_pair,
+)
 from moe_p2p.kv.ring import Ring
 from moe_p2p.kv.stats import KVTotals, KVTransferStats
 from moe_p2p.kv.tail import Slots, tail_bytes
 
 QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
+MOST_S = 1e6  # waits of Python's threads overflow beyond some years
 RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
 
 
@@ -51,13 +63,18 @@ class KVTimeouts:
         for each in fields(self):
             value = getattr(self, each.name)
             require(
-                isinstance(value, (int, float)) and value > 0,
-                f"KVTimeouts.{each.name} is {value!r}, must be a positive number of seconds",
+                type(value) in (int, float) and 0 < value <= MOST_S,
+                f"KVTimeouts.{each.name} is {value!r}, must be a positive number of seconds, up to "
+                f"{MOST_S:g}",
             )
 
 
 class KVWorker:
-    """Base of `KVSender` and `KVReceiver`."""
+    """Base of `KVSender` and `KVReceiver`.
+
+    fence: how memory is taken back from a worker that does not drain: "key", or "queue_pair" of
+    verbs (docs/providers.md). None: what MOE_P2P_KV_FENCE says, else "key".
+    """
 
     role = ""
 
@@ -70,15 +87,30 @@ class KVWorker:
         timeouts: KVTimeouts | None = None,
         max_requests: int = 256,
         link: KVLink | None = None,
+        fence: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        require_type(f"{type(self).__name__}: cache", cache, KVCache, "a KVCache")
+        kind = type(self).__name__
+        timeouts = KVTimeouts() if timeouts is None else timeouts
+        require_type(f"{kind}: cache", cache, KVCache, "a KVCache")
+        check_worker(kind, engine, timeouts, link, clock)
         require(
             isinstance(instance, str) and bool(instance) and "/" not in instance,
             f"instance is {instance!r}, must be a name without '/'",
         )
+        fence = env.kv_fence() if fence is None else fence
+        require(
+            fence in (KEY, QUEUE_PAIR), f"fence is {fence!r}, must be {KEY!r} or {QUEUE_PAIR!r}"
+        )
+        if fence == QUEUE_PAIR and engine.provider != "verbs":
+            raise make(
+                UnavailableError,
+                f"{instance}: fence={fence!r} is of verbs, the transport is {engine.provider}; "
+                f"leave it at {KEY!r}",
+            )
+        self.fence_by = fence
         self.engine, self.cache = engine, cache
-        self.timeouts = KVTimeouts() if timeouts is None else timeouts
+        self.timeouts = timeouts
         self.worker = Worker(instance, cache.rank, self.role, uuid.uuid4().hex)
         self.clock = clock
         self.lock = threading.RLock()
@@ -102,7 +134,7 @@ class KVWorker:
     # --- meeting ---
 
     def register(self) -> PairMemory:
-        return PairMemory(self.engine, self.cache, self.control, self.ring)
+        return PairMemory(self.engine, self.cache, self.control, self.ring, self.fence_by)
 
     def hello(self, memory: PairMemory, worker: Worker) -> Hello:
         return Hello(
@@ -116,6 +148,7 @@ class KVWorker:
             self.link,
             self.ring.parts,
             memory.ring.descriptor if memory.ring else b"",
+            memory.tag,
         )
 
     def meet(self, memory: PairMemory, theirs: Hello, channel: Sends) -> Pair:
@@ -148,10 +181,18 @@ class KVWorker:
             )
         return pair
 
+    def deadline(self, timeout_s: float) -> float:
+        """By the worker's clock."""
+        require(
+            isinstance(timeout_s, (int, float)) and timeout_s >= 0,
+            f"{self.name}: timeout_s is {timeout_s!r}, must be a number of seconds, at least 0",
+        )
+        return self.clock() + timeout_s
+
     def wait_for(self, instance: str, timeout_s: float | None = None) -> None:
         """Waits until all ranks of an instance that exchange KV with this one are connected."""
         limit = self.timeouts.connect_s if timeout_s is None else timeout_s
-        deadline = self.clock() + limit
+        deadline = self.deadline(limit)
         with self.lock:
             while missing := self._missing(instance):
                 left = deadline - self.clock()
@@ -208,10 +249,13 @@ class KVWorker:
             if not self._try_to_fence(pair):
                 continue
             with self.lock:
+                if pair.fenced:  # by another thread, while `close` waited for that in vain
+                    continue
                 self._losing.remove(pair)
                 pair.fenced = True
                 self.on_fenced(pair)
                 self.changed.notify_all()
+            self.close_pair(pair)
         return QUICK_S if busy else SLOW_S
 
     def _try_to_fence(self, pair: Pair) -> bool:
@@ -228,6 +272,12 @@ class KVWorker:
             return False
         return True
 
+    def close_pair(self, pair: Pair) -> None:
+        try:
+            pair.close()
+        except errors.MoeP2pError as error:
+            log.warning(f"{self.name}: memory stays registered for {pair.name}: {error}")
+
     def lose_all(self, why: str) -> None:
         with self.lock:
             for pair in list(self.pairs.values()):
@@ -240,7 +290,23 @@ class KVWorker:
         one.observe(stats)
         self.totals = self.totals + one
 
+    def wait_reusable(self, request: Any, timeout_s: float | None) -> None:
+        """request: a KVSending or a KVReservation."""
+        limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
+        deadline = self.deadline(limit)
+        with self.lock:
+            while not request.reusable:
+                left = deadline - self.clock()
+                if left <= 0:
+                    text = self.text_of(request, f"pages are not free after {limit} s")
+                    raise make(errors.TimeoutError, text)
+                self.changed.wait(min(left, 0.05))
+
     # --- what senders and receivers do ---
+
+    def text_of(self, request: Any, why: str) -> str:
+        """For errors: who, which request, and why."""
+        raise NotImplementedError
 
     def on_message(self, pair: Pair, message: Message) -> None:
         raise NotImplementedError

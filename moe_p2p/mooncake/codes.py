@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec
 
-from moe_p2p import errors, log
+from moe_p2p import log
 
 # As the wheel gives them.
 FAILED, NOT_REGISTERED, REGISTERED, NO_PEER = -1, -3, -7, -102
@@ -41,7 +41,7 @@ def instead_of_errors(code: int) -> Callable[[Callable[_P, int]], Callable[_P, i
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> int:
             try:
                 return method(*args, **kwargs)
-            except (errors.MoeP2pError, OSError, ValueError, OverflowError) as error:
+            except (RuntimeError, OSError, ValueError, OverflowError) as error:
                 log.warning(f"mooncake: {method.__name__} returns {code}: {error}")
                 return code
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_p2p import Engine, EngineConfig, env, errors
+from moe_p2p import env, errors
+from moe_p2p.config import EngineConfig
+from moe_p2p.engine import Engine
 from moe_p2p.mooncake import codes, handshake, memory
 from moe_p2p.mooncake.codes import instead_of_errors
 from moe_p2p.nics import topology
@@ -116,6 +118,7 @@ class Endpoint:
         0; -7 where it overlaps registered memory. location is ignored: the memory says where it is.
         """
         engine = self._opened()
+        errors.require(buffer_addr > 0, f"buffer_addr is {buffer_addr}, must be an address")
         errors.require(capacity > 0, f"capacity is {capacity}, must be positive")
         with self._lock:
             if self._memory.overlaps(buffer_addr, capacity):
@@ -217,7 +220,7 @@ class Endpoint:
         with self._lock:
             found = self._memory.find(address, length)
         errors.require(
-            found is not None and not found[0].tensor.is_cuda,
+            found is not None and length >= 0 and not found[0].tensor.is_cuda,
             f"{length} bytes at {address:#x} are not registered host memory",
         )
         return address

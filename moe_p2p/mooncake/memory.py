@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import Engine, errors
+from moe_p2p import errors
+from moe_p2p.engine import Engine
 from moe_p2p.gpu import driver
 from moe_p2p.transfers import Memory, Peer, Region
 

@@ -21,7 +21,8 @@ from moe_p2p.gpu import driver, jit
 from moe_p2p.nics import topology
 from moe_p2p.nics.topology import Host, Nic
 
-LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
+LOOPBACK, TIMED, LIBFABRIC, VERBS = "loopback", "timed", "libfabric", "verbs"
+SOFTWARE = (LOOPBACK, TIMED)  # providers without devices
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
 DEFAULT_NICS = 2  # for providers without devices
 
@@ -134,6 +135,13 @@ def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/"
     Raises InvalidArgumentError for an unknown device name, UnavailableError when no device is
     usable.
     """
+    share = wish.share
+    errors.require(
+        isinstance(share, tuple)
+        and [type(number) for number in share] == [int, int]
+        and 0 <= share[0] < share[1],
+        f"share is {share!r}, must be (i, n): the i-th, from 0 on, of n engines of this host",
+    )
     names, key = named_in(provider, settings), ""
     if provider in PROVIDERS:
         key = PROVIDERS[provider].names_key
@@ -221,6 +229,22 @@ def with_copy_kernel(provider: str, settings: str, device: int) -> str:
         return settings
     kernel = jit.load(device, "copy.cu", "moe_p2p_copy", {})
     return ",".join(filter(None, [settings, f"copy_kernel={kernel}"]))
+
+
+def with_row_kernel(provider: str, settings: str, device: int | None) -> str:
+    """Adds a kernel with which software NICs copy many rows into GPU memory of peers at once.
+
+    device: CUDA device of the engine, None: none. Unchanged where `settings` name a kernel already,
+    and, with a line at level info, where none can be compiled: copy engines then carry each row.
+    """
+    if device is None or provider not in (LOOPBACK, TIMED) or setting(settings, "row_kernel"):
+        return settings
+    try:
+        kernel = jit.load(device, "rows.cu", "moe_p2p_rows", {})
+    except errors.UnavailableError as error:
+        log.info(f"rows of GPU {device} are copied one by one: {error}")
+        return settings
+    return ",".join(filter(None, [settings, f"row_kernel={kernel}"]))
 
 
 def shared_settings(settings: str) -> str:

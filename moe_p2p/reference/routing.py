@@ -24,10 +24,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_p2p.reference import int10
 from moe_p2p.reference.fp8 import FP8, ScaleFormat, pack_ue8m0, quantize
 
 Layout = Literal["padded", "grouped", "by_rank"]
 SumOrder = Literal["ranks", "topk", "rows"]
+CombineDtype = Literal["int10", "int10_nodes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +276,7 @@ def combine(
     weighted: bool | None = None,
     bias: Sequence[Tensor] = (),
     order: SumOrder = "ranks",
+    combine_dtype: CombineDtype | None = None,
 ) -> Tensor:
     """The combined rows of one source, [T, H] of out_dtype; `y` holds the rows of every rank.
 
@@ -288,6 +291,9 @@ def combine(
     On one node also, in the third stage after the bias, with order "topk": each rank's partial sum
     at the last k of its experts, k ascending; with "rows": each row, rounded to out_dtype, at its
     k, without the first stage. By rank, "rows" is "topk".
+
+    combine_dtype "int10": the first two stages round to int10 (int10.py) instead; a total of one
+    partial sum is that sum, not rounded again. "int10_nodes": only the second stage.
     """
     if weighted is None:
         weighted = routing.layout != "by_rank"
@@ -300,13 +306,23 @@ def combine(
     for hits in _hits_by_topk(routing, source, order):
         for rank in range(topology.world_size):
             out += _partial(hits & (rank_tk == rank), row_tk, y[rank], weights).to(out_dtype)
+    assert order == "ranks" or combine_dtype is None, "int10 is for the order of ranks"
     for node in range(topology.num_nodes if order == "ranks" else 0):
         own = node == source // local
         total = out if own else torch.zeros_like(out)
         for rank in range(node * local, (node + 1) * local):
-            total += _partial(rank_tk == rank, row_tk, y[rank], weights).to(out_dtype)
-        if not own:
-            out += total.to(out_dtype)
+            partial = _partial(rank_tk == rank, row_tk, y[rank], weights)
+            total += (
+                int10.round_trip(partial) if combine_dtype == "int10" else partial.to(out_dtype)
+            )
+        if own or combine_dtype is None:
+            out = out if own else out + total.to(out_dtype)
+            continue
+        sent = int10.round_trip(total)
+        if combine_dtype == "int10":
+            holders = [(rank_tk == node * local + i).any(1) for i in range(local)]
+            sent = sent.where(torch.stack(holders).sum(0)[:, None] > 1, total)
+        out += sent
     return out.to(out_dtype)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_p2p.reference.int10 import row_bytes
 from moe_p2p.reference.routing import Routing, Tokens
 
 LINE = 128  # slots and headers are multiples of this many bytes
@@ -53,20 +54,22 @@ def wire_bytes(
     combine_dtype: torch.dtype,
     scalars: bool = False,
     num_steps: int = 1,
+    int10: bool = False,
 ) -> WireBytes:
     """Exact bytes that the NICs carry for one source, all headers included.
 
-    `num_steps`: chunks of the call; `scalars`: whether combine returns them. With several chunks,
-    dispatch closes its steps by empty combines, and combine opens its own by empty dispatches: a
-    header each.
+    `int10`: combine sends it, whatever combine_dtype is. `num_steps`: chunks of the call;
+    `scalars`: whether combine returns them. With several chunks, dispatch closes its steps by empty
+    combines, and combine opens its own by empty dispatches: a header each.
     """
     topology, tokens = routing.topology, routing.tokens[source]
     topk = tokens.topk_idx.shape[1]
     others = topology.num_nodes - 1
     counts = align(4 * topology.ranks_per_node * (topology.max_local_experts() + 1), LINE)
     slot = align(slot_head_bytes(topk) + sum(align(b, 16) for b in token_bytes(tokens)), LINE)
-    item = combine_dtype.itemsize
-    row = align(tokens.x.shape[1] * item + (4 * topk if scalars else 0), LINE)
+    hidden = tokens.x.shape[1]
+    sums = row_bytes(hidden) if int10 else hidden * combine_dtype.itemsize
+    row = align(sums + (4 * topk if scalars else 0), LINE)
     slots = len(_node_pairs(routing, source))
     empty = LINE if num_steps > 1 else 0
     return WireBytes(

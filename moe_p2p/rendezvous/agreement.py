@@ -9,7 +9,7 @@ import json
 from typing import NamedTuple
 
 from moe_p2p import errors
-from moe_p2p.nics.transport import LOOPBACK, Choice
+from moe_p2p.nics.transport import LOOPBACK, SOFTWARE, Choice
 
 
 class Offer(NamedTuple):
@@ -17,14 +17,15 @@ class Offer(NamedTuple):
 
     host: str  # equal for ranks that can share memory
     choice: Choice
+    tuned: tuple[int, ...] = ()  # what all have to do alike, as rank 0 has measured it (tuned.py)
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
 
     @staticmethod
     def decode(data: bytes) -> Offer:
-        host, choice = json.loads(data)
-        return Offer(host, Choice(*choice))
+        host, choice, tuned = json.loads(data)
+        return Offer(host, Choice(*choice), tuple(tuned))
 
 
 class Facts(NamedTuple):
@@ -65,11 +66,11 @@ def agree_on_transport(offers: list[Offer], wanted_ranks_per_node: int | None) -
             f"transport differs between ranks: {_by_choice(offers)}. Name one with transport=, or "
             "compare the hosts with `python -m moe_p2p doctor`",
         )
-    if chosen.provider == LOOPBACK and len(hosts) > 1:
+    if chosen.provider in SOFTWARE and len(hosts) > 1:
         raise errors.make(
             errors.UnavailableError,
-            f"ranks are on {len(hosts)} hosts, and loopback stays on one: {_by_choice(offers)}. "
-            "`python -m moe_p2p doctor` says what each host lacks",
+            f"ranks are on {len(hosts)} hosts, and {chosen.provider} stays on one: "
+            f"{_by_choice(offers)}. `python -m moe_p2p doctor` says what each host lacks",
         )
     return chosen
 

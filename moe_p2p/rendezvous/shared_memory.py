@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from moe_p2p import errors, ops
+from moe_p2p import env, errors, ops
 from moe_p2p.config import AllToAllConfig
+from moe_p2p.nics.transport import TIMED
 
 MIB = 1 << 20
 PAGE = 4096
@@ -29,6 +30,7 @@ def of_a_rank(
         torch.ops.moe_p2p.software_nic_bytes.default,
         config.provider_settings if num_nics else "",
         world_size // ranks_per_node - 1,
+        (env.transport() if config.transport == "auto" else config.transport) == TIMED,
     )
     sizes = {"regions and signals": sum(plan[name] for name in lines), "engine": PAGE}
     if num_nics:

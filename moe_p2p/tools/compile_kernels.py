@@ -17,22 +17,30 @@ from pathlib import Path
 
 import torch
 
-from moe_p2p import env
+from moe_p2p import env, tuned
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.gpu import jit
-from moe_p2p.gpu.kernels import Kernel, combine_kernel, dispatch_kernel, shape_macros
-from moe_p2p.gpu.prepared import usual_calls
+from moe_p2p.gpu.kernels import (
+    Kernel,
+    combine_kernel,
+    dispatch_kernel,
+)
+from moe_p2p.gpu.prepared import usual_calls, variants_of
+from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.options import (
     BY_RANK,
+    COMBINE_DTYPES,
     QUANTIZE,
     SCALE_FORMATS,
     DispatchOptions,
     layout_of,
+    partials_of,
     scale_format_of,
     variant_of,
 )
 from moe_p2p.tools.bench.options import integers
+from moe_p2p.tuned import Shared
 
 # Experts, hidden size and top-k, of the models' published configurations.
 MODELS = {
@@ -56,7 +64,11 @@ def main(arguments: list[str]) -> int:
         if None in shape:
             print("compile: give --model, or --experts, --hidden and --topk")
             return 2
-        wanted = list(dict.fromkeys(_identity(each) for each in _kernels(given, *shape)))
+        wanted = list(
+            dict.fromkeys(
+                _identity(one) for each in _kernels(given, *shape) for one in variants_of(each)
+            )
+        )
         arch = given.arch or _arch()
         require(given.jobs is None or given.jobs > 0, f"--jobs is {given.jobs}, must be above 0")
     except MoeP2pError as error:
@@ -97,6 +109,8 @@ def _compile(source: str, macros: dict[str, int], arch: str) -> bool:
 def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) -> Iterator[Kernel]:
     """Yields what AllToAll prepares for these shapes, and dispatches with the options given."""
     local = given.ranks_per_node or math.gcd(given.ranks, NODE_RANKS)
+    measured = tuned.find()
+    shared = Shared.of(measured.shared("", ""))
     options = DispatchOptions(
         layout=given.layout, quantize=given.quantize, scale_format=given.scale_format
     )
@@ -110,7 +124,8 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
             num_sms=num_sms or None,
             mask_lost_ranks=given.masks,
         )
-        shape = shape_macros(config, world_size=given.ranks, ranks_per_node=local)
+        config = shared.on_gpu(config, given.ranks, local)
+        shape = shape_macros(config, world_size=given.ranks, ranks_per_node=local, bulk=shared.bulk)
         dispatches, combines = usual_calls(config)
         dispatches.append((config.dtype, options.number, 0))
         if given.fp8:
@@ -125,9 +140,21 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
                 scale_format=scale_format_of(variant),
                 by_rank=layout_of(variant) == BY_RANK,
                 num_sms=config.num_sms,
+                tuned=measured.launches,
             )
-        for y_dtype, out_dtype, by_topk in combines:
-            yield combine_kernel(shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=config.num_sms)
+        if given.combine_dtype:
+            bf16, partials = torch.bfloat16, partials_of(given.combine_dtype)
+            combines.append((bf16, bf16, False, partials))
+        for y_dtype, out_dtype, by_topk, partials in combines:
+            yield combine_kernel(
+                shape,
+                y_dtype,
+                out_dtype,
+                by_topk=by_topk,
+                partials=partials,
+                num_sms=config.num_sms,
+                tuned=measured.launches,
+            )
 
 
 def _arch() -> str:
@@ -161,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
     add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")
     add("--fp8", action="store_true", help="also dispatches of fp8 given by the caller")
+    add("--combine-dtype", choices=COMBINE_DTYPES, help="also combines of it, of bf16")
     add("--masks", action="store_true", help="with mask_lost_ranks (Buffer(enable_shrink=True))")
     add("--arch", help="as sm_90a; not given: of this machine's GPU, without one sm_90a")
     add("--into", type=Path, help="the folder; not given: the one of MOE_P2P_CACHE")

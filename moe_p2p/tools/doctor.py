@@ -1,8 +1,7 @@
 """`python -m moe_p2p doctor`: what this machine has for moe_p2p, what it lacks and how to fix it.
 
-`examine` collects facts, `judge` (pure) turns them into problems, doctor_text.py prints them. Works
-without a GPU, without RDMA and without their libraries; it opens only engines, which write to each
-other to test each rail.
+`examine` collects facts, doctor_judge.py turns them into problems, doctor_text.py prints them. It
+needs no GPU, no RDMA and no libraries, and opens only engines, which write to each other.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from pathlib import Path
 
 import torch
 
+from moe_p2p import env, tuned
 from moe_p2p.config import EngineConfig
 from moe_p2p.engine import Engine
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.gpu import driver
 from moe_p2p.nics import topology, transport
 from moe_p2p.nics.topology import Gpu, Host, Nic
-from moe_p2p.tools import doctor_text
+from moe_p2p.tools import doctor_text, fence_probe
+from moe_p2p.tools.doctor_judge import Problem, judge
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 LIBRARIES = {
@@ -35,14 +36,11 @@ LIBRARIES = {
     "libfabric": transport.PROVIDERS[transport.LIBFABRIC].libraries,
     "libcuda": ("libcuda.so.1",),
     "libcudart": ("libcudart.so",),  # as libfabric opens it
+    "libgdrapi": ("libgdrapi.so.2", "libgdrapi.so"),  # GDRCopy's
 }
 LIBRARY_OF = {"efa": "libfabric", "verbs": "libibverbs"}  # by kind of NIC
-MIN_EFA_VERSION = (1, 20)  # of libfabric (csrc/provider/libfabric/selection.cpp)
-MIN_SHM_BYTES = 1 << 30
-MIN_MEMLOCK_BYTES = 1 << 32  # registered memory is locked: regions, and users' KV caches
 CAP_IPC_LOCK = 14  # linux/capability.h
-WRITE_BYTES, NUM_WRITES = 4 << 20, 4
-WRITE_TIMEOUT_S = 10.0
+WRITE_BYTES, NUM_WRITES, WRITE_TIMEOUT_S = 4 << 20, 4, 10.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,6 @@ class Write:
     problem: str
 
 
-@dataclass(frozen=True)
-class Problem:
-    what: str
-    remedy: str
-
-
 @dataclass
 class Report:
     """All facts; --json prints them unchanged."""
@@ -92,6 +84,8 @@ class Report:
     shm_free_bytes: int
     peer_memory: bool
     torch_cuda: bool  # torch is built for CUDA
+    gdrdrv: bool  # GDRCopy's driver is there
+    tuned: str  # the file of `tune` that is used, and from when
     writes: list[Write] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -103,7 +97,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-writes", action="store_true", help="open no engines")
+    parser.add_argument("--fence", action="store_true", help="only: may KV fence by queue pair?")
     given = parser.parse_args(arguments)
+    if given.fence:
+        return fence_probe.main()
     report = examine(writes=not given.no_writes)
     print(json.dumps(asdict(report), indent=2) if given.json else doctor_text.render(report))
     return 1 if report.problems else 0
@@ -139,6 +136,8 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
             (root / "sys/module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem")
         ),
         torch_cuda=torch.version.cuda is not None,
+        gdrdrv=os.access(root / "dev/gdrdrv", os.R_OK | os.W_OK),
+        tuned=tuned.describe(),
     )
     if writes:
         report.writes = _write_everywhere(report)
@@ -147,6 +146,22 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
 
 
 # --- facts ---
+
+
+def arrivals(report: Report) -> str:
+    """How GPUs here see what comes from other nodes (config.arrival_flags); empty: no GPUs."""
+    if not report.gpus:
+        return ""
+    verbs = report.transport["provider"] == transport.VERBS
+    if verbs and transport.setting(env.transport_settings(), "ordered_writes") == "1":
+        return "write: NICs store flags into GPU memory, where all ranks' do (ordered_writes=1)"
+    library = bool(report.libraries.get("libgdrapi"))
+    if library and report.gdrdrv:
+        return "gdrcopy: GDRCopy is there, and is used where the GPU can flush"
+    lacks = "libgdrapi" if not library else "/dev/gdrdrv"
+    return (
+        f"relay: a block of each kernel passes them on; GDRCopy is not used, {lacks} is not there"
+    )
 
 
 def _driver(root: Path) -> str:
@@ -311,133 +326,3 @@ def _write(provider: str, nic: str, memory: str) -> Write:
     except RuntimeError as error:
         return Write(provider, nic, memory, 0.0, str(error))
     return Write(provider, nic, memory, gbytes_per_s, problem)
-
-
-# --- judging ---
-
-
-def judge(report: Report) -> list[Problem]:
-    """Returns problems with their remedies. A machine without GPU or RDMA is no problem."""
-    found = [*_memory_problems(report), *_gpu_problems(report), *_nic_problems(report)]
-    found += _transport_problems(report)
-    found += [
-        Problem(
-            f"write over {' '.join(filter(None, (write.provider, write.nic)))} with {write.memory} "
-            f"memory failed: {write.problem}",
-            "mend what it names, then run this again",
-        )
-        for write in report.writes
-        if write.problem
-    ]
-    return found
-
-
-def _transport_problems(report: Report) -> list[Problem]:
-    provider, why = report.transport["provider"], report.transport["why"]
-    known = (*transport.PROVIDERS, transport.LOOPBACK)
-    if not provider:
-        return [Problem(why, "correct MOE_P2P_NICS")]
-    if provider == "null":
-        return [Problem(f"transport null moves no bytes ({why})", "unset MOE_P2P_TRANSPORT")]
-    if provider not in known:
-        return [
-            Problem(
-                f'there is no transport "{provider}" ({why})',
-                f"correct MOE_P2P_TRANSPORT: {', '.join(known)}",
-            )
-        ]
-    return []
-
-
-def _memory_problems(report: Report) -> list[Problem]:
-    if report.shm_bytes >= MIN_SHM_BYTES:
-        return []
-    return [
-        Problem(
-            f"/dev/shm has {report.shm_bytes >> 20} MiB; ranks of a node share memory there",
-            "start the container with --shm-size=2g, or mount -o remount,size=2g /dev/shm",
-        )
-    ]
-
-
-def _gpu_problems(report: Report) -> list[Problem]:
-    if not report.gpus:
-        return []
-    if not report.machine["driver"] and not report.libraries["libcuda"]:
-        return [
-            Problem(
-                f"{len(report.gpus)} GPUs without the NVIDIA driver",
-                "install it (apt-get install nvidia-open), or start the container with --gpus all",
-            )
-        ]
-    found = []
-    if not report.torch_cuda:
-        found.append(Problem("torch is built without CUDA", "pip install torch, of a CUDA build"))
-    if not report.packages["cuda-bindings"] or not report.packages["cuda-core"]:
-        found.append(
-            Problem("kernels cannot be compiled: no cuda-core", "pip install 'moe_p2p[cuda]'")
-        )
-    with_rails = [gpu for gpu in report.gpus if gpu.rails]
-    # dma_buf is None where the driver could not be asked, without torch's CUDA or cuda-bindings.
-    if not report.peer_memory and with_rails and all(gpu.dma_buf is False for gpu in with_rails):
-        found.append(
-            Problem(
-                "NICs cannot reach GPU memory: neither dma-buf nor nvidia_peermem",
-                "use the open kernel modules (apt-get install nvidia-open), or modprobe "
-                "nvidia_peermem",
-            )
-        )
-    return found
-
-
-def _nic_problems(report: Report) -> list[Problem]:
-    if not report.nics:
-        return []
-    usable = [nic for nic in report.nics if not nic.problem]
-    if not usable:
-        why = "; ".join(f"{nic.name}: {nic.problem}" for nic in report.nics[:8])
-        return [Problem(f"no RDMA device can be used: {why}", "mend one of them")]
-    found = []
-    kinds = {nic.kind for nic in usable}
-    if "efa" in kinds and not report.libraries["libfabric"]:
-        found.append(
-            Problem(
-                "EFA devices without libfabric",
-                "run the EFA installer of AWS (libfabric in /opt/amazon/efa)",
-            )
-        )
-    version = re.match(r"(\d+)\.(\d+)", report.libraries["libfabric"])
-    if "efa" in kinds and version and tuple(map(int, version.groups())) < MIN_EFA_VERSION:
-        found.append(
-            Problem(
-                f"libfabric {version[0]} is too old for EFA, which needs 1.20",
-                "run the EFA installer of AWS (libfabric in /opt/amazon/efa)",
-            )
-        )
-    no_dma_buf = bool(report.gpus) and all(gpu.dma_buf is False for gpu in report.gpus)
-    if "efa" in kinds and no_dma_buf and not report.libraries.get("libcudart"):
-        found.append(
-            Problem(
-                "EFA cannot take GPU memory: libfabric finds no libcudart.so, by that very name, "
-                "and the driver exports no dma-bufs",
-                "use the open kernel modules (apt-get install nvidia-open), or put a folder with a "
-                "link libcudart.so to the library of the pip package into LD_LIBRARY_PATH",
-            )
-        )
-    if "verbs" in kinds and not report.libraries["libibverbs"]:
-        found.append(
-            Problem(
-                "RDMA devices without libibverbs",
-                "apt-get install libibverbs1 ibverbs-providers (dnf install libibverbs)",
-            )
-        )
-    if 0 <= report.memlock_bytes < MIN_MEMLOCK_BYTES:
-        found.append(
-            Problem(
-                f"{report.memlock_bytes >> 10} KiB of memory may be locked; NICs lock what they "
-                "write and read",
-                "ulimit -l unlimited; memlock in /etc/security/limits.conf; containers: --ulimit "
-                "memlock=-1",
-            )
-        )
-    return found

@@ -22,6 +22,7 @@ def render(report: Report) -> str:
         ("distance", _distances(report)),
         ("transport", [f"{report.transport['provider'] or 'none'}: {report.transport['why']}"]),
         ("software", _software(report)),
+        ("tuned", [report.tuned]),
         ("memory", _memory(report)),
         ("writes", _writes(report)),
         ("problems", _problems(report)),
@@ -110,8 +111,12 @@ def _software(report: Report) -> list[str]:
 
 def _memory(report: Report) -> list[str]:
     lock = report.memlock_bytes
+    from moe_p2p.tools.doctor import arrivals
+
+    seen = arrivals(report)
     return table(
         [
+            *([("arrivals", seen)] if seen else []),
             ("lockable", "unlimited" if lock < 0 else f"{lock >> 10} KiB"),
             ("/dev/shm", f"{report.shm_bytes >> 20} MiB, {report.shm_free_bytes >> 20} free"),
             ("GPU peer memory", "module loaded" if report.peer_memory else "no module"),

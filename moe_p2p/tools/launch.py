@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -103,14 +103,17 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
 
 
 def _start_fork_server() -> None:
-    """Ctrl-C at a terminal reaches it too, and would print a traceback while it imports."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the new process inherits
+    """Ctrl-C at a terminal reaches it too, and would print a traceback while it imports.
+
+    So it inherits a mask without the signal, which it ignores once it serves. Here the signal waits
+    meanwhile; where it were ignored it would be lost.
+    """
+    resource_tracker.ensure_running()  # which would end the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -194,6 +197,7 @@ def threads_per_rank(num_ranks: int) -> int:
 def _enter(launcher: int, reports: Path, function: Callable[..., Any], *args: Any) -> Any:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # _start_fork_server()
     _end_with(launcher)
     torch.set_num_threads(threads_per_rank(env.local_world_size()))
     try:

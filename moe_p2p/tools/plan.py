@@ -10,6 +10,7 @@ import dataclasses
 
 import torch
 
+from moe_p2p import tuned
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.rendezvous.shared_memory import of_a_rank
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> int:
     print(f"{table(regions)}\n\n{on_hosts}")
     if prediction := predicted(given):
         print(f"\n{prediction}")
+    print(f"\ntuned: {tuned.describe()}")
     return 0
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from moe_p2p import kv
+from moe_p2p import kv, tuned
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
+from moe_p2p.kv.link import measured_link
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -33,6 +34,7 @@ KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "page": ("page_size", int),
     "stages": ("stages", _numbers),
 }
+MEASURED = "measured"  # of --link
 MOST_LINES = 16
 REPEATS = 5  # of timings; the best counts
 
@@ -42,7 +44,7 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     try:
         source, target = side_of("source", given), side_of("target", given)
-        link = kv.LINKS[given.link]
+        link = link_named(given.link)
         for field in ("bytes_per_s", "writes_per_s", "packed_write_bytes"):
             if getattr(given, field) is not None:
                 link = dataclasses.replace(link, **{field: getattr(given, field)})
@@ -55,6 +57,7 @@ def main(arguments: list[str]) -> int:
                 reasons(plan),
                 request_table(plan, given.prefix, given.tokens, everything=given.all),
                 cost(plan, given.tokens),
+                f"tuned: {tuned.describe()}",
             ]
         )
     except (MoeP2pError, OSError) as error:
@@ -62,6 +65,19 @@ def main(arguments: list[str]) -> int:
         return 2
     print(text)
     return 0
+
+
+def link_named(name: str | None) -> kv.KVLink:
+    """None: what was measured of RDMA devices, else ConnectX-7's published rates."""
+    measured = measured_link()
+    if name is None:
+        return kv.CX7 if measured is None or measured.pack is False else measured
+    if name != MEASURED:
+        return kv.LINKS[name]
+    if measured is None:
+        text = "--link measured: `python -m moe_p2p tune` has measured no NICs here"
+        raise make(InvalidArgumentError, text)
+    return measured
 
 
 def side_of(name: str, given: argparse.Namespace) -> kv.KVLayout:
@@ -229,7 +245,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, help="tokens of a sliding window; default: full attention")
     add("--tokens", type=int, default=4096, help="of one request")
     add("--prefix", type=int, default=0, help="tokens that the target has already")
-    add("--link", choices=sorted(kv.LINKS), default="cx7", help="NICs of a GPU")
+    links = "NICs of a GPU; not given: as measured here by `tune`, else cx7"
+    add("--link", choices=[*sorted(kv.LINKS), MEASURED], help=links)
     add("--bytes-per-s", type=float, help="instead of the link's")
     add("--writes-per-s", type=float, help="instead of the link's; measure it on your NIC")
     add("--packed-write-bytes", type=int, help="instead of the link's; most of one packed write")

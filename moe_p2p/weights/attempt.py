@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import InvalidArgumentError, ProtocolError, make
+from moe_p2p.errors import AbortedError, InvalidArgumentError, ProtocolError, make
 from moe_p2p.kv import checksum
 from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, Write, weight_plan
 
-FIRST_IMM = 1 << 29  # of 2^20; those of moe_p2p.kv begin at 2^30
+FIRST_IMM = 1 << 29  # of 2^20; immediates of moe_p2p.kv begin at 2^30
 COMMIT = "commit"
 PRIORITY = 2
 
@@ -36,30 +36,78 @@ class Keys(NamedTuple):
 
     @property
     def update(self) -> str:
+        """What it is: version, base, verify, only, changed, members, lost trainers."""
         return f"{self.attempt}/update"
 
     @property
     def decision(self) -> str:
-        """COMMIT, or why not."""
+        """COMMIT, or a `refusal`."""
         return f"{self.attempt}/decision"
 
-    def maxima(self, trainer: int) -> str:
-        return f"{self.attempt}/maxima/{trainer}"
+    def changed(self, trainer: int) -> str:
+        return f"{self.attempt}/changed/{trainer}"
+
+    def requests(self, trainer: int) -> str:
+        """How many it makes, by generator; each is counted once by each of its NICs."""
+        return f"{self.attempt}/requests/{trainer}"
 
     def sent(self, trainer: int) -> str:
         return f"{self.attempt}/sent/{trainer}"
 
-    def ready(self, generator: int) -> str:
+    def ready(self, generator: str) -> str:
         return f"{self.attempt}/ready/{generator}"
 
-    def arrived(self, generator: int) -> str:
+    def arrived(self, generator: str) -> str:
         return f"{self.attempt}/arrived/{generator}"
+
+
+def refusal(why: str, **how: Any) -> dict[str, Any]:
+    """A decision against an attempt. again: trainers go on with the next one, without the trainers
+    in `lost`; full: with all parameters."""
+    return {"why": why, **how}
+
+
+def not_partial(who: str, runs: int | None, base: int | None) -> str:
+    return (
+        f"{who} is at version {runs}, and some parameters alone make a version only from "
+        f"{base}; update in full"
+    )
+
+
+def failed(version: int, why: str) -> Exception:
+    return make(AbortedError, f"the update to version {version} failed: {why}")
+
+
+def lost_ranks(
+    plan: WeightPlan, gone: frozenset[int], lost: list[str], lease_s: float
+) -> dict[str, Any]:
+    """The decision that `lost` are lost: for a trainer another one has to send. gone: trainers that
+    were before."""
+    names = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+    trainers = gone | {int(who.split()[1]) for who in lost if who.startswith("trainer")}
+    why = f"{names}: no renewal of the lease for {lease_s:g} s"
+    try:
+        plan.without(sorted(trainers))
+    except InvalidArgumentError as error:
+        return refusal(f"{why}; {error}")
+    return refusal(why, again=True, lost=sorted(trainers))
+
+
+def name_of(replica: str, rank: int) -> str:
+    """replica: name of the generators that joined by a layout of their own; "": of the set-up."""
+    return f"generator {replica}/{rank}" if replica else f"generator {rank}"
+
+
+def layout_key(digest: str) -> str:
+    """Of a replica's layout."""
+    return f"layout {digest}"
 
 
 def agree_on_plan(
     board: Board, side: str, rank: int, layout: WeightLayout, deadline: Deadline
 ) -> WeightPlan:
-    """Both sides' rank 0 publish their layouts, and every rank makes the plan."""
+    """Both sides' rank 0 publish their layouts, and every rank makes the plan. side: "trainer" or
+    "generator"."""
     if rank == 0:
         board.put(f"{side} layout", layout.to_bytes().hex())
     keys = {f"{each} layout": f"{each} 0" for each in ("trainer", "generator")}
@@ -68,6 +116,13 @@ def agree_on_plan(
     if found[f"{side} layout"].digest != layout.digest:
         raise make(ProtocolError, f"{side} {rank} has another layout than {side} 0")
     return weight_plan(found["trainer layout"], found["generator layout"])
+
+
+def plan_of_replica(board: Board, layout: WeightLayout, deadline: Deadline) -> WeightPlan:
+    """Of generators that join: trainers find their layout by its digest."""
+    board.put(layout_key(layout.digest), layout.to_bytes().hex())
+    data = board.wait({"trainer layout": "trainer 0"}, deadline)["trainer layout"]
+    return weight_plan(WeightLayout.from_bytes(bytes.fromhex(data)), layout)
 
 
 def check_rows(who: str, writes: Iterable[Write], tensors: Mapping[str, Tensor], side: int) -> None:

@@ -54,6 +54,10 @@ class Board:
         """Writes it unless there is a value; returns the one that is there."""
         return json.loads(self._store.compare_set(self._prefix + key, "", json.dumps(value)))
 
+    def count(self, key: str, more: int = 0) -> int:
+        """Adds to a number; returns it."""
+        return int(self._store.add(self._prefix + key, more))
+
     def drop(self, key: str) -> None:
         with suppress(Exception):  # a store that cannot delete keeps it
             self._store.delete_key(self._prefix + key)
@@ -62,9 +66,10 @@ class Board:
         self,
         keys: Mapping[str, str],
         deadline: Deadline,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[list[str]], None] = lambda missing: None,
     ) -> dict[str, Any]:
-        """Values of all `keys`; each with who writes it, for the error. meanwhile: may raise."""
+        """Values of all `keys`; each with who writes it, for the error. meanwhile: gets who has
+        not; may raise."""
         found: dict[str, Any] = {}
         pause = _POLL_S
         while True:
@@ -74,9 +79,9 @@ class Board:
                     found[key] = value
             if len(found) == len(keys):
                 return found
-            meanwhile()
+            missing = [who for key, who in keys.items() if key not in found]
+            meanwhile(missing)
             if not deadline.left:
-                missing = [who for key, who in keys.items() if key not in found]
                 text = f"within {deadline.timeout_s:g} s no word from {', '.join(missing)}"
                 raise make(TimeoutError, text)
             time.sleep(min(pause, deadline.left))

@@ -1,85 +1,182 @@
-"""A trainer's conversions of one update: block maxima exchanged through the store, then fp8 and
-other types and orders, into tensors that were registered once. Used by trainer.py."""
+"""A trainer's conversions: loads, fp8 and other types and orders, batch by batch into a ring.
+
+Used by trainer.py: `maxima` of all that is quantized, an exchange of those that shards share, then
+`convert` a batch, write it, and the next one. On a GPU one launch converts a batch
+(kernels/triton/weights_fp8.py); elsewhere, and where Triton is not installed, torch does, bit for
+bit the same.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_p2p.errors import InvalidArgumentError, make
-from moe_p2p.transfers import bytes_from, tensor_from
-from moe_p2p.weights import copies, fp8
+from moe_p2p.weights import copies, staging
+from moe_p2p.weights.layout import item_bytes
+from moe_p2p.weights.maxima import Grids
 from moe_p2p.weights.plan import Copy, WeightPlan
+from moe_p2p.weights.staging import Need
 
-_Blocks = tuple[tuple[int, int], ...]
-_Place = tuple[str, _Blocks]  # copy, and blocks of its grid
-Exchange = Callable[[bytes, tuple[int, ...]], Mapping[int, bytes]]  # gives mine, gets the peers'
+# Device memory beside the ring, at most: of a block its number, two entries of a launch's tables,
+# and its place in an exchange; of a copy its row of a table and what allocations are rounded up.
+_BLOCK_BYTES, _COPY_BYTES = 32, 1024
 
 
 class Conversions:
-    """tensors: the rank's own. staged: what is written instead, by the plan's names."""
+    """tensors: the rank's own. device: where it is converted. watermark: most bytes of it beside
+    the rank's own tensors. staged: what is written instead, by the plan's names."""
 
-    def __init__(self, plan: WeightPlan, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        self.rank, self._tensors = rank, tensors
-        self._copies: list[Copy] = list(plan.copies(rank))
-        missing = {each.param.tensor for each in self._copies} - tensors.keys()
+    def __init__(
+        self,
+        plans: Iterable[WeightPlan],
+        rank: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        watermark: int | None = None,
+        triton: bool | None = None,
+    ) -> None:
+        self._tensors, self._device = tensors, device
+        found = {copy.tensor: copy for plan in plans for copy in plan.copies(rank)}
+        self.copies: list[Copy] = list(found.values())
+        missing = {each.param.tensor for each in self.copies} - tensors.keys()
         if missing:
             text = f"trainer {rank} has no tensor {sorted(missing)[0]!r}, which its layout names"
             raise make(InvalidArgumentError, text)
-        self._exchanges = list(plan.maxima(rank))
-        self._peers = tuple(sorted({peer for each in self._exchanges for peer in each.ranks}))
-        self._places = {peer: _places(plan, peer) for peer in self._peers}
+        blocked = [each for each in self.copies if each.stage.blocks]
+        self.grids = Grids({each.tensor: copies.window(each) for each in blocked}, device)
+        self._beside = _BLOCK_BYTES * len(self.grids.flat) + _COPY_BYTES * len(blocked)
+        left = None if watermark is None else watermark - self._beside
+        needs = [self._need(each) for each in self.copies]
+        self.places, size = staging.ring(needs, left, f"trainer {rank}")
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.number = {each.tensor: i for i, each in enumerate(self.copies)}
         self.staged: dict[str, Tensor] = {}
-        for copy in self._copies:
-            tensor = tensors[copy.param.tensor]
-            grid = copies.maxima_of(copy, tensor) if copy.stage.blocks else None
-            elements, scales = copies.converted(copy, tensor, grid)
-            self.staged[copy.tensor] = elements
+        self._loaded: dict[int, Tensor] = {}
+        for i, (copy, need) in enumerate(zip(self.copies, needs, strict=True)):
+            self._place(i, copy, need)
+        self._triton = device.type == "cuda" and _has_triton() if triton is None else triton
+        self._boxes: dict[tuple[int, ...], list[Any]] = {}
+
+    def _need(self, copy: Copy) -> Need:
+        scales = 4 * copies.num_scales(copy) if copy.stage.blocks else 0
+        count = copies.num_elements(copy)
+        loaded = count * item_bytes(copy.param.dtype) if self._is_away(copy) else 0
+        return Need(copy.name, count * item_bytes(copy.stage.dtype), scales, loaded)
+
+    def _is_away(self, copy: Copy) -> bool:
+        """In host memory, while a GPU converts."""
+        return self._tensors[copy.param.tensor].device.type != self._device.type
+
+    def _place(self, number: int, copy: Copy, need: Need) -> None:
+        place = self.places[number]
+        dtype = getattr(torch, copy.stage.dtype)
+        at = place.elements
+        self.staged[copy.tensor] = self.buffer[at : at + need.elements].view(dtype)
+        if copy.stage.blocks:
+            part = self.buffer[place.scales : place.scales + need.scales]
+            self.staged[f"{copy.tensor}:scales"] = part.view(torch.float32)
+        if need.loaded:
+            part = self.buffer[place.loaded : place.loaded + need.loaded]
+            self._loaded[number] = part.view(getattr(torch, copy.param.dtype))
+
+    # --- an update ---
+
+    def batches(self, names: set[str] | None = None) -> list[list[int]]:
+        """Numbers of copies of all parameters or of `names`, converted together."""
+        chosen = [i for i, each in enumerate(self.copies) if names is None or each.name in names]
+        return list(staging.batches(self.places, chosen, len(self.buffer)))
+
+    def maxima(self, batches: Sequence[Sequence[int]]) -> None:
+        """Of what is quantized, into the grids. What is in host memory is loaded for it, and again
+        for `convert`: the ring need not hold all of it at once."""
+        self.grids.flat.zero_()
+        for batch in batches:
+            blocked = [i for i in batch if self.copies[i].stage.blocks]
+            self._load(blocked)
+            if self._triton:
+                for each in self._launches(blocked):
+                    each.maxima()
+            else:
+                for i in blocked:
+                    copy = self.copies[i]
+                    grid, origin = self.grids.of[copy.tensor], self.grids.origins[copy.tensor]
+                    copies.merge_maxima(copy, self._views(i), grid, origin)
+
+    def convert(self, batch: Sequence[int]) -> None:
+        """Into the ring, by the grids; not done when it returns, on a GPU."""
+        self._load(batch)
+        blocked = [i for i in batch if self.copies[i].stage.blocks]
+        if self._triton:
+            for each in self._launches(blocked):
+                each.quantize()
+        for i in batch:
+            copy = self.copies[i]
+            grid = self.grids.of.get(copy.tensor)
+            if grid is not None and self._triton:
+                continue
+            origin = self.grids.origins.get(copy.tensor, ())
+            copies.convert_into(copy, self._views(i), grid, self.staged[copy.tensor], origin)
             if grid is not None:
-                self.staged[f"{copy.tensor}:scales"] = scales
+                copies.scales_into(copy, grid, self.staged[f"{copy.tensor}:scales"], origin)
 
-    def run(self, exchange: Exchange) -> None:
-        """Converts what the tensors hold now."""
-        grids = {
-            copy.tensor: copies.maxima_of(copy, self._tensors[copy.param.tensor])
-            for copy in self._copies
-            if copy.stage.blocks
-        }
-        self._merge(grids, exchange)
-        for copy in self._copies:
-            grid = grids.get(copy.tensor)
-            elements, scales = copies.converted(copy, self._tensors[copy.param.tensor], grid)
-            self.staged[copy.tensor].copy_(elements)
-            if grid is not None:
-                self.staged[f"{copy.tensor}:scales"].copy_(scales)
+    def high_water(self, batch: Sequence[int], oldest: int | None) -> int:
+        """Bytes in use once a batch is converted, with what is beside the ring. oldest: first copy
+        that is being written."""
+        first = batch[0] if oldest is None else oldest
+        used = staging.between(self.places, first, batch[-1])
+        return min(used, len(self.buffer)) + self._beside
 
-    def _merge(self, grids: dict[str, Tensor], exchange: Exchange) -> None:
-        if not self._exchanges:
-            return
-        own = [grids[tensor][_at(blocks)].flatten() for tensor, blocks in self._places[self.rank]]
-        mine = torch.cat(own).cpu()
-        found = exchange(bytes_from(mine.view(torch.uint8)), self._peers)
-        parts = {peer: _split(found[peer], self._places[peer]) for peer in self._peers}
-        for each in self._exchanges:
-            place = (each.tensor, each.blocks)
-            part = grids[each.tensor][_at(each.blocks)]
-            merged = fp8.merge([parts[peer][place].view(part.shape) for peer in each.ranks])
-            part.copy_(merged)
+    def _views(self, number: int) -> list[Tensor]:
+        copy = self.copies[number]
+        if number not in self._loaded:
+            return copies.held(copy, self._tensors[copy.param.tensor])
+        return copies.dense(copy, self._loaded[number])
+
+    def _load(self, batch: Sequence[int]) -> None:
+        """From pinned memory these are copies by the GPU; from other memory the CPU waits."""
+        for i in batch:
+            if i in self._loaded:
+                copy = self.copies[i]
+                ours = copies.held(copy, self._tensors[copy.param.tensor])
+                for to, view in zip(self._views(i), ours, strict=True):
+                    to.copy_(view, non_blocking=True)
+
+    def _launches(self, batch: Sequence[int]) -> list[Any]:
+        """One for each source type and block shape; made in the first update."""
+        key = tuple(batch)
+        if key not in self._boxes:
+            self._boxes[key] = self._make_launches(batch)
+        return self._boxes[key]
+
+    def _make_launches(self, batch: Sequence[int]) -> list[Any]:
+        from moe_p2p.kernels.triton import weights_fp8
+
+        rows: dict[tuple[torch.dtype, tuple[int, int]], list[tuple[list[int], int]]]
+        rows = defaultdict(list)
+        for i in batch:
+            copy = self.copies[i]
+            grid, out = self.grids.of[copy.tensor], self.staged[copy.tensor]
+            scales = self.staged[f"{copy.tensor}:scales"]
+            block = (copy.stage.blocks[-2], copy.stage.blocks[-1])
+            origin = self.grids.origins[copy.tensor]
+            for parts, first in copies.boxes(copy, self._views(i), out, scales, grid, origin):
+                rows[parts[0].dtype, block].append(weights_fp8.box_row(parts, first, block))
+        return [
+            weights_fp8.Boxes(found, dtype, block, self._device)
+            for (dtype, block), found in rows.items()
+        ]
 
 
-def _places(plan: WeightPlan, rank: int) -> list[_Place]:
-    """What a rank gives, in this order."""
-    return list(dict.fromkeys((each.tensor, each.blocks) for each in plan.maxima(rank)))
+def _has_triton() -> bool:
+    with contextlib.suppress(ImportError):
+        import moe_p2p.kernels.triton.weights_fp8  # noqa: F401
 
-
-def _at(blocks: _Blocks) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in blocks)
-
-
-def _split(data: bytes, places: list[_Place]) -> dict[_Place, Tensor]:
-    sizes = [math.prod(size for _, size in blocks) for _, blocks in places]
-    values = torch.split(tensor_from(data).view(torch.float32), sizes)
-    return dict(zip(places, values, strict=True))
+        return True
+    return False

@@ -1,66 +1,159 @@
 """What a source rank makes of its shard before it writes: other types, other orders, fp8.
 
 One rank: `maxima_of` its shard, then the exchanges of `plan.maxima` over the returned grid, then
-`converted`. Tensors are the rank's own, as the layout describes them.
+`converted`. Tensors are the rank's own, as the layout describes them. conversion.py does the same
+for many copies, in parts of these: views of what is held, and where it goes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_p2p.weights import fp8, pieces
 from moe_p2p.weights.pieces import Box, Piece
+from moe_p2p.weights.placement import Axis
 from moe_p2p.weights.plan import Copy
 
 
 def maxima_of(copy: Copy, tensor: Tensor) -> Tensor:
     """float32, one for each block of the parameter [.., n, k]; 0 where this rank has nothing."""
-    blocks = _blocks(copy)
     shape = copy.param.elements
-    grid = tensor.new_zeros([-(-n // b) for n, b in zip(shape, blocks, strict=True)],
-                            dtype=torch.float32)  # fmt: skip
-    for piece in pieces.held(copy.param, copy.position):
-        part = grid[_touched(piece.box, blocks)]
-        ours = fp8.block_amax(_view(copy, piece, tensor), _first(piece.box), blocks[-2:])
-        part.copy_(fp8.merge([part, ours]))
+    sizes = [-(-n // b) for n, b in zip(shape, block_shape(copy), strict=True)]
+    grid = tensor.new_zeros(sizes, dtype=torch.float32)
+    merge_maxima(copy, held(copy, tensor), grid)
     return grid
 
 
 def converted(copy: Copy, tensor: Tensor, grid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The copy's elements and its scales, each one-dimensional. grid: merged maxima of fp8."""
-    param, stage = copy.param, copy.stage
-    axes = pieces.parameter_axes(param, copy.position)
-    dims = len(param.elements)
-    order = (*(d for d in range(dims) if d not in stage.order), *stage.order)
-    ours, theirs = pieces.held(param, copy.position), pieces.dense(axes, order)
-    count = sum(_count(piece.box) for piece in theirs)
-    out = tensor.new_empty(count, dtype=getattr(torch, stage.dtype))
-    for piece, place in zip(ours, theirs, strict=True):
-        values = _view(copy, piece, tensor)
+    out = tensor.new_empty(num_elements(copy), dtype=getattr(torch, copy.stage.dtype))
+    convert_into(copy, held(copy, tensor), grid, out)
+    scales = tensor.new_empty(0 if grid is None else num_scales(copy), dtype=torch.float32)
+    if grid is not None:
+        scales_into(copy, grid, scales)
+    return out, scales
+
+
+def held(copy: Copy, tensor: Tensor) -> list[Tensor]:
+    """Views of what the rank holds of the parameter."""
+    ours = pieces.held(copy.param, copy.position)
+    return [_at(tensor, piece, copy.param.offset) for piece in ours]
+
+
+def dense(copy: Copy, tensor: Tensor) -> list[Tensor]:
+    """The same of a dense tensor of these elements alone, in the checkpoint's order."""
+    return [_at(tensor, piece, 0) for piece in pieces.dense(_axes(copy))]
+
+
+def window(copy: Copy) -> Box:
+    """Blocks, (first, size) in each dimension, that hold all which the rank touches."""
+    blocks = block_shape(copy)
+    found = [_touched(piece.box, blocks) for piece in pieces.held(copy.param, copy.position)]
+    if not found:
+        return ((0, 0),) * len(blocks)
+    return tuple(
+        (
+            min(each.start for each in along),
+            max(e.stop for e in along) - min(e.start for e in along),
+        )
+        for along in zip(*found, strict=True)
+    )
+
+
+# In what follows a grid begins at block `origin` of the parameter; (): at its first one.
+
+
+def merge_maxima(
+    copy: Copy, views: Sequence[Tensor], grid: Tensor, origin: Sequence[int] = ()
+) -> None:
+    blocks = block_shape(copy)
+    for piece, view in zip(pieces.held(copy.param, copy.position), views, strict=True):
+        part = grid[_touched(piece.box, blocks, origin)]
+        part.copy_(fp8.merge([part, fp8.block_amax(view, _first(piece.box), blocks[-2:])]))
+
+
+def convert_into(
+    copy: Copy,
+    views: Sequence[Tensor],
+    grid: Tensor | None,
+    out: Tensor,
+    origin: Sequence[int] = (),
+) -> None:
+    blocks = block_shape(copy)
+    for view, place in zip(views, _places(copy), strict=True):
+        values = view
         if grid is not None:
-            blocks = _blocks(copy)
-            amax = grid[_touched(piece.box, blocks)]
-            values = fp8.quantize(values, _first(piece.box), amax, blocks[-2:])
+            amax = grid[_touched(place.box, blocks, origin)]
+            values = fp8.quantize(view, _first(place.box), amax, blocks[-2:])
         _at(out, place, 0).copy_(values)
-    return out, _scales(copy, grid) if grid is not None else out.new_empty(0, dtype=torch.float32)
 
 
-def _scales(copy: Copy, grid: Tensor) -> Tensor:
+def scales_into(copy: Copy, grid: Tensor, out: Tensor, origin: Sequence[int] = ()) -> None:
     """Of the blocks whose first element this rank has: each is written by one shard."""
-    axes = pieces.block_axes(pieces.parameter_axes(copy.param, copy.position), copy.stage.blocks)
-    places = pieces.dense(axes)
-    out = grid.new_empty(sum(_count(piece.box) for piece in places))
-    for piece in places:
-        part = grid[tuple(slice(first, first + size) for first, size in piece.box)]
+    for piece in _scale_places(copy):
+        part = grid[_touched(piece.box, (1,) * len(piece.box), origin)]
         _at(out, piece, 0).copy_(fp8.scales(part))
-    return out
 
 
-def _view(copy: Copy, piece: Piece, tensor: Tensor) -> Tensor:
-    return _at(tensor, piece, copy.param.offset)
+def boxes(
+    copy: Copy,
+    views: Sequence[Tensor],
+    out: Tensor,
+    scales: Tensor,
+    grid: Tensor,
+    origin: Sequence[int] = (),
+) -> Iterator[tuple[list[Tensor], tuple[int, int]]]:
+    """Elements, their fp8, cells of the blocks they touch, and scales of those that begin there,
+    each [lead, rows, columns], and the index of the first element in the last two dimensions."""
+    blocks = block_shape(copy)
+    owned = {piece.box: _at(scales, piece, 0) for piece in _scale_places(copy)}
+    for view, place in zip(views, _places(copy), strict=True):
+        begin = tuple(
+            (-(-at // b), -(-(at + n) // b) - -(-at // b))
+            for (at, n), b in zip(place.box, blocks, strict=True)
+        )
+        cells = grid[_touched(place.box, blocks, origin)]
+        none = scales.new_empty(0).expand(*cells.shape[:-1], 0)  # no block begins here
+        parts = [view, _at(out, place, 0), cells, owned.get(begin, none)]
+        first = _first(place.box)
+        for at in itertools.product(*(range(size) for size in view.shape[:-3])):
+            found = [part[at] for part in parts]
+            if view.dim() == 2:
+                found = [part.unsqueeze(0) for part in found]
+            yield found, (first[-2], first[-1])
+
+
+def num_elements(copy: Copy) -> int:
+    return sum(_count(piece.box) for piece in pieces.dense(_axes(copy)))
+
+
+def num_scales(copy: Copy) -> int:
+    return sum(_count(piece.box) for piece in _scale_places(copy))
+
+
+def block_shape(copy: Copy) -> tuple[int, ...]:
+    """In each dimension of the parameter; only where there are blocks."""
+    return (1,) * (len(copy.param.elements) - 2) + copy.stage.blocks
+
+
+def _axes(copy: Copy) -> tuple[Axis, ...]:
+    return pieces.parameter_axes(copy.param, copy.position)
+
+
+def _places(copy: Copy) -> list[Piece]:
+    """Where the copy has what `held` says, in its own order."""
+    order = copy.stage.order
+    dims = range(len(copy.param.elements))
+    return pieces.dense(_axes(copy), (*(d for d in dims if d not in order), *order))
+
+
+def _scale_places(copy: Copy) -> list[Piece]:
+    return pieces.dense(pieces.block_axes(_axes(copy), copy.stage.blocks))
 
 
 def _at(tensor: Tensor, piece: Piece, offset: int) -> Tensor:
@@ -69,14 +162,10 @@ def _at(tensor: Tensor, piece: Piece, offset: int) -> Tensor:
     return torch.as_strided(tensor, sizes, piece.strides, base + offset + piece.offset)
 
 
-def _blocks(copy: Copy) -> tuple[int, ...]:
-    return (1,) * (len(copy.param.elements) - 2) + copy.stage.blocks
-
-
-def _touched(box: Box, blocks: tuple[int, ...]) -> tuple[slice, ...]:
+def _touched(box: Box, blocks: tuple[int, ...], origin: Sequence[int] = ()) -> tuple[slice, ...]:
     return tuple(
-        slice(first // b, -(-(first + size) // b))
-        for (first, size), b in zip(box, blocks, strict=True)
+        slice(first // b - at, -(-(first + size) // b) - at)
+        for (first, size), b, at in zip(box, blocks, origin or (0,) * len(box), strict=True)
     )
 
 

@@ -1,10 +1,10 @@
 """fp8 in blocks of a tensor that nobody holds whole: maxima travel, elements do not.
 
 A shard takes the maxima of the blocks it touches, shards that share blocks merge theirs, and each
-quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The numbers are
-those of moe_p2p/reference/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has them: amax = max(|x|,
-1e-4), scale = amax / 448, q = e4m3(x * (448 / amax)). Scales multiply q: weight_scale_inv of
-DeepSeek's checkpoints.
+quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The formulas are in
+moe_p2p/reference/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has them: amax = max(|x|, 1e-4),
+scale = amax / 448, q = e4m3(x * (448 / amax)). Scales multiply q: weight_scale_inv of DeepSeek's
+checkpoints.
 
 Shapes: x [.., N, K], a box of a parameter whose first element has index `first` there; amax and
 scales [.., n, k], of the blocks that the box touches. Blocks divide the last two dimensions.
@@ -45,7 +45,8 @@ def merge(maxima: Sequence[Tensor]) -> Tensor:
 
 def scales(amax: Tensor) -> Tensor:
     """What dequantizing multiplies by, float32."""
-    return amax.clamp_min(MIN_AMAX) / FP8_MAX
+    # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal.
+    return amax.clamp_min(MIN_AMAX) / torch.full_like(amax, FP8_MAX)
 
 
 def quantize(x: Tensor, first: Sequence[int], amax: Tensor, block: Sequence[int] = BLOCK) -> Tensor:

@@ -10,52 +10,52 @@ docs/weights.md explains it.
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from moe_p2p import log
+from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
-from moe_p2p.weights import attempt
-from moe_p2p.weights.attempt import COMMIT, Keys
+from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.weights import attempt, joining
+from moe_p2p.weights.agreeing import Agree
+from moe_p2p.weights.arrivals import Arrivals
+from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.board import Board, Deadline
+from moe_p2p.weights.checks import check_engine, check_rank, check_seconds, check_tensors
 from moe_p2p.weights.inbox import Finalize, Inbox
+from moe_p2p.weights.joining import Lent
 from moe_p2p.weights.layout import WeightLayout
+from moe_p2p.weights.maxima import settle, synchronize
+from moe_p2p.weights.presence import Presence
 
 Mode = Literal["shadow", "in_place"]
-# Smallest of what an engine's ranks give it, on each of them; called once a step.
-Agree = Callable[[int], int]
-
-
-def agree_in(group: Any) -> Agree:
-    """Over a CPU process group of the engine's ranks."""
-
-    def smallest(number: int) -> int:
-        value = torch.tensor([number], device="cpu")
-        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MIN, group=group)
-        return int(value)
-
-    return smallest
 
 
 class WeightGenerator:
     """One generator rank.
 
-    engine, store, name, timeout_s: as of `WeightTrainer`. layout: of all generators of the fleet.
-    tensors: what this rank's kernels read, by the layout's names, and derived ones; contiguous.
+    engine, store, name, timeout_s, lease_s: as of `WeightTrainer`. layout: of all generators of
+        the set-up, or of a replica. tensors: what this rank's kernels read, by the layout's names,
+        and derived ones; contiguous.
+    replica: "": of the set-up, which waits for all ranks. Any other name: of generators that join
+        when they like, by a layout of their own ranks; where one with the same tensors has a
+        version, they have it when this returns, else the next update brings it.
     mode: "shadow": updates land in a second buffer while the engine generates. "in_place": they
         land in the tensors; the engine pauses for `begin` until `wait` has returned.
     engine_ranks: ranks of the inference engine that this rank is of; (): alone. agree: takes the
         smallest of their numbers, over the engine's own control path.
-    finalize: makes derived tensors, and those of parameters that arrive in checkpoint layout.
+    finalize: makes derived tensors, and the tensors of parameters that arrive in checkpoint layout.
     poison: what an update will write is NaN until it is written.
+    watermark: most bytes that the second buffer may take.
     """
 
+    @unaffected
     def __init__(
         self,
         engine: Engine,
@@ -64,75 +64,171 @@ class WeightGenerator:
         rank: int,
         tensors: Mapping[str, Tensor],
         *,
+        replica: str = "",
         mode: Mode = "shadow",
         engine_ranks: Sequence[int] = (),
         agree: Agree | None = None,
         finalize: Finalize | None = None,
         poison: bool = False,
+        watermark: int | None = None,
         name: str = "weights",
         timeout_s: float = 30.0,
+        lease_s: float = 5.0,
     ) -> None:
-        require(mode in ("shadow", "in_place"), f"mode is {mode!r}, must be 'shadow' or 'in_place'")
-        require(
-            mode == "in_place" or len(engine_ranks) < 2 or agree is not None,
-            f"generator {rank}: ranks {tuple(engine_ranks)} of an engine go to a version together; "
-            "pass agree",
-        )
+        seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
+        check_rank(f"generator {rank}", engine, store, layout, tensors, seconds)
+        self._shared = check_engine(f"generator {rank}", mode, engine_ranks, agree, replica)
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
-        self._shared = len(engine_ranks) > 1
         self.stages: dict[str, float] = {}  # of the last update: seconds since it was seen
+        self.name = attempt.name_of(replica, rank)
         self._agree: Agree = agree or (lambda number: number)
         self._poison = poison
         self._board = Board(store, name)
-        deadline = Deadline(timeout_s)
-        self.plan = attempt.agree_on_plan(self._board, "generator", rank, layout, deadline)
+        deadline, began = Deadline(timeout_s), time.monotonic()
+        self.plan = (
+            attempt.plan_of_replica(self._board, layout, deadline)
+            if replica
+            else attempt.agree_on_plan(self._board, "generator", rank, layout, deadline)
+        )
         self._tensors = dict(tensors)
         self._inbox = Inbox(
-            engine, self.plan, rank, tensors, shadow=mode == "shadow", finalize=finalize
+            engine,
+            self.plan,
+            rank,
+            tensors,
+            shadow=mode == "shadow",
+            finalize=finalize,
+            watermark=watermark,
         )
-        self._sources = self.plan.of_target(rank)
-        self._generation = 0
+        self._lent = Lent(engine, self._tensors)
+        self._writers = self.plan.writers_to(rank)
         self._lend()
-        found = self._board.wait({f"trainer {i}": f"trainer {i}" for i in self._trainers}, deadline)
-        self._expected = sum(
-            counts.writes * int(found[f"trainer {i}"]["nics"])
-            for i, counts in self._sources.items()
-        )
+        self._board.put(f"{self.name} live", self._lent.address())
+        try:
+            trainers = {f"trainer {i}": i for i in range(self.plan.source.world_size)}
+            found = self._board.wait({who: who for who in trainers}, deadline)
+        except BaseException:
+            self._give_back()
+            raise
+        nics = {i: int(found[who]["nics"]) for who, i in trainers.items()}
         self._attempt = 1
         self._committed = 0  # the last attempt that this rank knows the fleet decided for
         self._update: dict[str, Any] | None = None
         self._deadline: Deadline | None = None
         self._began = time.monotonic()
-        self._open = self._arrived = False
+        self._open = self._arrived = self._again = False
+        self._arrivals = Arrivals(engine, self._board, self._inbox, self.name, nics)
         self.failure = ""  # of the last attempt
-        if mode == "shadow":
-            self._offer()
-
-    @property
-    def _trainers(self) -> range:
-        return range(self.plan.source.world_size)
+        self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
+                       "buffer_bytes": len(self._inbox.buffer)}  # fmt: skip
+        record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
+                  "engine": [attempt.name_of(replica, each) for each in engine_ranks],
+                  "signature": joining.signature(layout, rank, self._tensors)}  # fmt: skip
+        self._signature = str(record["signature"])
+        self._presence = Presence(store, name, self.name, record, lease_s)
+        self._join(deadline)
+        if self.version is not None:
+            self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * (time.monotonic() - began)
 
     def _lend(self) -> None:
-        lent = self._inbox.lend([*self._sources])
-        self._board.put(f"generator {self.rank} lends {self._generation}", lent)
+        self._generation = secrets.token_hex(8)
+        lent = self._inbox.lend(self._writers)
+        self._board.put(f"{self.name} lends", {**lent, "generation": self._generation})
 
     def _offer(self) -> None:
         """Trainers may write from here on."""
         self._update, self._deadline, self._arrived, self._open = None, None, False, True
         if self._poison:
             self._inbox.poison()
-        self._board.put(Keys(self._attempt).ready(self.rank), self._generation)
+        settle([self._inbox.buffer, *self._tensors.values()])
+        self._board.put(Keys(self._attempt).ready(self.name), self._generation)
+
+    def _join(self, deadline: Deadline) -> None:
+        """Enters at the attempt under way, or the next one, with what peers have."""
+        current = self._board.get("attempt")
+        if current is not None:
+            decided = self._board.get(Keys(current).decision) is not None
+            self._attempt = current + 1 if decided else current
+            while not self._catch_up(deadline):
+                require(deadline.left > 0, f"{self.name}: peers' versions changed all the time")
+        self._presence.announce(joining=False)
+        self._board.count("changes", 1)
+        self._board.put(f"{self.name} is there", True)
+        if self.mode == "shadow":
+            self._offer()
+
+    def _catch_up(self, deadline: Deadline) -> bool:
+        """Reads what peers have; True when all ranks of the engine have the same, or nothing."""
+        found = self._read_from_peers(deadline)
+        number = -1 if found is None else found
+        if self._agree(number) != number or -self._agree(-number) != number:
+            return False
+        if found is not None:
+            self._take(found, None)
+        return True
+
+    def _read_from_peers(self, deadline: Deadline) -> int | None:
+        """The newest version of a rank with the same tensors, read into this rank's targets."""
+        places = {name: (*self._inbox.place(name), tensor.numel() * tensor.element_size())
+                  for name, tensor in self._tensors.items() if tensor.numel()}  # fmt: skip
+        peers = joining.newest(self._board, self._presence, self.name, self._signature)
+        self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))
+        return joining.read_one(self.engine, self._board, peers, places, deadline)
+
+    def _take(self, version: int, names: set[str] | None) -> None:
+        """The pause: the tensors become the version's."""
+        began = time.monotonic()
+        self._lent.shut()
+        self._inbox.commit(names)
+        self._lent.open(version)
+        if self._tensors:
+            synchronize(next(iter(self._tensors.values())))
+        self.totals["pause_ms"] = 1e3 * (time.monotonic() - began)
+        self.version, self.dirty, self.failure = version, False, ""
+        self._board.put(f"{self.name} runs", version)
+
+    def close(self) -> None:
+        """Leaves: withdraws the lease; nobody waits for this rank any more. Idempotent."""
+        if self._presence.close.alive:
+            self._presence.close()
+            with suppress(Exception):  # the store may be gone
+                self._board.count("changes", 1)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """The tensors are the caller's: who still reads them finds that they are no version."""
+        for each in (self._lent, self._inbox):
+            with suppress(RuntimeError):
+                each.close()
+
+    def _check_open(self) -> None:
+        if not self._presence.close.alive:
+            raise make(ClosedError, f"{self.name} is closed")
+
+    def __enter__(self) -> WeightGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def retrying(self) -> bool:
+        """The last attempt failed, and trainers go on with another one."""
+        return self._again
 
     # --- the engine's side ---
 
+    @unaffected
     def step(self) -> int | None:
         """Between forward passes: returns the version of the next one.
 
-        Does not wait, but for `agree`, which all ranks of the engine call in the same step. In
-        place it refuses to go on, with ProtocolError, while the tensors are dirty.
+        Does not wait, but for `agree`, which all ranks of the engine call in the same step, and
+        for a version that it was left out of. In place it refuses to go on, with ProtocolError,
+        while the tensors are dirty.
         """
+        self._check_open()
         if self.mode == "in_place":
             self.require_clean()
             return self.version
@@ -147,21 +243,28 @@ class WeightGenerator:
         if self.dirty:
             why = self.failure or f"update {self._attempt} is not complete"
             text = (
-                f"generator {self.rank}: its tensors are dirty, a mix of versions, until an update "
+                f"{self.name}: its tensors are dirty, a mix of versions, until an update "
                 f"is complete: {why}"
             )
             raise make(ProtocolError, text)
 
+    @unaffected
     def begin(self) -> None:
         """In place: the engine is paused, and its tensors may be overwritten. Then `wait`."""
+        self._check_open()
         require(self.mode == "in_place", "begin: a shadow is always open; call step, or wait")
         require(not self._open, "begin: the update before is not over; call wait")
         while self._board.get(Keys(self._attempt).decision) is not None:
-            self._attempt += 1  # failed, since this rank took no part
-        self.dirty, self.failure = True, ""
-        self._board.put(f"generator {self.rank} runs", None)
+            self._attempt += 1  # this rank took no part
+        self._soil()
         self._offer()
 
+    def _soil(self) -> None:
+        self.dirty, self.failure = True, ""
+        self._lent.shut()
+        self._board.put(f"{self.name} runs", None)
+
+    @unaffected
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Until the update under way, or the next one, is over; returns the version.
 
@@ -171,7 +274,10 @@ class WeightGenerator:
             self.mode == "in_place" or not self._shared,
             "wait: ranks of an engine go to a version in the same step; call step on all of them",
         )
-        deadline, number = Deadline(timeout_s or self.timeout_s), self._attempt
+        self._check_open()
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        check_seconds(f"{self.name}: wait: timeout_s", limit)
+        deadline, number = Deadline(limit), self._attempt
         while self._attempt == number:
             if self.mode == "shadow":
                 self.step()
@@ -179,23 +285,25 @@ class WeightGenerator:
                 self._progress()
                 if self._committed == number:
                     self._commit()
+            if self._attempt != number and self._again:
+                number = self._attempt
             if not deadline.left and self._attempt == number:
                 self._give_up(f"no update was over within {deadline.timeout_s:g} s")
-                raise make(TimeoutError, f"generator {self.rank}: {self.failure}")
+                raise make(TimeoutError, f"{self.name}: {self.failure}")
             time.sleep(0.001)
         if self.failure:
-            raise make(AbortedError, f"generator {self.rank}: the update failed: {self.failure}")
+            raise make(AbortedError, f"{self.name}: the update failed: {self.failure}")
         return self.version
 
     def _give_up(self, why: str) -> None:
         """In place an open target would be written to later, when the caller does not expect it."""
         self.failure = why
         if self.mode == "in_place":
-            decision = self._board.decide(Keys(self._attempt).decision, self._says(why))
+            decision = self._board.decide(Keys(self._attempt).decision, self._refusal(why))
             if decision == COMMIT:
                 self._commit()
             else:
-                self._fail(decision)
+                self._fail({**decision, "again": False})
 
     # --- an attempt ---
 
@@ -204,100 +312,118 @@ class WeightGenerator:
         if not self._open or self._committed == self._attempt:
             return
         decision = self._board.get(keys.decision)
-        if decision == COMMIT:
+        if self._update is None:
+            self._see(keys)
+        if self._update is not None and self.name not in self._update["members"]:
+            self._left_out(decision)
+        elif decision == COMMIT:
             self._committed = self._attempt
         elif decision is not None:
             self._fail(decision)
-        else:
+        elif self._update is not None:
             try:
                 self._receive(keys)
             except Exception as error:  # of finalize, too: the engine goes on with what it has
-                self._board.decide(keys.decision, self._says(str(error)))
+                self._board.decide(keys.decision, self._refusal(str(error)))
+
+    def _see(self, keys: Keys) -> None:
+        self._update = self._board.get(keys.update)
+        if self._update is None:
+            return
+        self._deadline, self._began = Deadline(self.timeout_s), time.monotonic()
+        self.stages = {}
+        self._reached("begin")
+        if self.name not in self._update["members"]:
+            return
+        names, lost = self._only(), frozenset(self._update["lost"])
+        plan = self.plan.without(lost)
+        self._arrivals.begin([each for each in plan.writes_to(self.rank)
+                              if names is None or each.name in names])  # fmt: skip
+        why = ""
+        if names is not None:
+            if self._update["base"] != self.version:
+                why = f"it is at version {self.version}, not {self._update['base']}"
+            else:
+                why = self._inbox.keep_others(names)
+        if why:
+            changed = self._update["wish"]["changed"]
+            text = f"{self.name}: some parameters alone make no version here, {why}"
+            text = text if changed else f"{text}; update in full"
+            self._board.decide(keys.decision, refusal(text, again=changed, full=True))
+
+    def _only(self) -> set[str] | None:
+        assert self._update is not None
+        return None if self._update["only"] is None else set(self._update["only"])
 
     def _receive(self, keys: Keys) -> None:
-        if self._update is None:
-            self._update = self._board.get(keys.update)
-            if self._update is None:
-                return
-            self._deadline, self._began = Deadline(self.timeout_s), time.monotonic()
-            self.stages = {}
-            self._reached("begin")
+        assert self._update is not None
         if self._arrived:
             if self._deadline is not None and not self._deadline.left:
-                text = f"no decision of trainer 0 within {self._deadline.timeout_s:g} s"
+                text = f"no decision of the trainers within {self._deadline.timeout_s:g} s"
                 raise make(TimeoutError, text)
-        elif self._counted(keys) and self._checked(keys):
+        elif self._arrivals.counted(keys) and (
+            not self._update["verify"] or self._arrivals.checked(keys)
+        ):
             self._inbox.finish()
-            self._board.put(keys.arrived(self.rank), self._update["version"])
+            self._board.put(keys.arrived(self.name), self._update["version"])
             self._arrived, self._deadline = True, Deadline(2 * self.timeout_s)  # after trainer 0's
             self._reached("arrived")
         elif self._deadline is not None and not self._deadline.left:
-            raise make(TimeoutError, self._missing(keys))
+            text = f"within {self.timeout_s:g} s {self._arrivals.missing(keys)}"
+            raise make(TimeoutError, text)
 
     def _reached(self, stage: str) -> None:
         self.stages[stage] = time.monotonic() - self._began
 
-    def _counted(self, keys: Keys) -> bool:
-        counted = self.engine.imm_value(attempt.immediate(keys.attempt))
-        if counted > self._expected:
-            text = f"counted {counted} immediates, the plan has {self._expected}"
-            raise make(ProtocolError, text)
-        return counted == self._expected
+    def _refusal(self, why: str) -> dict[str, Any]:
+        return refusal(f"{self.name}: {why}")
 
-    def _checked(self, keys: Keys) -> bool:
-        """False until the trainers have given their sums."""
+    def _left_out(self, decision: Any) -> None:
+        """Of an update whose trainers did not know this rank, or took it for lost."""
         assert self._update is not None
-        for trainer in self._sources if self._update["verify"] else ():
-            theirs = self._board.get(keys.sent(trainer))
-            if theirs is None:
-                return False
-            ours = self._inbox.sums(trainer)
-            wrong = [name for name, each in ours.items()
-                     if theirs.get(str(self.rank), {}).get(name) != each]  # fmt: skip
-            if wrong:
-                text = f"what trainer {trainer} wrote to {', '.join(wrong)} is not what it sent"
-                raise make(ProtocolError, text)
-        return True
-
-    def _missing(self, keys: Keys) -> str:
-        late = [f"trainer {i}" for i in self._sources if self._board.get(keys.sent(i)) is None]
-        counted = self.engine.imm_value(attempt.immediate(keys.attempt))
-        return (
-            f"{counted} of {self._expected} immediates within {self.timeout_s:g} s; not done: "
-            f"{', '.join(late) or 'none'}"
-        )
-
-    def _says(self, why: str) -> str:
-        return f"generator {self.rank}: {why}"
+        if decision is None:
+            return
+        version = self._update["version"]
+        behind = decision == COMMIT and version != self.version
+        reads = behind and self.mode == "shadow" and not self._shared
+        if reads and self._read_from_peers(Deadline(self.timeout_s)) == version:
+            self._committed = self._attempt
+            return
+        if behind:
+            log.warning(f"{self.name}: left out of version {version}; it is at {self.version}")
+        self._next(again=True)
+        self._offer()
 
     def _commit(self) -> None:
         if self._update is None:  # it was decided between two looks
             self._update = self._board.get(Keys(self._attempt).update)
         assert self._update is not None
         self._reached("decided")
-        self._inbox.commit()
+        took_part = self.name in self._update["members"]
+        self._take(int(self._update["version"]), self._only() if took_part else None)
+        self.totals["updates"] += 1
         self._reached("copied")
-        self.version, self.dirty, self.failure = int(self._update["version"]), False, ""
-        self._board.put(f"generator {self.rank} runs", self.version)
-        self._next()
+        self._next(again=False)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, decision: Mapping[str, Any]) -> None:
         """Keys of this attempt are void before the next one may write."""
-        log.warning(f"generator {self.rank}: the weight update failed: {why}")
+        why, again = str(decision["why"]), bool(decision.get("again"))
+        log.warning(f"{self.name}: the weight update failed: {why}")
         self.failure = why
+        self.totals["failed"] += 1
         self._inbox.fence()
-        self._generation += 1
         self._lend()
-        self._next()
-        if self.mode == "shadow":
+        self._next(again=again)
+        if self.mode == "shadow" or again:
             self._offer()
 
-    def _next(self) -> None:
+    def _next(self, *, again: bool) -> None:
+        """again: trainers, and `wait`, go on with the next attempt."""
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._attempt))
-        self._board.drop(Keys(self._attempt - 1).ready(self.rank))
-        self._board.drop(Keys(self._attempt - 1).arrived(self.rank))
-        self._attempt, self._open = self._attempt + 1, False
+        self._board.drop(Keys(self._attempt - 1).ready(self.name))
+        self._board.drop(Keys(self._attempt - 1).arrived(self.name))
+        self._attempt, self._open, self._again = self._attempt + 1, False, again
 
     # --- truth ---
 
@@ -312,11 +438,12 @@ class WeightGenerator:
         equal because an earlier update wrote it.
         """
         self.require_clean()
+        check_tensors("check_equal: reference", reference)
         absent = [name for name in self._tensors if name not in reference]
         require(not absent, f"check_equal: the reference lacks {', '.join(absent[:3])}")
         ours = self.checksums()
         wrong = [name for name, each in ours.items()
                  if attempt.whole_sum(reference[name].contiguous()) != each]  # fmt: skip
         if wrong:
-            text = f"generator {self.rank} at version {self.version}: {', '.join(wrong)} differ"
+            text = f"{self.name} at version {self.version}: {', '.join(wrong)} differ"
             raise make(ProtocolError, text)

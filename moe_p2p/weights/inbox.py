@@ -5,15 +5,15 @@ What the plan does not write, tensors in checkpoint layout apart, is *derived*: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import ProtocolError, make, require
-from moe_p2p.transfers import Grant
+from moe_p2p.errors import ProtocolError, ResourceExhaustedError, make, require
+from moe_p2p.transfers import Grant, Memory
 from moe_p2p.weights import attempt
 from moe_p2p.weights.plan import WeightPlan, Write
 
@@ -37,6 +37,7 @@ class Inbox:
         *,
         shadow: bool,
         finalize: Finalize | None,
+        watermark: int | None = None,
     ) -> None:
         self._engine, self._live, self._shadow = engine, dict(live), shadow
         self._finalize = finalize
@@ -53,6 +54,11 @@ class Inbox:
         own = dict(live) if shadow else {}
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in own.items()}
         self._places, total = _places({**sizes, **received})
+        if watermark is not None and total > watermark:
+            mode = "shadow" if shadow else "in_place"
+            text = f"mode {mode!r} takes a buffer of {total} bytes, the watermark is {watermark}"
+            hint = "use mode='in_place', or raise watermark" if shadow else "raise watermark"
+            raise make(ResourceExhaustedError, f"generator {rank}: {text}; {hint}")
         self.buffer = torch.zeros(total, dtype=torch.uint8, device=device)  # one registration
         made = {name: self.buffer[at : at + size] for name, (at, size) in self._places.items()}
         for name, tensor in own.items():
@@ -65,10 +71,16 @@ class Inbox:
         self._memory = [engine.register(self.buffer)] if total else []
         self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
         for name in [] if shadow else live:
-            if name in written:
+            if live[name].numel():
                 self._numbers[name] = len(self._memory), 0
                 self._memory.append(engine.register(live[name]))
         self._grants: list[Grant] = []
+        self._torn = False  # the shadow holds bytes of an update that failed, or poison
+
+    def place(self, name: str) -> tuple[Memory, int]:
+        """Registered memory of a target tensor, and its first byte there."""
+        number, at = self._numbers[name]
+        return self._memory[number], at
 
     def lend(self, trainers: Sequence[int]) -> dict[str, Any]:
         """For `trainers`, each a key of its own, until `fence`."""
@@ -81,19 +93,46 @@ class Inbox:
 
     def fence(self) -> None:
         """No write of an earlier update reaches it any more, whoever is stopped."""
+        self._torn = True
         for grant in self._grants:
             grant.revoke()
         self._grants.clear()
 
+    def close(self) -> None:
+        """Nobody reaches it any more, and nothing of it is registered."""
+        self.fence()
+        for each in self._memory:
+            each.unregister()
+        self._memory.clear()
+
     def poison(self) -> None:
         """NaN wherever the update will write, or `finalize`."""
+        self._torn = True
         for write in self.writes:
-            data, rows = attempt.as_bytes(self._tensors[write.target_tensor]), write.rows
-            for _, at in rows.offsets:
-                shape, stride = (rows.num_rows, rows.row_bytes), rows.target_stride
-                where = data.storage_offset() + at
-                data.as_strided(shape, (stride or rows.row_bytes, 1), where).fill_(_UNTOUCHED)
+            for part in _rows(write, self._tensors[write.target_tensor]):
+                part.fill_(_UNTOUCHED)
         self._poison_derived()
+
+    def keep_others(self, names: set[str]) -> str:
+        """Before an update of `names` alone: all else is as in the live tensors. Returns why that
+        cannot be; "" when it is."""
+        if not self._torn:
+            return ""
+        if not self._shadow:
+            return "its tensors were poisoned"
+        if self.received.keys() - names:
+            text = "what arrives in checkpoint layout was lost by an update that failed, or poison"
+            return f"{text}: {sorted(self.received.keys() - names)[0]}"
+        for write in self.writes:
+            if write.name not in names and write.target_tensor in self._live:
+                self._copy(write, self._live, self.target)
+        return ""
+
+    @staticmethod
+    def _copy(write: Write, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        ours = _rows(write, source[write.target_tensor])
+        for to, part in zip(_rows(write, target[write.target_tensor]), ours, strict=True):
+            to.copy_(part)
 
     def _poison_derived(self) -> None:
         for name in self.derived:
@@ -110,15 +149,33 @@ class Inbox:
             if len(data) and bool((data == _UNTOUCHED).all()):
                 raise make(ProtocolError, f"finalize did not make tensor {name!r}")
 
-    def sums(self, source: int) -> dict[str, int]:
-        """Of what a trainer wrote, by tensor."""
-        found = (write for write in self.writes if write.source_rank == source)
-        return attempt.sums(found, self._tensors, 1)
+    def sums(self, writes: Iterable[Write]) -> dict[str, int]:
+        """Of what was written, by tensor."""
+        return attempt.sums(writes, self._tensors, 1)
 
-    def commit(self) -> None:
-        """The pause of shadow mode: copies into the addresses that captured graphs hold."""
-        for name, tensor in self._live.items() if self._shadow else ():
-            tensor.copy_(self.target[name])
+    def commit(self, names: set[str] | None = None) -> None:
+        """The pause of shadow mode: copies into the addresses that captured graphs hold. names: of
+        the parameters that changed; None: all."""
+        self._torn = False
+        if not self._shadow:
+            return
+        if names is None:
+            for name, tensor in self._live.items():
+                tensor.copy_(self.target[name])
+            return
+        for write in self.writes:
+            if write.name in names and write.target_tensor in self._live:
+                self._copy(write, self.target, self._live)
+        for name in self.derived:
+            self._live[name].copy_(self.target[name])
+
+
+def _rows(write: Write, tensor: Tensor) -> Iterator[Tensor]:
+    """What a write covers of its target's tensor."""
+    data, rows = attempt.as_bytes(tensor), write.rows
+    shape, stride = (rows.num_rows, rows.row_bytes), rows.target_stride or rows.row_bytes
+    for _, at in rows.offsets:
+        yield data.as_strided(shape, (stride, 1), data.storage_offset() + at)
 
 
 def _received(writes: list[Write]) -> dict[str, int]:

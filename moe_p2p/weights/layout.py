@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class Param:
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
+        self._check_types()
         if not isinstance(self.ranks, tuple):
             put("ranks", tuple(self.ranks))
         put("mesh", self.mesh or (len(self.ranks),))
@@ -91,19 +92,41 @@ class Param:
         put("tensor", self.tensor or self.name)
         self._check()
 
+    def _check_types(self) -> None:
+        require(
+            isinstance(self.name, str) and bool(self.name), f"Param.name is {self.name!r}, no name"
+        )
+        for field, value in (("tensor", self.tensor), ("finalize", self.finalize)):
+            require_type(f"{self.name}: {field}", value, str, "a str")
+        require_type(f"{self.name}: ranks", self.ranks, (Sequence, range), "a tuple of ints")
+        try:
+            wrong = _wrong_field(self.shape, self.mesh, self.order, self.strides, self.window,
+                                 self.part, self.placements)  # fmt: skip
+        except TypeError:  # a list
+            wrong = "shape, mesh, order, strides, window, part or placements", "tuples"
+        if wrong is not None:
+            raise _wrong(f"{self.name}: {wrong[0]} must be {wrong[1]}, as in {self!r}")
+        require_type(f"{self.name}: offset", self.offset, int, "an int")
+        require_type(f"{self.name}: blocks", self.blocks, (Blocks, type(None)), "a Blocks or None")
+
     def _check(self) -> None:
         where, dims = f"{self.name}:", len(self.shape)
         if math.prod(self.mesh) != len(self.ranks) or not self.ranks:
             raise _wrong(f"{where} mesh {self.mesh} has not {len(self.ranks)} ranks")
         if not _distinct(self.ranks):
-            raise _wrong(f"{where} ranks {self.ranks} name one twice; describe its tensors apart")
+            raise _wrong(
+                f"{where} ranks {self.ranks} name one twice, or what is no int; describe its "
+                "tensors apart"
+            )
         if len(self.placements) != len(self.mesh):
             raise _wrong(f"{where} {self.placements} must be one for each of mesh {self.mesh}")
         for each in self.placements:
             if isinstance(each, Shard) and not (0 <= each.dim < dims and each.split_factor > 0):
                 raise _wrong(f"{where} {each} is no dimension of shape {self.shape}")
-        if not hasattr(torch, self.dtype):
-            raise _wrong(f"{where} torch has no dtype {self.dtype!r}")
+        if not isinstance(self.dtype, str) or not _is_dtype(self.dtype):
+            raise _wrong(
+                f"{where} torch has no dtype {self.dtype!r}; pass its name, as dtype_name gives it"
+            )
         if self.window and not _fits(self.window, self.shape):
             raise _wrong(f"{where} window {self.window} is not inside shape {self.shape}")
         if self.part and (
@@ -150,9 +173,44 @@ class Param:
                 self.strides, self.part, kind, self.finalize)  # fmt: skip
 
 
+# The same few kinds stand in 70,000 Params.
+@functools.lru_cache(maxsize=1 << 12)
+def _wrong_field(*fields: object) -> tuple[str, str] | None:
+    names = ("shape", "mesh", "order", "strides", "window", "part", "placements")
+    for name, value in zip(names, fields, strict=True):
+        good: Callable[[object], bool] = _is_size
+        wanted = "a tuple of ints of 0 or more"
+        if name in ("window", "part"):
+            good, wanted = _is_pair, "a tuple of (first, size)"
+        elif name == "placements":
+            good, wanted = _is_placement, "a tuple of Shard and Replicate"
+        if not isinstance(value, tuple) or not all(good(each) for each in value):
+            return name, wanted
+    return None
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and [type(each) for each in value] == [int, int]
+
+
+def _is_placement(value: object) -> bool:
+    if isinstance(value, Shard):
+        return type(value.dim) is type(value.split_factor) is int
+    return isinstance(value, Replicate)
+
+
+@functools.cache
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def _distinct(ranks: tuple[int, ...]) -> bool:
-    return len(set(ranks)) == len(ranks)
+    return len(set(ranks)) == len(ranks) and all(type(rank) is int for rank in ranks)
 
 
 def _wrong(message: str) -> Exception:
@@ -177,6 +235,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def of_tensor(name: str, tensor: torch.Tensor, ranks: Sequence[int] = (0,)) -> Param:
     """A tensor of a trainer: a DTensor as it is sharded, any other as each of `ranks` holds it."""
+    require_type(f"of_tensor: {name}", tensor, torch.Tensor)
     mesh = getattr(tensor, "device_mesh", None)
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     if mesh is None:
@@ -203,6 +262,11 @@ class WeightLayout:
     world_size: int
 
     def __post_init__(self) -> None:
+        require_type("WeightLayout.params", self.params, Sequence, "a list of Params")
+        require(
+            type(self.world_size) is int and self.world_size > 0,
+            f"WeightLayout.world_size is {self.world_size!r}, must be an int of at least 1",
+        )
         object.__setattr__(self, "params", tuple(self.params))
         for each in self.params:
             require_type("WeightLayout.params", each, Param, "a Param")

@@ -8,10 +8,11 @@ plan of 70,000 parameters has some dozens of them. docs/weights.md explains it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +99,24 @@ class WeightPlan:
     target: WeightLayout
     templates: tuple[Template, ...]
     numbers: tuple[int, ...]  # of the template of each of `names`
+    lost: frozenset[int] = frozenset()  # source ranks that others stand in for
+
+    def without(self, lost: Iterable[int]) -> WeightPlan:
+        """The plan where other holders of the same shards send for `lost` source ranks.
+
+        Raises InvalidArgumentError with a parameter of which nobody else holds a part.
+        """
+        lost = frozenset(lost)
+        if lost == self.lost:
+            return self
+        found = dataclasses.replace(self, lost=lost)
+        known: set[object] = set()
+        for entry, number in zip(self.entries(), self.numbers, strict=True):
+            key = (number, *(id(each.ranks) for each in entry.sources))
+            if key not in known:
+                known.add(key)
+                _check_held(found, entry)
+        return found
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +141,7 @@ class WeightPlan:
                 for place in _places(entry.sources, rank)
                 for flow, number in by_source.get(place, ())
                 for i, target in enumerate(flow.targets)
-                if flow.source_of(i, entry.turn) == number
+                if self._number(entry, flow, i) == number
             ]
             found.sort(key=lambda write: (write.target_rank - rank) % self.target.world_size)
             yield from found
@@ -134,7 +153,7 @@ class WeightPlan:
         for entry, (_, by_target) in self._indexed():
             for place in _places(entry.targets, rank):
                 for flow, number in by_target.get(place, ()):
-                    i, at = flow.sources[flow.source_of(number, entry.turn)]
+                    i, at = flow.sources[self._number(entry, flow, number)]
                     counts = found.setdefault(entry.sources[i].ranks[at], [0, 0, 0])
                     counts[0] += flow.nbytes
                     counts[1] += 1
@@ -147,7 +166,7 @@ class WeightPlan:
         for entry, (_, by_target) in self._indexed():
             for place in _places(entry.targets, rank):
                 for flow, number in by_target.get(place, ()):
-                    source = flow.sources[flow.source_of(number, entry.turn)]
+                    source = flow.sources[self._number(entry, flow, number)]
                     yield _write(entry, flow, source, place)
 
     def copies(self, rank: int) -> Iterator[Copy]:
@@ -163,7 +182,24 @@ class WeightPlan:
         self._check("source", rank, self.source)
         for entry in self.entries():
             if entry.template.exchanges:
-                yield from _maxima(entry, set(_places(entry.sources, rank)))
+                yield from _maxima(entry, set(_places(entry.sources, rank)), self.lost)
+
+    def writers_to(self, rank: int) -> list[int]:
+        """Source ranks that may write to a target rank, also in place of lost ones."""
+        found: set[int] = set()
+        for entry, (_, by_target) in self._indexed():
+            for place in _places(entry.targets, rank):
+                for flow, _ in by_target.get(place, ()):
+                    found.update(entry.sources[i].ranks[at] for i, at in flow.sources)
+        return sorted(found)
+
+    def _number(self, entry: Entry, flow: Flow, target: int) -> int:
+        """Which of flow.sources serves flow.targets[target]."""
+        number = flow.source_of(target, entry.turn)
+        if self.lost and _rank(entry, flow.sources[number]) in self.lost:
+            held = _held_by(entry, flow.sources, self.lost)
+            return flow.sources.index(held[(number + target) % len(held)])
+        return number
 
     @functools.cached_property
     def gathered(self) -> tuple[Gathered, ...]:
@@ -306,11 +342,37 @@ def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
     )
 
 
-def _maxima(entry: Entry, places: set[Place]) -> Iterator[Maxima]:
+def _rank(entry: Entry, place: Place) -> int:
+    return entry.sources[place[0]].ranks[place[1]]
+
+
+def _held_by(entry: Entry, places: Sequence[Place], lost: frozenset[int]) -> list[Place]:
+    """Places of ranks that are there. Raises where there are none."""
+    found = [place for place in places if _rank(entry, place) not in lost]
+    holders = ", ".join(str(_rank(entry, place)) for place in places)
+    require(
+        bool(found),
+        f"{entry.name}: of source ranks {holders}, which hold a part of it, none is left",
+    )
+    return found
+
+
+def _check_held(plan: WeightPlan, entry: Entry) -> None:
+    for flow in entry.template.flows:
+        _held_by(entry, flow.sources, plan.lost)
+    for each in entry.template.exchanges:
+        for party in each.parties:
+            _held_by(entry, party, plan.lost)
+
+
+def _maxima(entry: Entry, places: set[Place], lost: frozenset[int]) -> Iterator[Maxima]:
     """Places of the same number exchange; a shard with fewer of them takes part several times."""
     for each in entry.template.exchanges:
-        for k in range(max(len(party) for party in each.parties)):
-            group = [party[k % len(party)] for party in each.parties]
+        parties = each.parties
+        if lost:
+            parties = tuple(tuple(_held_by(entry, party, lost)) for party in parties)
+        for k in range(max(len(party) for party in parties)):
+            group = [party[k % len(party)] for party in parties]
             if places.intersection(group):
                 ranks = tuple(entry.sources[i].ranks[at] for i, at in group)
                 stage = entry.template.stages[each.stage]

@@ -2,6 +2,7 @@
 
 A stage takes n * (time of one) + bytes / rate, on the rank that has most of it. Stages of an update
 run side by side, layer by layer: the longest one counts, and of the others one layer's share.
+Maxima are exchanged before.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def predict(totals: Totals, layers: int, rates: Rates) -> Prediction:
     launches = 2 * layers  # grouped: maxima, then values
     convert = launches * rates.launch_s + moved / rates.memory
     peers = max((len(each) - 1 for each in totals.peers), default=0)
-    sent = max(b * (len(p) - 1) for b, p in zip(totals.maxima_bytes, totals.peers, strict=True))
-    messages = max(peers, 0) * layers
+    sent = 2 * max(totals.maxima_bytes, default=0)  # to the owner of a block, and back
+    messages = 2 * max(peers, 0)
     wire_rate = rates.nic * rates.wire_part
-    exchange = messages * rates.write_s + max(sent, 0) / wire_rate
+    exchange = messages * rates.write_s + sent / wire_rate
     writes, calls = max(totals.source_writes), layers
     submit = calls * rates.call_s + writes * rates.write_s
     out, into = max(totals.source_bytes), max(totals.target_bytes)
@@ -69,9 +70,9 @@ def predict(totals: Totals, layers: int, rates: Rates) -> Prediction:
         Stage("submit", submit, f"{calls} calls, {writes:,} writes"),
         Stage("wire", max(out, into) / wire_rate, f"{max(out, into) / 1e9:.2f} GB {side}"),
     )
-    longest = max(stage.seconds for stage in stages)
-    rest = sum(stage.seconds for stage in stages) - longest
-    return Prediction(stages, longest + rest / layers)
+    together = [stage.seconds for stage in stages if stage.name != "block maxima"]
+    longest = max(together)
+    return Prediction(stages, exchange + longest + (sum(together) - longest) / layers)
 
 
 class Published(NamedTuple):

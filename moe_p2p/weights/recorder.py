@@ -53,6 +53,7 @@ def record(load: Loader, shapes: Shapes, *, rank: int) -> Recording:
 
     load must not depend on values, and return the same tensors each time, in the same shapes.
     """
+    require(callable(load), f"record: load is {load!r}, must be a function")
     runs = _Runs(load, shapes)
     numbers, draws = runs.numbers(), [runs.random(seed) for seed in range(2)]
     made = [runs.run(values) for values in draws]

@@ -4,31 +4,42 @@
     trainer.update(version)                                            on all trainers, each time
 
 `update` returns when every generator of the fleet has all bytes of the version and the fleet has
-decided for it; else it raises, by name, and no generator goes to it. docs/weights.md explains it.
+decided for it; else it raises, by name, and no generator goes to it. The lowest trainer that is
+there leads: it says who takes part, and decides. docs/weights.md explains it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_p2p import log
+from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, MoeP2pError, ProtocolError, make, require
-from moe_p2p.transfers import Memory, Peer, Region, Request
+from moe_p2p.errors import (
+    AbortedError,
+    ClosedError,
+    ProtocolError,
+    make,
+    require,
+    require_type,
+)
 from moe_p2p.weights import attempt
-from moe_p2p.weights.attempt import COMMIT, PRIORITY, Keys
+from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.board import Board, Deadline
-from moe_p2p.weights.conversion import Conversions
+from moe_p2p.weights.checks import check_rank, check_seconds, check_tensors, check_version
 from moe_p2p.weights.layout import WeightLayout
-from moe_p2p.weights.plan import Write
+from moe_p2p.weights.outbox import Outbox
+from moe_p2p.weights.presence import Presence, Record
+from moe_p2p.weights.sending import UnwrittenError
 
-_GRACE = 0.25  # of the timeout, for who waits for ranks that wait themselves
+_GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
+_Update = dict[str, Any]
 
 
 class WeightTrainer:
@@ -36,9 +47,13 @@ class WeightTrainer:
 
     engine: of this rank. store: a torch store that all trainers and generators reach.
     layout: of all trainers. tensors: this rank's, by the layout's names; registered here, once.
-    name: of the fleet. timeout_s: of the set-up, which waits for all ranks, and of each update.
+    name: of the fleet. timeout_s: of the set-up, which waits for all ranks, and of each attempt.
+    lease_s: a rank that does not renew its lease so long is lost.
+    watermark: most bytes that conversions may take beside the tensors; None: all at once.
+    device: where conversions run, for tensors in host memory; None: the device of the tensors.
     """
 
+    @unaffected
     def __init__(
         self,
         engine: Engine,
@@ -49,87 +64,184 @@ class WeightTrainer:
         *,
         name: str = "weights",
         timeout_s: float = 30.0,
+        lease_s: float = 5.0,
+        watermark: int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
+        seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
+        check_rank(f"trainer {rank}", engine, store, layout, tensors, seconds)
         self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
-        self.stages: dict[str, float] = {}  # of the last update: seconds from its begin
+        self.version: int | None = None  # what the fleet is at
+        self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
         self._board = Board(store, name)
         deadline = Deadline(timeout_s)
         self.plan = attempt.agree_on_plan(self._board, "trainer", rank, layout, deadline)
+        first = next(iter(tensors.values()), None)
+        where = device or (first.device if first is not None else "cpu")
         self._tensors = dict(tensors)
-        self._writes = list(self.plan.of_source(rank))
-        self._conversions = Conversions(self.plan, rank, self._tensors)
-        sources = {**self._tensors, **self._conversions.staged}
-        attempt.check_rows(f"trainer {rank}", self._writes, sources, 0)
-        used = dict.fromkeys(write.source_tensor for write in self._writes)
-        self._memory: dict[str, Memory] = {each: engine.register(sources[each]) for each in used}
-        self._targets = sorted({write.target_rank for write in self._writes})
-        self._generations: dict[int, int] = {}  # of the memory that a generator lends
-        self._peers: dict[int, Peer] = {}
-        self._regions: dict[tuple[int, str], tuple[Region, int]] = {}
-        self._requests: list[Request] = []
-        self._attempt = 0
-        for generator in self._targets:
-            self._connect(generator, 0, deadline)
-        self._board.put(f"trainer {rank}", {"nics": engine.num_nics})
-        self._meet(deadline)
+        self._outbox = Outbox(
+            engine, rank, self.plan, self._tensors, torch.device(where), watermark
+        )
+        self._presence = Presence(store, name, f"trainer {rank}", {}, lease_s)
+        self._attempt = self._changes = 0
+        self._members: dict[str, Record] | None = None  # the leader's; None: look
+        self._lost: frozenset[int] = frozenset()
+        self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
+        self._new_sums: dict[str, int] = {}  # of what the attempt sends
+        self._full = False  # a generator cannot take a part
+        self.attempts_failed = 0
+        try:
+            for generator, founder in self._founders().items():
+                if founder in self._outbox.targets(""):
+                    self._connect(generator, "", deadline)
+            self._board.put(f"trainer {rank}", {"nics": engine.num_nics})
+            self._meet(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _founders(self) -> dict[str, int]:
+        return {attempt.name_of("", i): i for i in range(self.plan.target.world_size)}
 
     def _meet(self, deadline: Deadline) -> None:
-        trainers = {f"trainer {i}": f"trainer {i}" for i in range(self.plan.source.world_size)}
-        self._board.wait({**trainers, **{f"{g} lends 0": g for g in self._generators}}, deadline)
+        wanted = {who: who for who in map("trainer {}".format, self._there())}
+        self._board.wait(wanted | {f"{who} is there": who for who in self._founders()}, deadline)
+        self._meet_for_maxima(deadline, lambda missing: None)
 
-    @property
-    def _generators(self) -> list[str]:
-        return [f"generator {i}" for i in range(self.plan.target.world_size)]
+    def _there(self) -> list[int]:
+        return [i for i in range(self.plan.source.world_size) if i not in self._lost]
 
-    def _connect(self, generator: int, generation: int, deadline: Deadline) -> None:
-        """generation: a generator lends its memory anew after an update that failed."""
-        who = f"generator {generator}"
-        key = f"{who} lends {generation}"
-        lent = self._board.wait({key: who}, deadline)[key]
-        if generator in self._peers:
-            with suppress(RuntimeError):  # it may be gone with what failed
-                self._peers.pop(generator).disconnect()
-        peer = self.engine.connect(bytes.fromhex(lent["address"]), priority=PRIORITY)
-        regions = [
-            self.engine.resolve(bytes.fromhex(each), peer, priority=PRIORITY)
-            for each in lent["to"][str(self.rank)]
-        ]
-        for tensor, (number, offset) in lent["tensors"].items():
-            self._regions[generator, tensor] = regions[number], offset
-        self._peers[generator], self._generations[generator] = peer, generation
+    def _connect(self, generator: str, generation: str, deadline: Deadline) -> None:
+        key = f"{generator} lends"
+        while True:
+            lent = self._board.wait({key: generator}, deadline)[key]
+            if generation in ("", lent["generation"]):
+                break
+            require(deadline.left > 0, f"{generator} does not lend {generation}")
+            time.sleep(0.002)
+        self._outbox.sender.connect(generator, lent)
 
+    def _meet_for_maxima(self, deadline: Deadline, meanwhile: Callable[[list[str]], None]) -> None:
+        """Trainers that share blocks write into each other's inboxes; anew where others share."""
+        era, exchange = self._outbox.exchange()
+        if exchange.peers:
+            self._board.put(f"maxima of {self.rank} {era}", exchange.address())
+        keys = {f"maxima of {i} {era}": f"trainer {i}" for i in exchange.peers}
+        found = self._board.wait(keys, deadline, meanwhile)
+        for i in exchange.peers:
+            exchange.connect(i, found[f"maxima of {i} {era}"])
+
+    # --- updates ---
+
+    @unaffected
     def update(
         self,
         version: int,
         tensors: Mapping[str, Tensor] | None = None,
         *,
         verify: bool = False,
+        only: Collection[str] | None = None,
+        changed: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         """Brings every generator to `version`. All trainers call it, with the same arguments.
 
         tensors: new values, copied into the registered ones; None: these are as they should be.
         They must be left alone until it returns. verify: 64-bit checksums of all that is written.
+        only: names of parameters; others are as in the version before, which every generator must
+        have. changed: those in tensors whose checksums differ from the update before, which had
+        `changed` too; where that cannot be known, or a generator has another version, all.
 
         Raises AbortedError, with the name of the rank where it failed, and TimeoutError with the
         ranks that are missing. No generator goes to the version then; it may be called again.
+        Generators that are lost are left out; for a lost trainer others send, if they hold what it
+        held: each begins anew, with its own timeout.
         """
+        check_version(version)
+        require(
+            only is None or not changed,
+            "update: only names parameters, changed finds them: pass one",
+        )
+        if only is not None:
+            require_type("update: only", only, Collection, "names of parameters")
+            unknown = sorted(set(only) - set(self.plan.names))
+            require(not unknown, f"update: no generator gets {', '.join(unknown[:3])}")
+        wish = {"version": version, "verify": verify, "changed": changed,
+                "only": None if only is None else sorted(only), "newcomers": False}  # fmt: skip
+        self._update(wish, tensors, timeout_s)
+
+    @unaffected
+    def admit(self, *, timeout_s: float | None = None) -> None:
+        """Brings generators that joined, and found no peer to read from, to the fleet's version.
+
+        All trainers call it, while their tensors hold the values of the last update.
+        """
+        require(self.version is not None, "admit: there was no update yet")
+        wish = {"version": self.version, "verify": False, "changed": False, "only": None,
+                "newcomers": True}  # fmt: skip
+        self._update(wish, None, timeout_s)
+
+    @unaffected
+    def abort(self, why: str) -> None:
+        """In place of this rank's next `update`, which fails on every rank, with this reason."""
         self._attempt += 1
-        keys, deadline = Keys(self._attempt), Deadline(timeout_s or self.timeout_s)
-        self.stages, self._began = {}, time.monotonic()
+        self.attempts_failed += 1
+        self._forget()
+        self._board.decide(Keys(self._attempt).decision, self._refusal(why))
+
+    def _update(
+        self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
+    ) -> None:
+        if not self._presence.close.alive:
+            raise make(ClosedError, f"trainer {self.rank} is closed")
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        check_seconds("update: timeout_s", timeout_s)
+        check_tensors("update: tensors", tensors or {})
+        while not self._try(wish, tensors, timeout_s):
+            tensors = None  # they have been taken
+
+    def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
+        """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
+        self._attempt += 1
+        keys, deadline = Keys(self._attempt), Deadline(timeout_s)
+        self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
         try:
             self._take(tensors)
-            self._send(keys, {"version": version, "verify": verify}, deadline)
-            self._commit(keys, version, deadline)
-        except Exception as error:
-            why = f"trainer {self.rank}: {error}"
-            decision = self._board.decide(keys.decision, why)
-            self._cancel(deadline)
-            if decision == COMMIT:
-                return
-            if decision == why:
+            update = self._agree(keys, wish, deadline)
+            try:
+                self._send(keys, update, deadline)
+            except UnwrittenError as failed:
+                self._explain(keys, failed, deadline)
+                raise failed.named from failed
+            self._commit(keys, update, deadline)
+        except BaseException as error:
+            mine = self._refusal(str(error) or type(error).__name__)
+            try:
+                decision = self._board.decide(keys.decision, mine)
+            finally:  # also where the store is gone
+                self._outbox.cancel(max(deadline.left, 1.0))
+            if not isinstance(error, Exception):
                 raise
-            raise _failed(version, decision) from error
+            if decision != COMMIT:
+                self.attempts_failed += 1
+                if self._goes_on(decision, wish):
+                    return False
+                if decision == mine:
+                    raise
+                raise attempt.failed(wish["version"], decision["why"]) from error
+        self.version = wish["version"]
+        if not wish["newcomers"]:
+            self._sums, self._full = self._new_sums, False
+        return True
+
+    def _refusal(self, why: str) -> dict[str, Any]:
+        return refusal(f"trainer {self.rank}: {why}")
+
+    def _forget(self) -> None:
+        """What this rank put for the attempt before the last one is read by nobody any more."""
+        before = Keys(self._attempt - 2)
+        for key in (before.changed(self.rank), before.requests(self.rank), before.sent(self.rank)):
+            self._board.drop(key)
 
     def _reached(self, stage: str) -> None:
         self.stages[stage] = time.monotonic() - self._began
@@ -141,121 +253,196 @@ class WeightTrainer:
                 mine is not None and mine.shape == tensor.shape and mine.dtype == tensor.dtype,
                 f"update: tensor {name!r} is none of this trainer's, or of another shape or type",
             )
-            assert mine is not None
-            mine.copy_(tensor)
+        for name, tensor in (tensors or {}).items():
+            self._tensors[name].copy_(tensor)
 
-    def _send(self, keys: Keys, update: dict[str, Any], deadline: Deadline) -> None:
-        before = Keys(keys.attempt - 2)
-        for key in (before.maxima(self.rank), before.sent(self.rank)):
-            self._board.drop(key)
-        decided = self._board.decide(keys.update, update)
-        if decided != update:
-            text = f"this trainer updates to {update}, another one to {decided}"
+    # --- who takes part ---
+
+    def _agree(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
+        """The leader says what the attempt is; others find that they mean the same."""
+        self._forget()
+        if wish["changed"]:
+            self._board.put(keys.changed(self.rank), self._changed())
+        leader = self._there()[0]
+        if self.rank == leader:
+            self._board.put("attempt", keys.attempt)
+            update = self._board.decide(keys.update, self._proposal(keys, wish, deadline))
+        else:
+            wanted = {keys.update: f"trainer {leader}"}
+            update = self._wait(keys, wanted, deadline)[keys.update]
+        theirs = {name: update["wish"][name] for name in wish}
+        if theirs != wish:
+            text = f"this trainer updates to {wish}, another one to {theirs}"
             raise make(ProtocolError, text)
         self._reached("begin")
-        self._conversions.run(lambda mine, peers: self._exchange(keys, deadline, mine, peers))
-        self._reached("converted")
-        ready = {keys.ready(i): who for i, who in enumerate(self._generators)}
-        found = self._wait(keys, ready, deadline)
-        for generator in self._targets:
-            generation = found[keys.ready(generator)]
-            if generation != self._generations[generator]:
-                self._connect(generator, generation, deadline)
-        self._reached("ready")
-        for write in self._writes:
-            self._requests.append(self._write(write, attempt.immediate(keys.attempt)))
-        self._reached("submitted")
-        for write, request in zip(self._writes, self._requests, strict=True):
-            self._await(write, request, deadline)
-        self._requests.clear()
-        self._reached("written")
-        self._board.put(keys.sent(self.rank), self._sums() if update["verify"] else {})
+        return dict(update)
+
+    def _proposal(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
+        members = self._look()
+        runs = {who: self._board.get(f"{who} runs") for who in members}
+        if wish["newcomers"]:
+            members = {who: each for who, each in members.items() if runs[who] != self.version}
+        only = wish["only"]
+        if wish["changed"]:
+            keys_of = {keys.changed(i): f"trainer {i}" for i in self._there()}
+            found = [each["names"] for each in self._wait(keys, keys_of, deadline).values()]
+            only = None if None in found else sorted({name for each in found for name in each})
+        others = [who for who in members if runs[who] != self.version or self.version is None]
+        if only is not None and others:
+            if not wish["changed"]:
+                raise make(
+                    ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version)
+                )
+            only = None
+        return {"version": wish["version"], "verify": wish["verify"], "base": self.version,
+                "only": only, "lost": sorted(self._lost), "wish": wish,
+                "members": {who: [each["replica"], each["rank"], each["digest"]]
+                            for who, each in members.items()}}  # fmt: skip
+
+    def _look(self) -> dict[str, Record]:
+        """Generators that take part: they have leases, and so has all of their engine."""
+        changes = self._board.count("changes")
+        if self._members is None or changes != self._changes:
+            found = {who: each for who, each in self._presence.members().items()
+                     if who.startswith("generator")}  # fmt: skip
+            self._members = {
+                who: each for who, each in found.items()
+                if not each["joining"] and all(other in found and not found[other]["joining"]
+                                               for other in each["engine"])
+            }  # fmt: skip
+            self._changes = changes
+        return self._members
+
+    def _changed(self) -> dict[str, Any]:
+        """names: parameters whose tensors changed on this rank; None: not known."""
+        self._new_sums, before = self._outbox.checksums(), self._sums
+        if not before or self._full:
+            return {"names": None}
+        tensors = {name for name, each in self._new_sums.items() if before[name] != each}
+        return {"names": self._outbox.parameters_in(tensors)}
+
+    # --- bytes ---
+
+    def _send(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
+        members = {who: (replica, rank) for who, (replica, rank, _) in update["members"].items()}
+        if members:
+            self._learn(keys, update, deadline)
+        names = None if update["only"] is None else set(update["only"])
+        sending = self._outbox.sending(members, names)
+        with self._outbox.bounded(lambda missing: self._stop(keys, missing), deadline):
+            if members:
+                self._outbox.merge_maxima(keys.attempt, names)
+            self._reached("maxima")
+            wanted = {keys.ready(who): who for who in members}
+            found = self._wait(keys, wanted, deadline)
+            for generator in sending:
+                generation = found[keys.ready(generator)]
+                if generation != self._outbox.sender.generation(generator):
+                    self._connect(generator, generation, deadline)
+            self._reached("ready")
+            groups = self._outbox.groups(sending, names)
+            counts = Counter(group.generator for _, each in groups for group in each.groups)
+            self._board.put(keys.requests(self.rank), counts)
+            imm = attempt.immediate(keys.attempt)
+            sums = self._outbox.send(groups, imm, update["verify"], self._reached)
+        self._board.put(keys.sent(self.rank), sums)
         self._reached("sent")
 
-    def _exchange(
-        self, keys: Keys, deadline: Deadline, mine: bytes, peers: tuple[int, ...]
-    ) -> dict[int, bytes]:
-        self._board.put(keys.maxima(self.rank), mine.hex())
-        self._reached("maxima")
-        found = self._wait(keys, {keys.maxima(i): f"trainer {i}" for i in peers}, deadline)
-        return {i: bytes.fromhex(found[keys.maxima(i)]) for i in peers}
+    def _learn(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
+        """Replicas that are new, and who stands in for trainers that are lost."""
+        met = self._outbox.era
+        for who, (replica, _, digest) in update["members"].items():
+            if self._outbox.digest(replica) != digest:
+                key = attempt.layout_key(digest)
+                data = self._wait(keys, {key: who}, deadline)[key]
+                self._outbox.add(replica, WeightLayout.from_bytes(bytes.fromhex(data)))
+        self._outbox.without(self._lost)
+        if self._outbox.era != met:
+            self._meet_for_maxima(deadline, lambda missing: self._stop(keys, missing))
 
-    def _write(self, write: Write, imm: int) -> Request:
-        region, base = self._regions[write.target_rank, write.target_tensor]
-        rows = write.rows
-        return self.engine.write_pages(
-            self._memory[write.source_tensor],
-            region,
-            page_bytes=rows.row_bytes * rows.num_rows,
-            pages=torch.tensor([a for a, _ in rows.offsets], device="cpu"),
-            region_pages=torch.tensor([base + b for _, b in rows.offsets], device="cpu"),
-            stride=1,  # pages are given by their first byte
-            region_stride=1,
-            row_bytes=rows.row_bytes,
-            row_stride=rows.source_stride or rows.row_bytes,
-            region_row_stride=rows.target_stride or rows.row_bytes,
-            imm=imm,
-            imm_per_page=False,
-            priority=PRIORITY,
-        )
-
-    @staticmethod
-    def _await(write: Write, request: Request, deadline: Deadline) -> None:
-        try:
-            request.wait(deadline.left)
-        except MoeP2pError as error:
-            text = f"writing {write.name} to generator {write.target_rank}: {error}"
-            raise make(type(error), text) from error
-
-    def _sums(self) -> dict[str, dict[str, int]]:
-        """By target rank and its tensor."""
-        tensors = {name: memory.tensor for name, memory in self._memory.items()}
-        return {
-            str(target): attempt.sums(
-                (each for each in self._writes if each.target_rank == target), tensors, 0
-            )
-            for target in self._targets
-        }
-
-    def _commit(self, keys: Keys, version: int, deadline: Deadline) -> None:
-        """Trainer 0 decides, once every rank has reported; anybody else can only decide not to."""
-        if self.rank == 0:
-            wanted = {keys.sent(i): f"trainer {i}" for i in range(self.plan.source.world_size)}
-            wanted |= {keys.arrived(i): who for i, who in enumerate(self._generators)}
+    def _commit(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
+        """The leader decides, once every rank has reported; others can only decide not to."""
+        leader = self._there()[0]
+        if self.rank == leader:
+            wanted = {keys.sent(i): f"trainer {i}" for i in self._there()}
+            wanted |= {keys.arrived(who): who for who in update["members"]}
             self._wait(keys, wanted, deadline.later(_GRACE * deadline.timeout_s))
             self._reached("arrived")
             decision = self._board.decide(keys.decision, COMMIT)
         else:
             later = deadline.later(2 * _GRACE * deadline.timeout_s)
-            decision = self._wait(keys, {keys.decision: "trainer 0"}, later)[keys.decision]
+            wanted = {keys.decision: f"trainer {leader}"}
+            decision = self._wait(keys, wanted, later)[keys.decision]
         self._reached("decided")
         if decision != COMMIT:
-            raise _failed(version, decision)
-        if self.rank == 0:
-            self._board.put("version", version)
+            raise attempt.failed(update["version"], decision["why"])
+        if self.rank == leader:
+            self._board.put("version", update["version"])
+
+    # --- who is lost ---
 
     def _wait(self, keys: Keys, wanted: dict[str, str], deadline: Deadline) -> dict[str, Any]:
-        def stop() -> None:
-            decision = self._board.get(keys.decision)
-            if decision not in (None, COMMIT):
-                raise make(AbortedError, decision)
+        began = time.monotonic()
+        return self._board.wait(
+            wanted, deadline, lambda missing: self._stop(keys, missing, since=began)
+        )
 
-        return self._board.wait(wanted, deadline, stop)
+    def _stop(self, keys: Keys, missing: list[str], *, since: float | None = None) -> None:
+        """Raises where somebody decided against the attempt, or one that is waited for is lost."""
+        decision = self._board.get(keys.decision)
+        if decision not in (None, COMMIT):
+            raise make(AbortedError, decision["why"])
+        lost = self._presence.lost(missing, self._began if since is None else since)
+        if lost:
+            found = attempt.lost_ranks(self.plan, self._lost, lost, self._presence.lease_s)
+            self._board.decide(keys.decision, found)
+            self._stop(keys, [])
 
-    def _cancel(self, deadline: Deadline) -> None:
-        """Ends what is under way, so that the tensors may be changed."""
-        for request in self._requests:
-            with suppress(RuntimeError):
-                request.cancel()
-        for request in self._requests:
-            with suppress(RuntimeError):
-                request.wait(max(deadline.left, 1.0))
-        self._requests.clear()
+    def _explain(self, keys: Keys, error: UnwrittenError, deadline: Deadline) -> None:
+        """A write failed: returns when that was not because its rank is lost."""
+        most = min(deadline.left, 2 * self._presence.lease_s)
+        began, until = time.monotonic(), time.monotonic() + most
+        while time.monotonic() < until:
+            self._stop(keys, [error.who], since=began)
+            time.sleep(0.01)
+
+    def _goes_on(self, decision: _Update, wish: _Update) -> bool:
+        self._members = None
+        if not decision.get("again"):
+            return False
+        if self.rank in decision.get("lost", ()):
+            raise make(AbortedError, f"trainer {self.rank} was taken for lost: {decision['why']}")
+        log.warning(f"trainer {self.rank}: the weight update begins again: {decision['why']}")
+        self._lost = self._lost | frozenset(decision.get("lost", ()))
+        self._full = self._full or bool(decision.get("full"))
+        return True
+
+    # --- truth ---
 
     def live(self) -> Counter[int | None]:
         """How many generators run which version; None: not updated yet, or dirty."""
-        return Counter(self._board.get(f"{who} runs") for who in self._generators)
+        there = [who for who in self._presence.members() if who.startswith("generator")]
+        return Counter(self._board.get(f"{who} runs") for who in there)
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the last update, while bytes moved: converting, submitting requests, waiting for
+        writes. They move from stage "ready" to stage "written"."""
+        return self._outbox.seconds
 
-def _failed(version: int, why: str) -> Exception:
-    return make(AbortedError, f"the update to version {version} failed: {why}")
+    @property
+    def totals(self) -> dict[str, int]:
+        """bytes_written, requests; staging_bytes: most that conversions took beside the tensors at
+        any time; attempts, and those that failed."""
+        return {**self._outbox.totals, "attempts": self._attempt, "failed": self.attempts_failed}
+
+    def close(self) -> None:
+        """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
+        self._presence.close()
+        self._outbox.close()
+
+    def __enter__(self) -> WeightTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

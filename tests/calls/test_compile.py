@@ -234,9 +234,14 @@ class Kernels:
         self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))
 
     def prepare_combine(
-        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+        self,
+        y_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        by_topk: bool = False,
+        partials: int = 0,
     ) -> None:
         assert not by_topk
+        assert not partials
         self.asked.add((y_dtype, out_dtype))
 
 

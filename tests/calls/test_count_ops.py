@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.library import opcheck
@@ -27,17 +30,74 @@ def test_counts_are_exact_and_so_are_the_rows() -> None:
     share = (0, per_rank, per_expert, 5, words.data_ptr(), 3)
     opcheck(ops.share_counts.default, share)
     assert words.tolist() == [*per_rank.tolist(), *per_expert.tolist(), 5, 3]
-    given = (None, tokens.topk_idx, tokens.topk_weights, -1, 4, words.data_ptr(), 3)
+    given = (None, tokens.topk_idx, tokens.topk_weights, -1, 4)
+    aligned = [-(-count // 4) * 4 for count in per_expert.tolist()]
     with make(Rank(0, 1, dist.HashStore()), steps_in_flight=16) as comm:
-        for layout in ("by_rank", "grouped"):
+        for layout, kernel in itertools.product(("by_rank", "grouped"), (-1, 0)):
+            if kernel == 0:  # the op counts by itself
+                words.zero_()
             options = DispatchOptions(layout=layout, alignment=4, zero_padding=True, solo=True)
-            arguments = (comm._comm, options.number, tokens.x, *given)
-            opcheck(ops.dispatch_counted.default, arguments, test_utils=("test_schema",))
-            *made, gathered, sizes = ops.dispatch_counted(*arguments)
-            aligned = [-(-count // 4) * 4 for count in per_expert.tolist()]
-            assert sizes == [*per_rank.tolist(), 5, *aligned]
-            assert made[0].shape[0] == (sizes[0] if layout == "by_rank" else sum(aligned))
+            arguments = (comm._comm, options.number, tokens.x, *given, kernel, words.data_ptr(), 3)
+            *made, gathered, sizes, num_tokens, most, grouped = ops.dispatch_counted(*arguments)
+            assert (num_tokens, most, grouped) == (*per_rank.tolist(), 5, sum(aligned))
+            assert sizes.tolist() == aligned
+            assert made[0].shape[0] == (num_tokens if layout == "by_rank" else grouped)
             assert gathered.tolist() == [words[:-1].tolist()]
+        words.zero_()
+        agree = (comm._comm, tokens.topk_idx, 0, 1 + 8 + 1, words.data_ptr(), 4, 4)
+        gathered, sizes, *numbers = ops.all_to_all_agree(*agree)
+        assert (sizes.tolist(), numbers) == (aligned, [*per_rank.tolist(), 5, sum(aligned)])
+        assert gathered.tolist() == [words[:-1].tolist()]
+
+
+@pytest.mark.parametrize("bound", [-1, 5, 9])
+def test_rows_made_before_the_counts_are_known_are_cut(bound: int) -> None:
+    """Few rows by rank are made for the worst case; what is returned is exact. bound: on T."""
+    tokens = make_tokens(0, 0, 5)
+    idx = tokens.topk_idx.clone()
+    idx[3] = -1  # a token that goes nowhere
+    words = torch.zeros(1 + 8 + 2, dtype=torch.int32)
+    ops.count_routing(0, idx, 8, 1, 0, words.data_ptr(), 3)
+    options = DispatchOptions(layout="by_rank", with_source=True, copy_topk=True, solo=True)
+    with make(Rank(0, 1, dist.HashStore()), steps_in_flight=16) as comm:
+        given = (None, idx, tokens.topk_weights, bound, 1, -1, words.data_ptr(), 3)
+        *made, _, _, num_tokens, most, _ = ops.dispatch_counted(
+            comm._comm, options.number, tokens.x, *given
+        )
+        assert (num_tokens, most) == (4, 5 if bound < 0 else bound)
+        x, _, weights, counts, offsets, _, more = made
+        assert x.shape[0] == num_tokens
+        assert x.untyped_storage().nbytes() == x[:1].numel() * x.element_size() * most
+        exact = comm.dispatch(
+            tokens.x, idx, tokens.topk_weights, options=options, max_tokens=most, capacity=4
+        )
+        expected = (exact.source, exact.topk_idx, exact.row_topk)
+        for got, want in zip(
+            (x, weights, counts, offsets, *more),
+            (exact.x, exact.row_weights, exact.counts, exact.offsets, *expected),
+            strict=True,
+        ):
+            assert got.is_contiguous()
+            assert torch.equal(got, want)
+
+
+def test_what_lies_beside_the_rows_is_one_allocation() -> None:
+    """Each allocation is a call of torch's, and rows may be freed before the rest."""
+    tokens = make_tokens(0, 0, 5)
+    words = torch.zeros(1 + 8 + 2, dtype=torch.int32)
+    options = DispatchOptions(layout="by_rank", with_source=True, copy_topk=True, solo=True)
+    with make(Rank(0, 1, dist.HashStore())) as comm:
+        given = (None, tokens.topk_idx, tokens.topk_weights, -1, 1, 0, words.data_ptr(), 3)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profile:
+            made = ops.dispatch_counted(comm._comm, options.number, tokens.x, *given)
+    rows, _, *beside, more, gathered, sizes, _, _, _ = made
+    places = {tensor.untyped_storage().data_ptr() for tensor in (*beside, *more)}
+    assert len(places) == 1
+    assert places.isdisjoint({rows.untyped_storage().data_ptr()})
+    assert gathered.untyped_storage().data_ptr() == sizes.untyped_storage().data_ptr()
+    # Allocations and cuts pass torch's dispatcher by.
+    assert [e.key for e in profile.key_averages() if "::" in e.key] == ["moe_p2p::dispatch_counted"]
 
 
 class Recorded(TorchDispatchMode):
@@ -52,8 +112,24 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def functions_of(call: Any) -> int:
+    entered = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
 def test_a_call_that_waits_for_counts_is_one_op() -> None:
-    """Copies and small tensors beside it would each cost a launch while the GPU idles."""
+    """Copies and small tensors beside it would each cost a launch while the GPU idles, and so does
+    the Python around it: functions that it may enter are counted, its own included."""
     rank = Rank(0, 1, dist.HashStore())
     group = dist.ProcessGroup(rank.store, 0, 1)
     buffer = deep_ep.Buffer(group, explicitly_destroy=True)
@@ -80,13 +156,14 @@ def test_a_call_that_waits_for_counts_is_one_op() -> None:
         return elastic.dispatch(x, idx, weights, num_experts=8, do_cpu_sync=True)
 
     normal(layout()), v2()  # make communicators
-    for call, wanted in (
-        (layout, ["count_routing"]),
-        (lambda: normal(layout()), ["count_routing", "dispatch_counted"]),
-        (v2, ["count_routing", "dispatch_counted"]),
+    for call, wanted, most_functions in (
+        (layout, ["count_routing"], 17),
+        (lambda: normal(layout()), ["count_routing", "dispatch_counted"], 32),
+        (v2, ["dispatch_counted"], 19),
     ):
         with Recorded() as recorded:
             call()
         assert recorded.names == [f"moe_p2p.{name}.default" for name in wanted]
+        assert functions_of(call) <= most_functions
     buffer.destroy()
     elastic.destroy()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +135,8 @@ def test_memory_that_a_peer_may_still_answer_into_is_unregistered_later() -> Non
             memory = reader.register(torch.zeros(1000))
             reader.read(memory, region).wait()
             owner.send_signal(signal.SIGSTOP)
+            while not _is_stopped(owner.pid):  # the signal reaches each thread by itself
+                time.sleep(0.001)
             late = reader.read(memory, region)
             while reader.counters()[0]["reads"] < 2:  # the first one is done, this one is posted
                 time.sleep(0.001)
@@ -149,6 +152,11 @@ def test_memory_that_a_peer_may_still_answer_into_is_unregistered_later() -> Non
     finally:
         owner.kill()
         owner.communicate()
+
+
+def _is_stopped(pid: int) -> bool:
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _unregister_in_the_end(memory: moe_p2p.transfers.Memory) -> None:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
 from moe_p2p.rendezvous import bootstrap
+from moe_p2p.tools import launch
 from tests.support.cases import make, make_tokens, steps
 from tests.support.ranks import Rank, run_processes
 
@@ -335,6 +336,30 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
         if not is_gone(program.pid):
             os.killpg(program.pid, signal.SIGKILL)
         program.wait()
+
+
+def test_ctrl_c_is_not_lost_while_the_fork_server_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signalled = []
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signalled.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))  # the server inherits it
+
+    monkeypatch.setattr(launch.forkserver, "ensure_running", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch._start_fork_server()
+    assert signalled == [{signal.SIGINT}]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_ranks_do_not_inherit_the_mask_of_the_fork_server() -> None:
+    assert launch.run_ranks(blocked_signals, num_ranks=1) == [[]]
+
+
+def blocked_signals() -> list[int]:
+    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:

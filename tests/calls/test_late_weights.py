@@ -316,7 +316,7 @@ def test_sizes_of_weights_are_in_the_plan() -> None:
     def body(rank: Rank) -> None:
         with make(rank, ranks_per_node=1, max_tokens=12) as comm:
             plan = comm.config.plan(world_size=2, ranks_per_node=1)
-            # Two steps; a header, then K floats of 12 tokens, in lines of 128 bytes.
-            assert plan["weights_outbox"] == 2 * (128 + -(-12 * TOPK * 4 // 128) * 128)
+            # Two steps; a header, then K tagged floats of 12 tokens, in lines of 128 bytes.
+            assert plan["weights_outbox"] == 2 * (128 + -(-12 * TOPK * 8 // 128) * 128)
 
     run_threads(2, body)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_p2p import AllToAllConfig, Engine, EngineConfig, communicator, errors, reference
 from moe_p2p.gpu import kernels
+from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.reference.wire import floor_bytes, wire_bytes
 from moe_p2p.rendezvous.agreement import Agreement
 from tests.support.cases import check_step, make, make_tokens, topology_of
@@ -122,7 +123,7 @@ def test_a_gpu_gives_little_memory_for_the_main_job(world_size: int, local: int,
 
 def macros(num_sms: int | None = None, by_rank: bool = False, **fields: Any) -> dict[str, int]:
     job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
-    shape = kernels.shape_macros(AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8)
+    shape = shape_macros(AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8)
     kernel = kernels.dispatch_kernel(
         shape, torch.bfloat16, quantize=True, by_rank=by_rank, num_sms=num_sms
     )
@@ -134,7 +135,7 @@ def workers(made: dict[str, int]) -> tuple[int, int]:
 
 
 def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
-    assert workers(macros()) == workers(macros(num_sms=49)) == (1, 448)
+    assert workers(macros()) == workers(macros(num_sms=49)) == (1, 128)
     assert workers(macros(num_sms=48)) == (4, 896)
     assert workers(macros(num_sms=48, by_rank=True)) == (6, 768)
     assert workers(macros(num_sms=48, by_rank=True, max_tokens=16)) == (4, 896)
@@ -162,7 +163,7 @@ def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
 @pytest.mark.parametrize(("local", "flagged"), [(8, 0), (4, 1)])
 def test_rows_that_cannot_go_in_bulk_flag_themselves(local: int, flagged: int) -> None:
     config = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=200, num_sms=24)
-    shape = kernels.shape_macros(config, world_size=8, ranks_per_node=local)
+    shape = shape_macros(config, world_size=8, ranks_per_node=local)
     kernel = kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16, num_sms=24)
     assert shape["MOE_P2P_SELF_FLAGGED"] == flagged
     assert kernel.macros["MOE_P2P_BULK"] == 1 - flagged

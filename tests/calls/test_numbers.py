@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import AllToAllConfig
-from moe_p2p.gpu.kernels import shape_macros
+from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.ops import layout
 from moe_p2p.texts import numbers_of, settings_text
 from tests.support.cases import make

@@ -278,8 +278,12 @@ def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
     region = one.resolve(inbox.descriptor)
     pages = torch.tensor([0, 1])
     opcheck(ops.engine_register.default, (one.number, torch.zeros(8)), test_utils=ONCE)
-    opcheck(ops.engine_connect.default, (one.number, tensor_from(other.address)), test_utils=ONCE)
-    descriptor = tensor_from(inbox.descriptor)
+    opcheck(
+        ops.engine_connect.default,
+        (one.number, tensor_from(other.address, "address")),
+        test_utils=ONCE,
+    )
+    descriptor = tensor_from(inbox.descriptor, "descriptor")
     opcheck(ops.engine_resolve.default, (one.number, descriptor), test_utils=ONCE)
     opcheck(
         ops.engine_write_pages.default,

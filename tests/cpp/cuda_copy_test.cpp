@@ -2,6 +2,7 @@
 // leaves, and that threads which only make or drain a queue keep their own context.
 #include "platform/cuda_copy.h"
 
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -46,6 +47,41 @@ TEST_CASE("copy queue: a copy is done when its bytes are there, and in order") {
     for (size_t i = num_done + 1; i < 40; ++i) CHECK_FALSE(queue.done(tickets[i]));
   }
   CHECK(num_polls > 40);  // about six queries for each
+}
+
+// A kernel that fills the device may wait for one of the others.
+TEST_CASE("copy queue: rows that wait for room on the device keep no other copy back") {
+  const Driver driver;
+  struct alignas(4096) Page {
+    abi::CopyWords words{};
+    std::byte rest[4096 - sizeof(abi::CopyWords)]{};
+  };
+  const auto page = std::make_unique<Page>();
+  std::vector<std::byte> from(40, std::byte{7}), to(40);
+  CopyQueue queue(0, 0, {.function = FakeDriver::kRowKernel, .words = &page->words});
+  REQUIRE(queue.copies_lent());
+  driver.fake.hold_rows(true);
+  queue.announce(1);
+  const auto row = queue.copy_lent(&to[0], &from[0], 1);
+  queue.launch();
+  while (!queue.full(1)) {
+    queue.announce(1);
+    queue.copy_lent(&to[0], &from[0], 1);
+    queue.launch();
+  }
+  CHECK_FALSE(queue.full());
+  for (size_t i = 1; i < 40; ++i) {
+    const auto other = queue.copy(&to[i], &from[i], 1);
+    REQUIRE(other.status.ok());
+    const auto deadline = soon();
+    while (!queue.done(other.ticket) && Clock::now() < deadline) queue.poll();
+    CHECK(to[i] == std::byte{7});
+    CHECK(queue.done(other.ticket));
+    CHECK_FALSE(queue.done(row.ticket));
+  }
+  driver.fake.hold_rows(false);
+  while (!queue.done(row.ticket)) queue.poll();
+  CHECK(to[0] == std::byte{7});
 }
 
 TEST_CASE("copy queue: takes its capacity, and more once some are done") {

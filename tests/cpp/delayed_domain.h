@@ -1,6 +1,6 @@
-// A NIC for tests that delays writes past whatever the test does meanwhile: it wraps a Domain of any
-// provider, accepts work requests at once and, while it delays, gives them to the NIC only when it
-// is told to. As a switch of a congested network may do, whose sender has long been given up.
+// A NIC for tests that delays writes past whatever the test does meanwhile: it wraps a Domain of
+// any provider, accepts work requests at once and, while it delays, gives them to the NIC only when
+// it is told to. As a switch of a congested network may do, whose sender has long been given up.
 #pragma once
 
 #include <memory>
@@ -27,8 +27,12 @@ class DelayedDomain final : public provider::Domain {
   provider::PeerId connect(std::span<const std::byte> address) override {
     return nic_->connect(address);
   }
-  provider::PeerId connect_for(std::span<const std::byte> address, int priority) override {
-    return nic_->connect_for(address, priority);
+  provider::PeerId connect_for(std::span<const std::byte> address, int priority,
+                               uint64_t tag) override {
+    return nic_->connect_for(address, priority, tag);
+  }
+  bool sever(uint64_t tag, platform::Deadline deadline) override {
+    return nic_->sever(tag, deadline);
   }
   void disconnect(provider::PeerId peer) override { nic_->disconnect(peer); }
   provider::MemoryKey register_memory(const provider::MemorySpan& span) override {

@@ -72,6 +72,30 @@ TEST_CASE("device calls: several chunks are solo") {
   CHECK(launched->dispatch.solo == 1);
 }
 
+TEST_CASE("device calls: a plain call runs on the plain kernel, where there is one") {
+  Rank rank;
+  const auto threads_of = [&](auto&& call) {
+    call();
+    return launched->num_threads;
+  };
+  const auto plain = [&] { return threads_of([&] { rank.dispatch(8); }); };
+  CHECK(plain() == 448);
+  rank.combine(8);
+  DispatchVariant dispatch{.x_dtype = DType::kBFloat16, .plain = true};
+  rank.backend.set_dispatch(dispatch, {.handle = kDispatchKernel,
+                                       .num_threads = 96,
+                                       .max_resident_blocks = 200,
+                                       .max_slot_bytes = 1 << 20});
+  rank.backend.set_combine(
+      {DType::kBFloat16, DType::kBFloat16, false, {}, true},
+      {.handle = kCombineKernel, .num_threads = 32, .max_resident_blocks = 200});
+  CHECK(plain() == 96);
+  CHECK(threads_of([&] { rank.combine(8); }) == 32);
+  CHECK(threads_of([&] { rank.dispatch(8, 0, true); }) == 448);  // solo
+  CHECK(threads_of([&] { rank.dispatch(40); }) == 448);          // chunks
+  CHECK(threads_of([&] { rank.combine(40); }) != 32);
+}
+
 TEST_CASE("device calls: types that were not compiled are refused") {
   Rank rank;
   auto sent = rank.send(8);

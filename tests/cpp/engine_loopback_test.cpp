@@ -73,6 +73,76 @@ TEST_CASE("engine over loopback: GPU memory is written by every NIC's ring, then
   }
 }
 
+// Puts the driver back: without handles, GPU memory is written by the ring.
+struct Sharing {
+  FakeDriver& fake = FakeDriver::install();
+  Sharing() { fake.share_memory(true); }
+  ~Sharing() { fake.share_memory(false); }
+};
+
+TEST_CASE("engine over loopback: GPU memory whose descriptor says how is mapped by itself") {
+  const Sharing sharing;
+  const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
+  TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
+  proxy::ProxyThread first(from, {}), second(to, {});
+  GpuBuffer target(to, 50'000);
+  const auto descriptor = MemoryDescriptor::parse(to.descriptor(target.handle).serialize());
+  const auto* region = from.resolve(descriptor);  // before the engine knows its own device
+  GpuBuffer source(from, 50'000);
+  std::ranges::copy(pattern(50'000), source.data.begin());
+  for (uint64_t round = 1; round <= 3; ++round) {
+    const uint64_t before = sharing.fake.num_row_launches();
+    Request write(Write{source.handle, 0, region, 0, 50'000, 1});
+    from.submit(write);
+    REQUIRE(write.wait(soon()));
+    CHECK(write.status().ok());
+    REQUIRE(to.imm_table().wait(1, 2 * round, soon()));
+    CHECK(target.data == source.data);
+    CHECK(sharing.fake.num_row_launches() > before);
+    std::ranges::fill(target.data, std::byte{0});
+    from.disconnect(region->owner);
+    region = from.resolve(descriptor);
+  }
+  to.unregister_memory(target.handle);  // nobody has dropped a window
+  Request write(Write{source.handle, 0, region, 0, 50'000, 1});
+  from.submit(write);
+  REQUIRE(write.wait(soon()));
+  CHECK(write.status().code == base::Code::kRemoteAccess);
+  CHECK(std::ranges::count(target.data, std::byte{0}) == std::ssize(target.data));
+}
+
+TEST_CASE("engine over loopback: a window goes when its owner lends the memory no more") {
+  const Sharing sharing;
+  const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
+  TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
+  proxy::ProxyThread first(from, {}), second(to, {});
+  GpuBuffer source(from, 5000);
+  std::vector<std::byte> memory(5000);
+  const provider::MemorySpan span{memory.data(), memory.size(), provider::MemoryKind::kCuda, 0};
+  std::ranges::copy(pattern(5000), source.data.begin());
+  for (uint64_t round = 1; round <= 3; ++round) {  // each time the memory is another, at its place
+    sharing.fake.allocate(memory);
+    const MemoryHandle* handle = to.register_memory(span);
+    MemoryDescriptor descriptor = to.descriptor(handle);
+    REQUIRE(!descriptor.shared.empty());
+    descriptor.shared[0] ^= std::byte{1};  // as if of another process
+    const auto* region = from.resolve(descriptor);
+    CHECK(sharing.fake.num_mapped() == 1);
+    const uint64_t before = sharing.fake.num_row_launches();
+    Request write(Write{source.handle, 0, region, 0, 5000, 1});
+    from.submit(write);
+    REQUIRE(write.wait(soon()));
+    CHECK(write.status().ok());
+    CHECK(sharing.fake.num_row_launches() > before);
+    CHECK(memory == source.data);
+    std::ranges::fill(memory, std::byte{0});
+    to.unregister_memory(handle);
+    sharing.fake.free_memory(memory);
+  }
+  from.disconnect(from.resolve(to.descriptor(to.register_memory(span)))->owner);
+  CHECK(sharing.fake.num_mapped() == 0);
+}
+
 TEST_CASE("engine over loopback: a peer that closes fails what is sent to it, others go on") {
   const std::string settings = "seed=5,ring_kib=64,channels=4";
   TransferEngine from(loopback_options(settings, 2)), stays(loopback_options(settings, 2));

@@ -1,5 +1,5 @@
-// Three classes of requests on one engine: the exact order in which they are posted, what lower ones
-// may have in flight while a higher one has work, and that none waits for ever.
+// Three classes of requests on one engine: the exact order in which they are posted, what lower
+// ones may have in flight while a higher one has work, and that none waits for ever.
 #include <numeric>
 
 #include "engine/poller.h"

@@ -50,9 +50,10 @@ struct Node {
   }
   void ring(Phase phase, uint64_t step) {
     for (int node = 1; node < plan.shape.num_nodes(); ++node)
-      memory.doorbell(kLocal, phase, static_cast<int>(step % 2), node).part[0] =
-          abi::BellWords::make(
-              step, {.index = 0, .num_parts = 1, .num_slots = 0, .begin = 0, .bytes = 128});
+      memory.ring(kLocal, phase, static_cast<int>(step % 2), node,
+                  abi::BellWords::make(
+                      step, {.index = 0, .num_parts = 1, .num_slots = 0, .begin = 0, .bytes = 128}),
+                  0, step);
     for (int i = 0; i < 1000; ++i) {
       turn();
       engine.progress();

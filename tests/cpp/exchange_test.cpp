@@ -1,134 +1,29 @@
 // An Exchange by itself: what flags say of parts, and what it learns of a partner by probing.
-#include <array>
 #include <chrono>
 #include <thread>
 #include <utility>
 
 #include "doctest/doctest.h"
-#include "engine_pair.h"
+#include "exchange_pair.h"
 #include "fake_driver.h"
 #include "moe/host/gather.h"
-#include "moe/node/exchange.h"
 
 namespace moe_p2p::moe {
-namespace {
 
 using abi::Phase;
 using base::Code;
-
-constexpr uint32_t kCommunicator = 5;
-
-Plan two_nodes() {
-  return make_plan({.world_size = 2,
-                    .ranks_per_node = 1,
-                    .num_experts = 2,
-                    .hidden_dim = 8,
-                    .topk = 1,
-                    .max_tokens = 4,
-                    .chunk_tokens = 4,
-                    .expert_rank = {}});
-}
-
-// Two ranks, a node each, with two NICs each. The test turns their threads.
-class Pair {
- public:
-  explicit Pair(bool device, bool with_masks = false) : engines_(network, {2, 2}) {
-    for (int rank = 0; rank < 2; ++rank) {
-      memory_.push_back(std::make_unique<NodeMemory>(plan_, rank));
-      const auto data = memory_.back()->data();
-      handles_.push_back(engine(rank).register_memory({data.data(), data.size()}));
-      boards_.push_back(engine(rank).register_memory(
-          {memory(rank).board(kLocal), static_cast<size_t>(plan_.board.total_bytes)}));
-    }
-    for (int rank = 0; rank < 2; ++rank) {
-      const auto name = engine(rank).waker_name();
-      memory_[static_cast<size_t>(rank)]->attach({{memory(rank).name(), name}});
-      const auto r = static_cast<size_t>(rank);
-      const auto* region = engine(rank).resolve(engine(1 - rank).descriptor(handles_[1 - r]));
-      const auto* board = engine(rank).resolve(engine(1 - rank).descriptor(boards_[1 - r]));
-      exchanges_.push_back(std::make_unique<Exchange>(
-          plan_, memory(rank), engine(rank), handles_[r], boards_[r], kCommunicator,
-          std::vector<Exchange::Remote>{{1 - rank, region, board, 2}},
-          Masks(with_masks ? masks_[r].data() : nullptr), device));
-      engine(rank).imm_table().set_sink(kCommunicator, exchanges_.back().get());
-    }
-  }
-
-  Exchange& exchange(int rank) { return *exchanges_[static_cast<size_t>(rank)]; }
-  abi::Doorbell& bell(int rank, Phase phase, uint64_t step) {
-    return memory(rank).doorbell(kLocal, phase, static_cast<int>(step % 2), 1 - rank);
-  }
-  // Parts of a line.
-  void ring(int rank, Phase phase, uint64_t step, uint64_t part = 0, uint64_t num_parts = 1) {
-    bell(rank, phase, step).part[part] =
-        abi::BellWords::make(step, {.index = static_cast<int32_t>(part),
-                                    .num_parts = static_cast<int32_t>(num_parts),
-                                    .num_slots = 0,
-                                    .begin = abi::kLine * part,
-                                    .bytes = abi::kLine});
-  }
-  // Of what the other rank sends.
-  uint64_t flag(int rank, Phase phase, uint64_t step) {
-    return memory(rank).flag(kLocal, phase, static_cast<int>(step % 2), 1 - rank).load();
-  }
-  void turn(int times = 1) {
-    for (int i = 0; i < times; ++i)
-      for (int rank = 0; rank < 2; ++rank) {
-        proxy::ProxyTask* const task = &exchange(rank);
-        proxy::ProxyThread::turn(engine(rank), {&task, 1});
-      }
-  }
-  // Writes of all NICs of a rank.
-  size_t num_posted(int rank) {
-    const auto first = static_cast<size_t>(2 * rank);
-    return network.nic(first).posted().size() + network.nic(first + 1).posted().size();
-  }
-  void fail_next(int rank) {
-    network.nic(static_cast<size_t>(2 * rank)).fail_next(1, {Code::kPeerDead, 7});
-  }
-  // Nothing that this rank posts completes.
-  void hold(int rank, bool held) {
-    for (size_t nic : {0, 1}) network.nic(static_cast<size_t>(2 * rank) + nic).hold(held);
-  }
-  // What a rank knows of the other one.
-  Left left(int rank) { return Left{memory(rank).left(kLocal, 1 - rank).load()}; }
-  // Rank 0 is asked to, and hears. Writes of the probe.
-  size_t probe() {
-    const size_t before = num_posted(0);
-    exchange(0).probe(1);
-    turn(100);
-    return num_posted(0) - before;
-  }
-
-  // Who has said on a node that its ranks are to stop, plus 1.
-  uint64_t aborted(int rank) { return memory(rank).head(kLocal).abort; }
-  engine::TransferEngine& engine(int rank) { return engines_[static_cast<size_t>(rank)]; }
-
-  test::FakeNetwork network;
-
- private:
-  static constexpr int kLocal = 0;
-
-  NodeMemory& memory(int rank) { return *memory_[static_cast<size_t>(rank)]; }
-
-  const Plan plan_ = two_nodes();
-  std::vector<std::unique_ptr<NodeMemory>> memory_;
-  test::Engines engines_;
-  std::vector<const engine::MemoryHandle*> handles_, boards_;
-  std::array<std::array<int32_t, 2>, 2> masks_{};
-  std::vector<std::unique_ptr<Exchange>> exchanges_;
-};
-
-}  // namespace
+using exchange_test::kCommunicator;
+using exchange_test::Pair;
 
 TEST_CASE("exchange: a bell holds parts of regions of 128 GiB") {
   const uint64_t begin = ((1ull << 30) - 1) * abi::kLine, bytes = ((1ull << 32) - 1) * abi::kLine;
   for (const int32_t num_parts : {1, 4}) {
     const auto words = abi::BellWords::make(
-        6, {.index = 0, .num_parts = num_parts, .num_slots = 0, .begin = begin, .bytes = bytes});
+        6, {.index = 1, .num_parts = num_parts, .num_slots = 0, .begin = begin, .bytes = bytes});
     CHECK(words.whole());
     CHECK(words.tag() == 7);
-    CHECK(words.begin() == begin);
+    CHECK(words.begin(1) == begin);
+    CHECK(words.own_bells(1) == 0);
     CHECK(words.bytes() == bytes);
     CHECK(words.num_parts() == static_cast<uint64_t>(num_parts));
   }
@@ -186,6 +81,39 @@ TEST_CASE("exchange: a bell is taken once both of its words are there") {
   }
 }
 
+TEST_CASE("exchange: a bell is taken whichever of its words comes last") {
+  for (const int late : {0, 1}) {
+    CAPTURE(late);
+    Pair pair(true);
+    pair.ring(0, Phase::kDispatch, 0);
+    const auto rung = pair.rung(0, Phase::kDispatch, 0);
+    const auto tag = pair.tag(0, Phase::kDispatch, 0);
+    if (late == 0) rung.store(0);
+    if (late == 1) tag.store(0);
+    pair.turn(100);
+    CHECK(pair.num_posted(0) == 0);
+    rung.store(1);
+    tag.store(1);
+    pair.turn(100);
+    CHECK(pair.num_posted(0) == 2);
+  }
+}
+
+TEST_CASE("exchange: a bell waits for the slots that ring for themselves, of the same step") {
+  for (const uint64_t step : {uint64_t{6}, uint64_t{0xfffffffe}}) {
+    CAPTURE(step);
+    Pair pair(true);
+    for (const int early : {2, 0, 3}) pair.ring_slot(0, step - 2, early);  // of the slot's last use
+    pair.ring_own(0, step, 4);
+    for (const int slot : {2, 0, 3}) pair.ring_slot(0, step, slot);
+    pair.turn(100);
+    CHECK(pair.num_posted(0) == 0);
+    pair.ring_slot(0, step, 1);
+    pair.turn(100);
+    CHECK(pair.num_posted(0) == 2);
+  }
+}
+
 TEST_CASE("exchange: bells have the low half of a step's number") {
   Pair pair(true);
   uint64_t nth_use = 0;  // of the slot: what flags count
@@ -223,6 +151,60 @@ TEST_CASE("exchange: a flag counts the parts from the first on, and is the step'
   pair.ring(0, Phase::kDispatch, 4, 0, 1);  // the same slot again, whole
   pair.turn(100);
   CHECK(pair.flag(1, Phase::kDispatch, 4) == abi::come(4));
+}
+
+// Kernels may see flags of all NICs while immediates of one are still under way: here those of NIC
+// 0 arrive at once, those of NIC 1 late. A partner that is answered uses the slot again, and its
+// next use may have more parts.
+TEST_CASE("exchange: with flags an answer leaves once the immediates that it answers are counted") {
+  for (const Phase answered : {Phase::kDispatch, Phase::kCombine}) {
+    CAPTURE(answered);
+    const bool dispatches = answered == Phase::kDispatch;
+    Pair pair(true);
+    pair.exchange(1).use_flags(true, nullptr);
+    const auto immediates_of_one_nic = [&](uint32_t num_parts) {
+      for (uint32_t part = 0; part < num_parts; ++part)
+        pair.exchange(1).on_imm({.communicator = kCommunicator,
+                                 .phase = static_cast<uint32_t>(answered),
+                                 .slot = 0,
+                                 .source = 0,
+                                 .part = part,
+                                 .is_last = part + 1 == num_parts});
+      pair.turn(100);
+    };
+    pair.ring(1, Phase::kDispatch, 0);
+    if (!dispatches)
+      for (const int rank : {0, 1}) pair.ring(rank, rank ? Phase::kCombine : Phase::kDispatch, 0);
+    pair.turn(100);
+    const size_t before = pair.num_posted(1);
+    const auto has_answer = [&] { return pair.num_posted(1) != before; };
+
+    immediates_of_one_nic(1);
+    pair.ring(1, dispatches ? Phase::kCombine : Phase::kDispatch, dispatches ? 0 : 2);
+    pair.turn(100);
+    CHECK(!has_answer());
+    const bool early = has_answer();
+    if (early) immediates_of_one_nic(3);
+    immediates_of_one_nic(1);
+    CHECK(has_answer());
+    if (!early) immediates_of_one_nic(3);
+    immediates_of_one_nic(3);
+    CHECK(pair.flag(1, answered, 2) == abi::come(2));
+    CHECK(pair.exchange(1).immediates(answered, 0, 0) == "0 of 2");
+
+    // Whoever has counted wrongly misses steps of a partner that has sent all of them.
+    if (dispatches) pair.ring(0, Phase::kCombine, 0);
+    pair.ring(1, Phase::kDispatch, 2);
+    if (!dispatches) pair.ring(0, Phase::kDispatch, 2);
+    pair.turn(100);
+    if (!dispatches) pair.ring(1, Phase::kCombine, 2);
+    pair.turn(100);
+    pair.exchange(0).leave(
+        {false, [](int) { return 4; }, {}});  // writes whose immediates are above
+    pair.turn(100);
+    CHECK(pair.left(1) == Left::kInOrder);
+    CHECK(pair.exchange(1).failure().node == -1);
+  }
 }
 
 TEST_CASE("exchange: parts leave once the first is there, and all of them do") {

@@ -8,9 +8,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "fake_driver_memory.h"
 #include "kernels/abi/copy.h"
+#include "kernels/abi/rows.h"
 
 namespace {
 std::atomic<long> host_page_bytes{0};  // 0: as the system says
@@ -34,6 +37,7 @@ using Event = FakeDriver::Event;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidContext = 201;
+constexpr int kNotSupported = 801;
 constexpr int kCaptureUnsupported = 900;
 
 constexpr int kRelaxed = 2;
@@ -58,13 +62,19 @@ int device_get(int* device, int ordinal) {
   return ordinal >= 0 && ordinal < kNumDevices ? 0 : kInvalidDevice;
 }
 int device_attribute(int* value, int attribute, int) {
-  constexpr int kWritesOrdering = 118;
+  constexpr int kFlushOptions = 117, kWritesOrdering = 118, kWritesWordsOf64Bits = 122;
   *value = fake().locked([&](FakeDriver& f) {
-    return attribute == kWritesOrdering ? f.writes_ordering : f.flush_options;
+    switch (attribute) {
+      case kFlushOptions: return f.flush_options;
+      case kWritesOrdering: return f.writes_ordering;
+      case kWritesWordsOf64Bits: return static_cast<int>(f.writes_words);
+      default: return 0;
+    }
   });
   return 0;
 }
-int flush_writes(int, int) {
+int flush_writes(int, int scope) {
+  FakeDriver::install().locked([&](FakeDriver& f) { f.flush_scope = scope; });
   if (contexts.empty()) return kInvalidContext;
   return fake().flush(static_cast<int>(static_cast<char*>(contexts.back()) - primary));
 }
@@ -113,16 +123,18 @@ int stream_create(void** stream, unsigned flags, int priority) {
   if (contexts.empty()) return kInvalidContext;
   if (flags != 1 || priority != -5) return kInvalidValue;
   *stream = new Stream;
-  return 0;
+  return fake().locked(
+      [&](FakeDriver& f) { return f.streams.insert(static_cast<Stream*>(*stream)), 0; });
 }
 int stream_destroy(void* stream) {
   return fake().locked([&](FakeDriver& f) {
     auto* const it = static_cast<Stream*>(stream);
     for (const auto& operation : it->operations)
-      if (!operation.event && !(operation.ended && *operation.ended)) {
+      if (!operation.event && !operation.word && !(operation.ended && *operation.ended)) {
         ++f.broken_off;
         break;
       }
+    f.streams.erase(it);
     delete it;
     return 0;
   });
@@ -173,7 +185,7 @@ int copy_async(uint64_t to, uint64_t from, size_t bytes, void* stream) {
 }
 
 int host_alloc(void** memory, size_t bytes, unsigned) {
-  if (contexts.empty()) return kInvalidContext;
+  if (const int error = refusal(); error != 0) return error;
   return *memory = std::calloc(1, bytes), 0;
 }
 int host_free(void* memory) { return std::free(memory), 0; }
@@ -210,12 +222,76 @@ void copy_kernel(const abi::CopyParams& p, FakeDriver& f) {
   report(ring.left, p.launch);
 }
 
-int launch(const void* config, void*, void** params, void**) {
+// What kernels/rows.cu does, by one thread, behind the kernel before it in the stream.
+void row_kernel(const abi::RowsParams& p, FakeDriver& f, uint32_t naps) {
+  for (; naps > 0; --naps) std::this_thread::yield();
+  while (f.rows_held || f.locked([](FakeDriver& driver) { return driver.held; }))
+    std::this_thread::yield();
+  const auto* rows = reinterpret_cast<const abi::RowCopy*>(p.rows);
+  f.locked([&](FakeDriver&) {
+    for (uint64_t i = 0; i < p.count; ++i) {
+      const abi::RowCopy& row = rows[(p.first + i) % abi::kRowCopies];
+      std::memcpy(reinterpret_cast<void*>(row.to), reinterpret_cast<const void*>(row.from),
+                  row.bytes);
+    }
+    return 0;
+  });
+  for (uint64_t& word : reinterpret_cast<abi::CopyWords*>(p.words)->rows_done)
+    std::atomic_ref(word).store(p.batch, std::memory_order_release);
+}
+
+// Others wait for the word while nobody asks for an event: the stream goes on by itself until then.
+void run_until_written(Stream* stream) {
+  const auto goes_on = [&](FakeDriver& f) {
+    if (!f.streams.contains(stream)) return false;
+    f.advance(*stream);
+    return std::ranges::any_of(stream->operations, [](const auto& o) { return o.word != nullptr; });
+  };
+  while (fake().locked(goes_on)) std::this_thread::yield();
+}
+int host_pointer(uint64_t* address, void* memory, unsigned) {
+  *address = reinterpret_cast<uint64_t>(memory);
+  return contexts.empty() ? kInvalidContext : 0;
+}
+int stream_write(void* stream, uint64_t address, uint64_t value, unsigned) {
+  if (contexts.empty()) return kInvalidContext;
+  if (!fake().writes_words) return kNotSupported;
+  auto* const it = static_cast<Stream*>(stream);
+  fake().locked([&](FakeDriver&) {
+    it->operations.push_back({{}, nullptr, nullptr, reinterpret_cast<uint64_t*>(address), value});
+    return 0;
+  });
+  std::thread(run_until_written, it).detach();
+  return 0;
+}
+
+// A launch of rows.
+int launch_rows(const abi::RowsParams& p, Stream& stream) {
+  ++fake().row_launches;
+  const auto ended = std::make_shared<std::atomic<bool>>(false);
+  auto before = std::exchange(stream.last_kernel, ended);
+  const uint32_t naps = fake().locked([&](FakeDriver& f) {
+    stream.operations.push_back({{}, nullptr, ended});
+    return static_cast<uint32_t>(stream.random() % (f.max_queries + 1));
+  });
+  std::thread([p, before = std::move(before), ended, naps] {
+    while (before && !*before) std::this_thread::yield();
+    row_kernel(p, fake(), naps);
+    *ended = true;
+  }).detach();
+  return 0;
+}
+
+int launch(const void* config, void* function, void** params, void**) {
   struct Config {  // as in csrc/platform/cuda.cpp
     unsigned grid[3], block[3], shared_bytes;
     void* stream;
   };
   if (contexts.empty()) return kInvalidContext;
+  if (reinterpret_cast<uint64_t>(function) == FakeDriver::kRowKernel) {
+    auto* const stream = static_cast<Stream*>(static_cast<const Config*>(config)->stream);
+    return launch_rows(*static_cast<const abi::RowsParams*>(params[0]), *stream);
+  }
   const auto p = *static_cast<const abi::CopyParams*>(params[0]);
   const auto ended = std::make_shared<std::atomic<bool>>(false);
   ++fake().launches;
@@ -258,9 +334,24 @@ constexpr platform::DriverTable kTable = {
     .launch = launch,
     .flush_writes = flush_writes,
     .export_dmabuf = export_dmabuf,
+    .address_range = address_range,
+    .ipc_get = ipc_get,
+    .ipc_open = ipc_open,
+    .ipc_close = ipc_close,
+    .enable_peer = enable_peer,
+    .host_register = host_register,
+    .host_unregister = host_unregister,
+    .host_pointer = host_pointer,
+    .stream_write = stream_write,
 };
 
 }  // namespace
+
+int refusal() {
+  if (contexts.empty()) return kInvalidContext;
+  return capture_mode != kRelaxed ? kCaptureUnsupported : 0;
+}
+void* current_context() { return contexts.back(); }
 
 // One query's worth of progress.
 void FakeDriver::advance(Stream& stream) {
@@ -268,6 +359,8 @@ void FakeDriver::advance(Stream& stream) {
     const Operation operation = stream.operations.front();
     if (operation.ended) {
       if (!*operation.ended) return;
+    } else if (operation.word) {
+      std::atomic_ref(*operation.word).store(operation.value, std::memory_order_release);
     } else if (!operation.event) {
       if (held) return;
       if (stream.queries_left < 0)

@@ -17,6 +17,8 @@ struct Driver {
     fake.fail_copies(0);
     fake.fail_queries(0);
     fake.set_max_queries(12);
+    fake.write_words(true);
+    fake.register_pages(true);
   }
 };
 

@@ -5,9 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 #include <utility>
 
+#include "fake_driver.h"
 #include "platform/shm.h"
+#include "provider/loopback/segment.h"
 #include "provider_table.h"
 
 namespace moe_p2p::provider_test {
@@ -205,6 +209,61 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
     close(to_child[0]);
     close(to_child[1]);
   }
+}
+
+// Closes this process's locks of NICs' memory, as the system does some time before it ends the
+// GPU's work of a process that is killed.
+void let_go_of_locks() {
+  for (int fd = 3; fd < 256; ++fd) {
+    char file[256];
+    const auto link = base::concat("/proc/self/fd/", fd);
+    const ssize_t size = readlink(link.c_str(), file, sizeof file);
+    if (size > 0 && std::string_view(file, static_cast<size_t>(size)).find("moe_p2p.nic") !=
+                        std::string_view::npos)
+      close(fd);
+  }
+}
+
+TEST_CASE("loopback process: copies of a killed peer end before lent memory is given back") {
+  int to_child[2];
+  REQUIRE(pipe(to_child) == 0);
+  const auto flag = SharedMemory::create("test", 4096);
+  std::atomic_ref<uint64_t> ended(*reinterpret_cast<uint64_t*>(flag.data()));
+  Child child([&](const Child::Report& report) {
+    base::Bytes bytes(4096);
+    bytes.resize(static_cast<size_t>(read(to_child[0], bytes.data(), bytes.size())));
+    Node node("loopback", "");
+    node.domain->connect(Introduction(bytes).address);
+    const base::Bytes named = node.domain->address();
+    base::WireReader own(named, "own address");
+    own.get<uint32_t>(), own.get<uint64_t>();  // tag and letter
+    auto& words = provider::loopback::Segment::open(own.get_string())->header().copies;
+    std::atomic_ref(words.rows_begun).store(1);
+    let_go_of_locks();
+    report({});
+    char byte = 0;
+    if (read(to_child[0], &byte, 1) != 1) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    ended.store(1);  // the copy
+    for (uint64_t& word : words.rows_done) std::atomic_ref(word).store(1);
+    for (;;) pause();
+  });
+  test::FakeDriver::install();
+  Node node("loopback", "");
+  std::vector<std::byte> memory(3000);
+  const auto key =
+      node.domain->register_memory({memory.data(), memory.size(), MemoryKind::kCuda, 0});
+  const base::Bytes bytes = introduce(node, key);
+  REQUIRE(write(to_child[1], bytes.data(), bytes.size()) > 0);
+  child.receive();
+  const auto start = platform::Clock::now();
+  REQUIRE(write(to_child[1], "", 1) == 1);
+  node.domain->unregister_memory(key);
+  // On a machine with much to do the child may come too late.
+  const bool waited = platform::Clock::now() - start >= std::chrono::milliseconds(100);
+  CHECK((ended.load() == 1 || waited));
+  close(to_child[0]);
+  close(to_child[1]);
 }
 
 TEST_CASE("shared memory: what a killed process left is removed, what is in use is not") {

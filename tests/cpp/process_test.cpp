@@ -1,11 +1,14 @@
 // What a forked child has of its parent: nothing by which others judge whether the parent lives.
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <functional>
+#include <new>
 #include <optional>
 
 #include "base/status.h"
@@ -52,6 +55,36 @@ TEST_CASE("process: an object knows that it is in a child") {
   CHECK_FALSE(born.inherited());
   CHECK(holds_in_child([&] { return born.inherited() && !Birthplace().inherited(); }));
   CHECK_FALSE(born.inherited());
+}
+
+TEST_CASE("process: that it has ended is seen when nothing of it is left") {
+  int hold[2];
+  REQUIRE(pipe(hold) == 0);
+  ProcessName* name = nullptr;
+  const auto shared = SharedMemory::create("test", 4096);
+  name = new (shared.data()) ProcessName{};
+  std::atomic_ref<int64_t> id(name->id);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    const ProcessName own = ProcessName::own();
+    name->space = own.space;
+    id.store(own.id, std::memory_order_release);
+    char byte = 0;
+    close(hold[1]);
+    _exit(static_cast<int>(read(hold[0], &byte, 1)));  // returns when the parent closes its end
+  }
+  while (id.load(std::memory_order_acquire) == 0) sched_yield();
+  CHECK_FALSE(name->has_ended());
+  CHECK_FALSE(ProcessName::own().has_ended());
+  close(hold[1]);
+  siginfo_t ended{};
+  REQUIRE(waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT) == 0);
+  CHECK(name->has_ended());  // though its parent has not asked how
+  REQUIRE(waitpid(child, nullptr, 0) == child);
+  CHECK(name->has_ended());
+  CHECK_FALSE(ProcessName{name->space + 1, name->id}.has_ended());  // who knows
+  close(hold[0]);
 }
 
 TEST_CASE("process: shared memory outlives its copy in a child, and not its owner") {

@@ -1,5 +1,5 @@
-// The protocol under an adversary: thousands of schedules, and proof that a broken rule is seen.
-// MOE_P2P_SIMULATE=<seed> replays one seed alone.
+// The protocol under an adversary: 1,750 schedules, or 7,000 (seeds.h), and proof that a broken
+// rule is seen. MOE_P2P_SIMULATE=<seed> replays one seed alone.
 #include <algorithm>
 #include <atomic>
 #include <charconv>
@@ -15,6 +15,7 @@
 
 #include "base/mutation.h"
 #include "doctest/doctest.h"
+#include "seeds.h"
 #include "simulation.h"
 
 using namespace moe_p2p;
@@ -24,10 +25,10 @@ namespace {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kSanitized = true;
-constexpr uint64_t kNumSeeds = 150;  // instrumented code is about twenty times slower
+constexpr uint32_t kNumSeeds = 150;  // instrumented code is about twenty times slower
 #else
 constexpr bool kSanitized = false;
-constexpr uint64_t kNumSeeds = 3000;
+constexpr uint32_t kNumSeeds = 3000;
 #endif
 
 simulation::World world_of(Mutation mutation, uint64_t seed) {
@@ -35,6 +36,8 @@ simulation::World world_of(Mutation mutation, uint64_t seed) {
     case Mutation::kCleanWithoutJump:
     case Mutation::kCleanWithoutWait:
     case Mutation::kWriteToMasked: return simulation::masking_world_of_seed(seed);
+    case Mutation::kFlagOfOneNic:
+    case Mutation::kFlagOfEarlierStep: return simulation::flag_world_of_seed(seed);
     case Mutation::kFailByLeft:
     case Mutation::kFarewellEarly:
     case Mutation::kFarewellOvertakes: return simulation::closing_world_of_seed(seed);
@@ -47,7 +50,8 @@ uint64_t seeds_until_caught(Mutation mutation, const std::string& nic_settings, 
   base::active_mutation = mutation;
   uint64_t caught = 0;
   for (uint64_t seed = 1; seed <= limit && !caught; ++seed) {
-    auto world = world_of(mutation, seed);
+    auto world = nic_settings == "mutate=early_flag" ? simulation::flag_world_of_seed(seed)
+                                                     : world_of(mutation, seed);
     world.nic_settings = nic_settings;
     if (seed % 100 != 99 && !simulation::run(world, seed).fault.empty()) caught = seed;
   }
@@ -66,11 +70,11 @@ uint64_t seed_from(const std::string& text) {
   return seed;
 }
 
-// All seeds on all cores, worlds side by side: each of them is one thread's.
-void check_seeds(simulation::World (*world_of)(uint64_t seed), uint64_t num_seeds) {
+// Seeds on all cores (seeds.h), worlds side by side: each of them is one thread's.
+void check_seeds(simulation::World (*world_of)(uint64_t seed), uint32_t all) {
   const char* only = std::getenv("MOE_P2P_SIMULATE");
   const uint64_t first = only ? seed_from(only) : 1;
-  const uint64_t last = only ? first : num_seeds;
+  const uint64_t last = only ? first : provider_test::num_seeds(all);
   std::atomic<uint64_t> next{first}, tokens{0};
   std::mutex mutex;
   std::map<uint64_t, std::string> faults;
@@ -106,6 +110,10 @@ TEST_CASE("protocol: no schedule loses, doubles, delays or misplaces a token") {
 
 TEST_CASE("protocol: no schedule of ranks that mask each other corrupts a token") {
   check_seeds(simulation::masking_world_of_seed, kNumSeeds / 3);
+}
+
+TEST_CASE("protocol: no schedule of NICs that store flags corrupts a token") {
+  check_seeds(simulation::flag_world_of_seed, kNumSeeds / 5);
 }
 
 TEST_CASE("protocol: what is no seed is refused by name") {
@@ -155,6 +163,9 @@ TEST_CASE("protocol: broken rules are caught" * doctest::skip(kSanitized)) {
         Case{"writes to a rank that left fail", Mutation::kFailByLeft, ""},
         Case{"a rank leaves before all has arrived", Mutation::kFarewellEarly, ""},
         Case{"a rank that left has sent what is here", Mutation::kFarewellOvertakes, ""},
+        Case{"a flag taken for all NICs'", Mutation::kFlagOfOneNic, ""},
+        Case{"a flag taken for the next step's", Mutation::kFlagOfEarlierStep, ""},
+        Case{"NIC stores flags early", Mutation::kNone, "mutate=early_flag"},
         Case{"NIC delivers immediates early", Mutation::kNone, "mutate=early_imm"}}) {
     CAPTURE(c.name);
     const uint64_t seed = seeds_until_caught(c.mutation, c.nic_settings, 1000);

@@ -1,6 +1,6 @@
 // The contract of provider/provider.h as a fence relies on it: one memory registered several times,
-// a key for each peer. Unregistering one of them keeps that peer out, whatever it has posted before,
-// and no other.
+// a key for each peer. Unregistering one of them keeps that peer out, whatever it has posted
+// before, and no other.
 #include <algorithm>
 
 #include "delayed_domain.h"

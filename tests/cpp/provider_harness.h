@@ -79,7 +79,8 @@ class Node {
   std::map<uint64_t, base::Status> status;        // by wr_id
   std::function<void(uint32_t imm)> on_imm = {};  // called as soon as the immediate is seen
   size_t poll_entries = 16;
-  bool maps_windows = true;  // GPU memory of peers is mapped here before it is written to
+  bool maps_windows = true;   // GPU memory of peers is mapped here before it is written to
+  bool lent_windows = false;  // it is lent: its owner does not wait until the window is dropped
 
   size_t poll() {
     Completion completions[64];
@@ -133,9 +134,20 @@ class Memory {
     windows_.clear();
   }
   void unregister() {
+    if (!node_.lent_windows) unmap();
+    const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
+    while (!give_back()) CHECK(platform::Clock::now() < deadline);
     unmap();
-    node_.domain->unregister_memory(key);
-    registered_ = false;
+  }
+  // False: copies into lent memory have not ended, on a machine with much to do.
+  bool give_back() {
+    try {
+      node_.domain->unregister_memory(key);
+    } catch (const base::Error& error) {
+      if (!node_.lent_windows || error.code() != Code::kTimeout) throw;
+      return false;
+    }
+    return !(registered_ = false);
   }
   MemorySpan span() const {
     const bool host = node_.memory_kind == MemoryKind::kHost;
@@ -149,7 +161,7 @@ class Memory {
     for (const auto& mapped : windows_)
       if (mapped.lock() == domain) return;
     if (!registered_) return;
-    domain->map_remote(key.remote_key, span());
+    domain->map_remote(key.remote_key, span(), from.node_.lent_windows);
     windows_.emplace_back(domain);
   }
 

@@ -22,6 +22,7 @@ struct ProviderUnderTest {
   bool notices_death = true;
   bool recovers = true;
   bool by_ring = false;  // GPU memory of the target is not mapped at the poster
+  bool lent = false;     // it is, until its owner takes it back
 };
 
 inline const ProviderUnderTest kProviders[] = {
@@ -30,11 +31,25 @@ inline const ProviderUnderTest kProviders[] = {
     {"loopback", "seed=1", true},
     {"loopback", "seed=2,ring_kib=4", true},
     {"loopback", "seed=3,ring_kib=16,max_in_flight=64", true},
+    {"loopback", "ordered=1"},
+    {"loopback", "ordered=1,seed=7,ring_kib=4", true},
+    {"loopback", "ordered=1,seed=8", true, MemoryKind::kCuda},
     {"loopback", "", false, MemoryKind::kCuda},
     {"loopback", "ring_kib=4,max_in_flight=20", false, MemoryKind::kCuda},
     {"loopback", "copy_kernel=1", false, MemoryKind::kCuda},
     {"loopback", "seed=4", true, MemoryKind::kCuda},
     {"loopback", "seed=5,ring_kib=4", true, MemoryKind::kCuda},
+    {.name = "loopback", .settings = "row_kernel=77", .memory = MemoryKind::kCuda, .lent = true},
+    {.name = "loopback", .settings = "max_in_flight=20", .memory = MemoryKind::kCuda, .lent = true},
+    // Its GPU goes on while nobody polls, so a run does not repeat from the seed.
+    {.name = "loopback",
+     .settings = "seed=7,ring_kib=4,row_kernel=77",
+     .memory = MemoryKind::kCuda,
+     .lent = true},
+    {.name = "timed",
+     .settings = "flush=0,row_kernel=77",
+     .memory = MemoryKind::kCuda,
+     .lent = true},
     {.name = "loopback", .settings = "", .memory = MemoryKind::kCuda, .by_ring = true},
     {.name = "loopback",
      .settings = "ring_kib=4,max_in_flight=20",
@@ -45,6 +60,10 @@ inline const ProviderUnderTest kProviders[] = {
      .reorders = true,
      .memory = MemoryKind::kCuda,
      .by_ring = true},
+    // Without windows, whose writes carry nothing: the rest of the contract holds for all memory.
+    {"timed", ""},
+    {"timed", "preset=efa,ring_kib=4,max_in_flight=20"},
+    {.name = "timed", .settings = "flush=0", .memory = MemoryKind::kCuda, .by_ring = true},
     {.name = "libfabric", .settings = "provider=efa,interfaces=efa1", .takes_unpolled = true},
     {.name = "libfabric",
      .settings = "provider=efa,interfaces=efa2,max_in_flight=20",
@@ -72,13 +91,19 @@ inline const ProviderUnderTest kProviders[] = {
      .settings = "library=fake",
      .memory = MemoryKind::kCuda,
      .takes_unpolled = true},
-    {.name = "verbs", .settings = "devices=rxe0,timeout=16", .takes_unpolled = true},
+    {.name = "verbs",
+     .settings = "library=fake,ordered_writes=1,qps_per_peer=3,max_in_flight=20",
+     .takes_unpolled = true},
+    {.name = "verbs",
+     .settings = "devices=rxe0,timeout=16,ordered_writes=1",
+     .takes_unpolled = true},
 };
 
 inline Node open(const ProviderUnderTest& provider, int nic = 0) {
   test::FakeFabric::use_for(provider.settings);
   Node node(provider.name, provider.settings, nic, provider.memory);
   node.maps_windows = !provider.by_ring;
+  node.lent_windows = provider.lent;
   return node;
 }
 
@@ -99,6 +124,7 @@ template <typename Body>
 void for_each_provider(Body&& body) {
   for (const ProviderUnderTest& provider : kProviders) {
     const char* memory = provider.by_ring                       ? " GPU memory by ring"
+                         : provider.lent                        ? " lent GPU memory"
                          : provider.memory == MemoryKind::kCuda ? " GPU memory"
                                                                 : "";
     const std::string label = base::concat(provider.name, " ", provider.settings, memory);

@@ -132,6 +132,14 @@ World masking_world_of_seed(uint64_t seed) {
   return world;
 }
 
+World flag_world_of_seed(uint64_t seed) {
+  World world = seed % 5 == 4   ? closing_world_of_seed(seed)
+                : seed % 5 == 3 ? masking_world_of_seed(seed)
+                                : world_of_seed(seed);
+  world.flags = true;
+  return world;
+}
+
 World closing_world_of_seed(uint64_t seed) {
   constexpr int kShapes[][2] = {{3, 1}, {4, 1}, {3, 2}, {2, 2}, {3, 1}, {2, 1}, {5, 1}, {2, 3}};
   World world = world_of_seed(seed);
@@ -145,8 +153,9 @@ World closing_world_of_seed(uint64_t seed) {
 
 std::string describe(const World& world, uint64_t seed) {
   return base::concat(world.num_nodes, "x", world.ranks_per_node, " ranks, ", world.num_nics,
-                      " NICs, S ", world.steps_in_flight, ", parts of ", world.part_bytes,
-                      " bytes, K ", world.topk, ", patience ", world.patience, ", seed ", seed);
+                      " NICs, S ", world.steps_in_flight, ", parts of ", world.part_bytes, " bytes",
+                      world.flags ? ", flags" : "", ", K ", world.topk, ", patience ",
+                      world.patience, ", seed ", seed);
 }
 
 }  // namespace moe_p2p::simulation

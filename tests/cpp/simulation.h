@@ -24,6 +24,8 @@ struct World {
   int patience = 0;
   // Ranks close when they have done all of their program, each on its own.
   bool closing = false;
+  // NICs store arrival flags, which ranks wait for.
+  bool flags = false;
   // Ranks that stop for good, somewhere in their program. Where ranks close: that close there, or
   // die.
   int num_lost = 0;
@@ -47,6 +49,8 @@ Outcome run(const World& world, uint64_t seed);
 std::string describe(const World& world, uint64_t seed);
 // The world that a seed stands for where ranks mask each other: nodes of one rank, or one node.
 World masking_world_of_seed(uint64_t seed);
+// World_of_seed, or one where ranks mask each other or close, with flags.
+World flag_world_of_seed(uint64_t seed);
 // The world that a seed stands for where ranks close.
 World closing_world_of_seed(uint64_t seed);
 // The world that a seed stands for, of many shapes up to 64 ranks.

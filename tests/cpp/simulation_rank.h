@@ -47,9 +47,9 @@ class Rank {
         buffers_(program.calls.size()) {
     engine::EngineOptions engine;
     engine.num_nics = world.num_nics;
-    engine.settings =
-        base::concat("ring_kib=16,channels=64,seed=", seed * 1000 + static_cast<uint64_t>(rank) + 1,
-                     world.nic_settings.empty() ? "" : ",", world.nic_settings);
+    engine.settings = base::concat(
+        "ring_kib=16,channels=64,seed=", seed * 1000 + static_cast<uint64_t>(rank) + 1,
+        world.flags ? ",ordered=1" : "", world.nic_settings.empty() ? "" : ",", world.nic_settings);
     engine_ = std::make_unique<engine::TransferEngine>(engine);
     moe::AllToAllOptions options;
     options.plan = {.world_size = world.num_nodes * world.ranks_per_node,
@@ -66,6 +66,7 @@ class Rank {
                     .extra_bytes = 0,
                     .part_bytes = world.part_bytes,
                     .expert_rank = {}};
+    if (world.flags) options.arrival_flags = moe::ArrivalFlags::kWrite;
     options.rank = rank;
     options.communicator = kCommunicator;
     if (world.patience > 0) options.masks = masks_.data();

@@ -255,6 +255,57 @@ void check_limit_is_reported(const std::string& provider, const std::string& set
   close(ends[0]);
 }
 
+// Writes are under way when one side severs. link_down: the other side does not hear of it.
+void sever_under_traffic(bool link_down) {
+  constexpr uint64_t kTag = 77;
+  constexpr size_t kBytes = 1 << 20;
+  TransferEngine from(engine_options("verbs", "devices=rxe0,timeout=16", 1));
+  TransferEngine to(engine_options("verbs", "devices=rxe1,timeout=16", 1));
+  std::vector<std::byte> source(kBytes, std::byte{1}), cache(kBytes);
+  const auto* own =
+      from.register_memory({.data = source.data(), .bytes = kBytes, .in_order = true});
+  const auto* memory =
+      to.register_memory({.data = cache.data(), .bytes = kBytes, .in_order = true});
+  const auto* peer = from.connect(to.address(), 1, kTag);
+  const auto* region = from.resolve(to.descriptor(memory), peer);
+  const auto* beside = from.resolve(to.descriptor(memory), from.connect(to.address(), 0));
+  proxy::ProxyThread first(from, {}), second(to, {});
+  std::vector<std::unique_ptr<Request>> requests;
+  for (int i = 0; i < 300; ++i) {
+    requests.push_back(
+        std::make_unique<Request>(engine::Write{own, 0, region, 0, kBytes, std::nullopt}));
+    from.submit(*requests.back());
+  }
+  REQUIRE(requests[0]->wait(soon()));
+  CHECK(requests[0]->status().ok());
+  const engine::MemoryHandle* const theirs[] = {memory};
+  const engine::MemoryHandle* const ours[] = {own};
+  if (link_down) set_link("down");
+  if (link_down) from.disconnect(peer);
+  link_down ? from.sever(kTag, ours, soon()) : to.sever(kTag, theirs, soon());
+  std::ranges::fill(cache, std::byte{7});
+  std::ranges::fill(source, std::byte{9});
+  if (link_down) set_link("up");
+  for (const auto& request : requests) REQUIRE(request->wait(soon()));
+  CHECK_FALSE(requests.back()->status().ok());
+  const auto until = Clock::now() + std::chrono::milliseconds(300);
+  while (Clock::now() < until) to.run_on_poller([] {}, soon());
+  // Of the sender's end: what was read before may still come, but nothing that was written later.
+  CHECK(std::ranges::count(cache, link_down ? std::byte{9} : std::byte{1}) == 0);
+  if (link_down) return;
+  Request other(engine::Write{own, 0, beside, 0, kBytes, std::nullopt});
+  from.submit(other);
+  REQUIRE(other.wait(soon()));
+  CHECK(other.status().ok());
+  CHECK(std::ranges::count(cache, std::byte{9}) == static_cast<int64_t>(kBytes));
+}
+
+TEST_CASE("verbs devices: what was severed changes nothing any more, and others go on") {
+  NEEDS_DEVICES();
+  sever_under_traffic(false);
+  sever_under_traffic(true);
+}
+
 TEST_CASE("verbs devices: memory beyond the limit on locked memory is refused with the limit") {
   NEEDS_DEVICES();
   check_limit_is_reported("verbs", "devices=rxe0");

@@ -6,7 +6,9 @@
 // the target has no receive, acknowledges a write before the target's completion is there, forgets
 // the completions of a queue pair that is destroyed, keeps the place of a write or receive until
 // its completion is polled, ends with a completion queue that overruns, and destroys nothing that
-// is in use. Faults are set by tests.
+// is in use. With Faults::slow_memory what a NIC has accepted lies before memory until the
+// completion of a receive, a read of that memory by the same NIC, or the end of its registration
+// lets it through; a registration with relaxed ordering waits for no read. Faults are set by tests.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +47,7 @@ class FakeVerbs {
     bool no_errors = false;             // nor of any other
     bool no_thread_domains = false;
     bool no_extended_ops = false;  // a library that has no calls but the first ones
+    bool slow_memory = false;
     bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
   struct Counters {
@@ -70,6 +73,8 @@ class FakeVerbs {
   std::mt19937_64 random{1};
   // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
   void raise(const char* device, int event_type);
+  // What lies before memory gets there. Returns how many writes.
+  size_t let_through();
   // The context that was opened last; null when there is none.
   static provider::verbs::Context* newest_context();
 

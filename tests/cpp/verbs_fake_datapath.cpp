@@ -71,10 +71,21 @@ void purge(FakeQp& qp) {
   std::erase_if(qp.late, drop);
 }
 
+size_t let_through(const std::function<bool(const Accepted&)>& which) {
+  return std::erase_if(world().accepted, [&](const Accepted& write) {
+    if (!which(write)) return false;
+    FakeDriver::write_by_nic(reinterpret_cast<void*>(write.addr), write.data.data(),
+                             write.data.size());
+    return true;
+  });
+}
+
 // An acknowledgement may leave the NIC before the completion is written: what the queue pairs of
 // this queue have acknowledged shows itself now.
 void show_late(FakeVerbs& f, FakeCq& cq) {
   for (FakeQp* qp : cq.users) {
+    if (!qp->late.empty())  // the completion is written behind the payload
+      let_through([&](const Accepted& write) { return write.qp_num == qp->qp_num; });
     for (; !qp->late.empty(); qp->late.pop_front()) add_completion(f, cq, qp->late.front());
     report_last_receive(f, *qp);
   }
@@ -150,13 +161,23 @@ int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
     ++f.counters.receiver_waits;
     return -1;
   }
+  if (bytes > 0 && read)  // PCIe: a read pushes writes, and does not pass them
+    let_through([&](const Accepted& before) {
+      const FakeMr& region = *w.regions.at(before.key);
+      const auto begin = reinterpret_cast<uint64_t>(region.addr);
+      return before.device == target->context && !(region.access & kAccessRelaxedOrdering) &&
+             wr.remote_addr >= begin && wr.remote_addr < begin + region.length;
+    });
   if (bytes > 0 && read)
     FakeDriver::write_by_nic(reinterpret_cast<void*>(write.sge.addr),
                              reinterpret_cast<const void*>(wr.remote_addr), bytes);
-  else if (bytes > 0)
-    FakeDriver::write_by_nic(
-        reinterpret_cast<void*>(wr.remote_addr),
-        inlined ? write.inlined.data() : reinterpret_cast<const void*>(write.sge.addr), bytes);
+  else if (bytes > 0) {
+    const auto* from =
+        inlined ? write.inlined.data() : reinterpret_cast<const std::byte*>(write.sge.addr);
+    w.accepted.push_back({target->context, target->qp_num, wr.rkey, wr.remote_addr, {}});
+    w.accepted.back().data.assign(from, from + bytes);
+    if (!f.faults.slow_memory) let_through([](const Accepted&) { return true; });
+  }
   if (wr.opcode == kOpWriteImm) {
     --receives->num;
     ++receives->num_cq;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <set>
 #include <vector>
@@ -89,7 +90,16 @@ struct FakeQp : Qp {
   FakeTd* thread = nullptr;
 };
 
+// A write that its NIC has accepted and memory has not.
+struct Accepted {
+  void* device;  // the context
+  uint32_t qp_num, key;
+  uint64_t addr;
+  std::vector<std::byte> data;
+};
+
 struct World {
+  std::deque<Accepted> accepted;
   std::map<uint32_t, FakeQp*> qps;
   std::map<uint32_t, FakeMr*> regions;  // by key, lkey == rkey
   std::vector<FakeContext*> contexts;
@@ -116,6 +126,8 @@ auto locked(Step&& step) {
 void break_queue(FakeVerbs& f, FakeQp& qp);
 void report_last_receive(FakeVerbs& f, FakeQp& qp);
 void purge(FakeQp& qp);
+// Those of `which`, in their order.
+size_t let_through(const std::function<bool(const Accepted&)>& which);
 int post_send(Qp* plain, SendWr* wr, SendWr** bad);
 int poll_cq(Cq* plain, int num_entries, Wc* wcs);
 int req_notify_cq(Cq* cq, int);

@@ -1,5 +1,5 @@
-// Classes of traffic over a fake libibverbs: which class a connection is in, and that what breaks the
-// connections of one does not touch the others.
+// Classes of traffic over a fake libibverbs: which class a connection is in, and that what breaks
+// the connections of one does not touch the others.
 #include "provider/verbs/config.h"
 #include "verbs_pair.h"
 
@@ -10,7 +10,7 @@ TEST_CASE("verbs: each priority's connections are in its class, at both ends") {
   FakePair pair("traffic_class=104:64:32,service_level=3:2:1");
   pair.fake.locked([](FakeVerbs& f) { f.paths.clear(); });
   for (const int priority : {2, 1, 0}) {
-    const PeerId peer = pair.a.domain->connect_for(pair.b.domain->address(), priority);
+    const PeerId peer = pair.a.domain->connect_for(pair.b.domain->address(), priority, 0);
     const auto paths = pair.fake.locked([](FakeVerbs& f) { return std::exchange(f.paths, {}); });
     const std::pair<int, int> expected{
         3 - priority, 104 - 40 * (priority > 0 ? 1 : 0) - 32 * (priority > 1 ? 1 : 0)};
@@ -36,7 +36,7 @@ TEST_CASE("verbs: one class for all, or one each, and nothing else") {
 
 TEST_CASE("verbs: a fence in one priority's traffic breaks no connection of another") {
   FakePair pair;
-  const PeerId kv = pair.a.domain->connect_for(pair.b.domain->address(), 1);
+  const PeerId kv = pair.a.domain->connect_for(pair.b.domain->address(), 1, 0);
   auto grant = std::make_unique<Memory>(pair.b, pair.target.data);
   const WorkRequest late = make_write(1000, kv, pair.source, 0, *grant, 0, 500);
   const WorkRequest other = make_write(1001, kv, pair.source, 0, pair.target, 90'000, 500);

@@ -31,6 +31,7 @@ LOW_LATENCY: list[tuple[Any, ...]] = [
     (low_latency.two_in_flight,),
     (low_latency.never_or_again,),
     (low_latency.results_go,),
+    (low_latency.ten_bits_travel,),
     (low_latency.times_waited,),
     (low_latency.masked,),
     *((low_latency.graphs, mode) for mode in ("sync", "hook", "async")),

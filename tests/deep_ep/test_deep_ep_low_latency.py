@@ -81,6 +81,10 @@ def test_a_dispatch_may_be_combined_never_or_again() -> None:
     run(2, cases.never_or_again)
 
 
+def test_ten_bits_travel_for_logfmt() -> None:
+    run(4, cases.ten_bits_travel)
+
+
 def test_where_results_go() -> None:
     run(2, cases.results_go)
 

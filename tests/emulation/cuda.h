@@ -62,6 +62,7 @@ inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(va
 inline float __fadd_rn(float a, float b) { return a + b; }  // compiled without contraction
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __popcll(unsigned long long x) { return std::popcount(x); }
 inline int __ffs(unsigned x) { return x ? std::countr_zero(x) + 1 : 0; }

@@ -84,6 +84,10 @@ void moe_p2p_fence_shared() { current->actor().fence_shared(); }
 void moe_p2p_signal_host(const void* word) { current->actor().signals_host(word); }
 void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(at, bytes); }
 void moe_p2p_no_host_memory(const void* at) { order::remove_host_memory(at); }
+void moe_p2p_shared_memory(const void* at, size_t bytes) { order::add_shared_memory(at, bytes); }
+void moe_p2p_no_shared_memory(const void* at, size_t bytes) {
+  order::remove_shared_memory(at, bytes);
+}
 void moe_p2p_st_block(uint32_t* word, uint32_t value) { current->st_block(word, value); }
 uint32_t moe_p2p_ld_block(const uint32_t* word) { return current->ld_block(word); }
 

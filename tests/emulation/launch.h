@@ -35,7 +35,8 @@ using order::kStackBytes;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
 constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers: other threads of this machine
-constexpr unsigned kAwake = 64;                      // turns of a warp, on average, until it sleeps
+constexpr unsigned kLate = 64;   // rounds in which some stores to shared memory are not seen
+constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it sleeps
 constexpr auto kPatience = std::chrono::seconds(60);  // when no progress is possible
 
 // Stacks of threads, kept from launch to launch: mapping and unmapping one takes the host's kernel
@@ -96,6 +97,7 @@ struct Word {
   uint32_t before;      // its last store
   order::Stamp stored;  // the last
   uint32_t num_stores = 0;
+  uint64_t round = 0;  // of the last store
 };
 
 struct Block;

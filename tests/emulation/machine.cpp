@@ -108,6 +108,7 @@ void Launch::enter() {
   Block& block = *fiber.owner;
   if (!fiber.open.empty()) fail("a thread ended with copies that belong to no group");
   fiber.ended = true;
+  fiber.actor.ends();
   --block.num_live;
   launch.progress_ = true;
   Meeting& meeting = block.meetings[0];
@@ -207,20 +208,22 @@ void Launch::arrive(const void* word) {
 
 void Launch::st_block(uint32_t* word, uint32_t value) {
   Word& stores = fiber_->owner->stores[word];
-  stores = {*word, actor().stamp(), stores.num_stores + 1};
+  stores = {*word, actor().stamp(), stores.num_stores + 1, round_};
   fiber_->seen[word] = stores.num_stores;
   *word = value;
 }
 
 // The last store may not have reached a thread that has not seen it, unless something orders the
-// two.
+// two: one store in four for some time, others in every other round.
 uint32_t Launch::ld_block(const uint32_t* word) {
   const auto found = fiber_->owner->stores.find(word);
   if (found == fiber_->owner->stores.end()) return *word;
   const Word& stores = found->second;
   uint32_t& seen = fiber_->seen[word];
   // The same for a warp, whose lanes look together.
-  const bool is_late = std::hash<uint64_t>()(reinterpret_cast<uint64_t>(word) / 4 + round_) % 2;
+  const uint64_t place = reinterpret_cast<uint64_t>(word) / 4;
+  const bool is_slow = (place + stores.num_stores) % 4 == 0 && round_ < stores.round + kLate;
+  const bool is_late = is_slow || (place + round_) % 2;
   if (seen + 1 == stores.num_stores && is_late && !actor().sees(stores.stored))
     return stores.before;
   seen = stores.num_stores;

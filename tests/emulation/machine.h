@@ -89,6 +89,8 @@ void moe_p2p_fence_shared();
 void moe_p2p_signal_host(const void* word);
 void moe_p2p_host_memory(const void* at, size_t bytes);
 void moe_p2p_no_host_memory(const void* at);
+void moe_p2p_shared_memory(const void* at, size_t bytes);
+void moe_p2p_no_shared_memory(const void* at, size_t bytes);
 // Words of shared memory. A load that nothing orders behind the last store may return the value
 // before it.
 void moe_p2p_st_block(uint32_t* word, uint32_t value);

@@ -1,5 +1,7 @@
 #include "tests/emulation/order.h"
 
+#include "tests/emulation/ranges.h"
+
 #include <dlfcn.h>
 
 #include <array>
@@ -80,6 +82,7 @@ struct Ended {
   std::vector<Block*> blocks;
 };
 std::deque<Ended> ended;
+constexpr size_t kKept = 64;  // kernels
 
 // Returns the first of `times` after `time`; 0: none.
 uint32_t first_after(const std::vector<uint32_t>& times, uint32_t time) {
@@ -95,41 +98,37 @@ When released(const Block& block, Stamp stamp, bool to_system) {
   return arrival ? std::min(own, mates.of(arrival)) : own;
 }
 
-bool is_visible(Stamp stamp, const Block& reader, const View& view) {
+// Whether a chain of words and kernels leads from there to a reader with this view.
+bool is_chained(Stamp stamp, const Block& reader, const View& view) {
   Block& block = *blocks[stamp.block()].load(std::memory_order_acquire);
   const std::lock_guard lock(block.mutex);
   if (block.is_host) return released(block, stamp, /*to_system=*/true) <= view.host;
-  if (block.ended <= view.acquired) return true;
-  if (block.threads.empty()) return false;
+  const bool is_own = block.device == reader.device;
+  if (block.ended <= view.acquired || (is_own && block.ended <= view.began)) return true;
+  if (block.forgotten) return true;
   if (&block == &reader) {
     const uint32_t arrival = first_after(block.threads[stamp.thread()].arrivals, stamp.time());
     if (arrival && arrival <= view.arrived[stamp.thread() / 32]) return true;
   }
   const When to_device = released(block, stamp, /*to_system=*/false);
   if (to_device > view.acquired) return false;
-  if (block.device == reader.device) return true;
+  if (is_own) return true;
   if (released(block, stamp, /*to_system=*/true) <= view.acquired) return true;
   const std::lock_guard device_lock(block.device->mutex);
   return block.device->released.of(to_device) <= view.acquired;
 }
 
-struct Range {
-  std::atomic<uintptr_t> begin, end;  // 0: none any more
-  Range& operator=(std::pair<uintptr_t, uintptr_t> range) {
-    end = 0;
-    begin = range.first;
-    end = range.second;
-    return *this;
-  }
-};
-std::array<Range, 256> host_memory;
-std::atomic<size_t> num_ranges{0};
+Ranges host_memory, shared_memory;
 
-bool is_of_host(const void* word) {
-  const auto at = reinterpret_cast<uintptr_t>(word);
-  const size_t num = num_ranges.load(std::memory_order_acquire);
-  return std::any_of(host_memory.begin(), host_memory.begin() + num,
-                     [&](const Range& range) { return range.begin <= at && at < range.end; });
+bool is_of_host(const void* word) { return host_memory.have(word); }
+
+bool is_visible(Stamp stamp, const Block& reader, const View& view, const void* at) {
+  if (is_chained(stamp, reader, view)) return true;
+  if (shared_memory.have(at)) return false;
+  View wider = view;
+  wider.acquired = std::max(view.acquired, view.began);
+  wider.host = std::max(view.host, view.began);
+  return is_chained(stamp, reader, wider);
 }
 
 Carried carried(const void* word) {
@@ -213,7 +212,7 @@ void check_own(const Actor& actor, const Earlier& what, const void* at, size_t b
   check(actor, what, at, bytes, where, [&](Stamp stamp) {
     if (stamp.block() == actor.block->index && stamp.thread() == actor.thread)
       return stamp.time() != kUnderWay;
-    return is_visible(stamp, *actor.block, actor.knows.own);
+    return is_visible(stamp, *actor.block, actor.knows.own, at);
   });
 }
 
@@ -234,13 +233,22 @@ Kernel::Kernel(bool early) : began_early_(early), began_(clock_now.load()) {
   running.insert(began_);
 }
 
+View Kernel::first_view() const {
+  if (began_early_) return {};
+  Device& device = *own_device();
+  const std::lock_guard lock(device.mutex);
+  View view = device.known;
+  view.began = began_;
+  return view;
+}
+
 Block& Kernel::add_block(unsigned num_threads) {
   blocks_.push_back(new_block(num_threads));
   return *blocks_.back();
 }
 
-// Forgets blocks once all kernels that ran with them have ended: later kernels have all their
-// writes.
+// Forgets blocks once all kernels that ran with them have ended, and kKept later ones: nothing of
+// the protocol reads or overwrites what older ones did.
 Kernel::~Kernel() {
   const When now = ++clock_now;
   for (Block* block : blocks_) {
@@ -250,10 +258,11 @@ Kernel::~Kernel() {
   const std::lock_guard lock(registry);
   running.erase(running.find(began_));
   ended.push_back({now, std::move(blocks_)});
-  for (; !ended.empty() && (running.empty() || *running.begin() >= ended.front().when);
+  for (; ended.size() > kKept && (running.empty() || *running.begin() >= ended.front().when);
        ended.pop_front())
     for (Block* block : ended.front().blocks) {
       const std::lock_guard block_lock(block->mutex);
+      block->forgotten = true;
       block->threads = {};
       block->released = {};
       block->released_to_system = {};
@@ -267,28 +276,20 @@ void forget(const void* at, size_t bytes) {
   });
 }
 
-void add_host_memory(const void* at, size_t bytes) {
-  const auto begin = reinterpret_cast<uintptr_t>(at);
-  const std::lock_guard lock(registry);
-  size_t place = 0;
-  while (place < num_ranges && host_memory[place].end != 0) ++place;
-  if (place == host_memory.size()) fail("too many pieces of host memory at once");
-  host_memory[place] = std::pair{begin, begin + bytes};
-  num_ranges.store(std::max(num_ranges.load(), place + 1), std::memory_order_release);
+void add_host_memory(const void* at, size_t bytes) { host_memory.add(at, bytes); }
+void remove_host_memory(const void* at) { host_memory.remove(at); }
+void add_shared_memory(const void* at, size_t bytes) {
+  forget(at, bytes);  // what it was used for before
+  shared_memory.add(at, bytes);
 }
-void remove_host_memory(const void* at) {
-  const std::lock_guard lock(registry);
-  for (size_t place = 0; place < num_ranges; ++place)
-    if (host_memory[place].end != 0 &&
-        host_memory[place].begin == reinterpret_cast<uintptr_t>(at)) {
-      host_memory[place].end = 0;
-      return;  // others may have added it too
-    }
+void remove_shared_memory(const void* at, size_t bytes) {
+  shared_memory.remove(at);
+  forget(at, bytes);
 }
 
 void copy_for_host(void* to, const void* from, size_t bytes) {
   thread_local Actor actor{.block = new_block(1, /*is_host=*/true)};
-  actor.wait_for_kernels();
+  actor.has({clock_now.load(), clock_now.load()});
   actor.read(from, bytes, nullptr);
   actor.wrote(to, bytes, nullptr);
   std::memmove(to, from, bytes);
@@ -313,7 +314,7 @@ void Actor::read(const void* at, size_t bytes, const void* where) const {
   set_stamps(at, bytes, stamp(), &Cell::read);
 }
 
-bool Actor::sees(Stamp stamp) const { return is_visible(stamp, *block, knows.own); }
+bool Actor::sees(Stamp stamp) const { return is_chained(stamp, *block, knows.own); }
 
 void Actor::arrive() {
   const std::lock_guard lock(block->mutex);
@@ -363,7 +364,19 @@ void Actor::fence() {
 }
 
 void Actor::wait_for_kernels() {
-  for (View* view : {&knows.own, &knows.copies}) view->acquired = view->host = clock_now.load();
+  View known;
+  {
+    const std::lock_guard lock(block->device->mutex);
+    known = block->device->known;
+  }
+  known.began = clock_now.load();
+  for (View* view : {&knows.own, &knows.copies}) view->join(known);
+}
+void Actor::ends() const {
+  const std::lock_guard lock(block->device->mutex);
+  View& known = block->device->known;
+  known.acquired = std::max(known.acquired, knows.own.acquired);
+  known.host = std::max(known.host, knows.own.host);
 }
 
 void Actor::fence_global() {
@@ -379,7 +392,7 @@ void Actor::fence_shared() {
 
 void Actor::copies_global(const void* from, size_t bytes) const {
   check(*this, kCopies, from, bytes, nullptr,
-        [&](Stamp stamp) { return is_visible(stamp, *block, knows.copies); });
+        [&](Stamp stamp) { return is_visible(stamp, *block, knows.copies, from); });
   set_stamps(from, bytes, stamp(), &Cell::read);
 }
 

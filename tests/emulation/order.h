@@ -6,8 +6,13 @@
 // thread; a barrier of the block that both reached, the writer first; or a release, by the writer
 // or a thread that it met before, and an acquire of the reader behind it. A write that overwrites
 // what was read needs the same chain from the last reader. The copy unit needs a fence of its own
-// on the chain. A kernel that waits for earlier ones (griddepcontrol.wait) has all of their writes.
-// Without a chain the process ends with an error text, whatever the order of threads was.
+// on the chain. A kernel that waits for earlier ones (griddepcontrol.wait) has all of their writes,
+// and what their threads had acquired. Without a chain the process ends with an error text,
+// whatever the order of threads was.
+//
+// Hosts order kernels of different ranks too, for instance by a barrier, and what they do is not
+// seen here. So where ranks do not share memory, a kernel has all that any rank released before it
+// began; memory that ranks share (add_shared_memory) needs a chain of words between the ranks.
 //
 // A word carries the time of its last release: of the store itself, or of its thread's last fence
 // before it. A thread that acquires the word, or reads it before a fence, has everything that any
@@ -59,11 +64,13 @@ struct Carried {
 };
 
 struct View {
+  When began = 0;     // own kernels that ended up to then; what any rank released, where not shared
   When acquired = 0;  // what was released up to then
   When host = 0;      // what the host copied up to then
   Times arrived{};    // writes of these warps' threads before a barrier, up to then
 
   void join(const View& other) {
+    began = std::max(began, other.began);
     acquired = std::max(acquired, other.acquired);
     host = std::max(host, other.host);
     for (size_t w = 0; w < arrived.size(); ++w) arrived[w] = std::max(arrived[w], other.arrived[w]);
@@ -100,6 +107,7 @@ class Coverage {
 struct Device {
   std::mutex mutex;
   Coverage<When> released;
+  View known;  // to threads that have ended
 };
 
 // The Device of the calling thread: one of its own, unless it takes over another thread's.
@@ -117,6 +125,7 @@ struct Block {
   uint32_t index = 0;    // of stamps
   uint32_t now = 1;
   When ended = kNever;  // with its kernel
+  bool forgotten = false;
   std::vector<Thread> threads;
   std::array<Coverage<uint32_t>, 32> released, released_to_system;  // arrivals of warps
 };
@@ -148,6 +157,7 @@ struct Actor {
   void has(const Carried& all);
   void fence();  // for both directions, to the whole system
   void wait_for_kernels();
+  void ends() const;  // the thread does
   void fence_global();
   void fence_shared();
   // Copies: from global memory, from shared memory, and to either, between begin and end.
@@ -169,7 +179,7 @@ class Kernel {
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
   Block& add_block(unsigned num_threads);
-  View first_view() const { return began_early_ ? View{} : View{began_, began_, {}}; }
+  View first_view() const;
 
  private:
   const bool began_early_;
@@ -182,6 +192,9 @@ void forget(const void* at, size_t bytes);
 // Adds memory of the host that kernels write doorbells and faults to.
 void add_host_memory(const void* at, size_t bytes);
 void remove_host_memory(const void* at);
+// Adds memory that kernels of several ranks read and write.
+void add_shared_memory(const void* at, size_t bytes);
+void remove_shared_memory(const void* at, size_t bytes);
 // A copy by the engine of a GPU: it reads what was released to the system until the host asked for
 // it, and a thread that acquires what the host then writes has the copy.
 void copy_for_host(void* to, const void* from, size_t bytes);

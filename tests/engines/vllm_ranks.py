@@ -30,6 +30,9 @@ def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True) -> None:
 
         deep_ep.install()
     import vllm.platforms
+
+    # Asks for an installed package; without it vLLM believes that there is no Triton.
+    vllm.platforms.vllm_version_matches_substr = lambda _: False
     from vllm.platforms import cuda
 
     if device == "cpu":

@@ -37,6 +37,8 @@ CASES = {
         "test_gpu_opaque_rows.py::test_bytes_arrive_unchanged[short steps-2ranks-2pernode]",
         "test_gpu_opaque_rows.py::test_bytes_arrive_unchanged[bulk-2ranks-2pernode]",
         "test_gpu_sum_order.py::test_however_rows_arrive",
+        "test_gpu_int10.py::test_sums_are_those_of_the_reference[dtype0-int10-4ranks-2pernode]",
+        "test_gpu_int10.py::test_however_rows_arrive[flags-4ranks-2pernode-int10_nodes]",
         "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]",
         "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]",
         "test_gpu_left_out.py::test_what_a_lost_rank_leaves_out_is_poisoned",
@@ -47,6 +49,7 @@ CASES = {
         "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
         "test_gpu_copy_kernel.py",
+        "test_gpu_row_kernel.py",
         "test_gpu_count_kernel.py",
         "test_gpu_signals.py::test_replays_send_their_step_and_nothing_else",
         "test_gpu_signals.py::test_a_layer_travels_before_later_ones_are_computed",
@@ -56,7 +59,23 @@ CASES = {
         "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_parts_over_a_slow_link",
+        kernel_mutations.PLAIN_SLOT,
         "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads",
+        "test_gpu_timed_nic.py::test_every_format_is_the_reference_bit_for_bit[4ranks-2pernode]",
+        "test_gpu_timed_nic.py::test_late_weights_go_the_same_way",
+        "test_gpu_timed_nic.py::test_kernels_and_proxies_note_when_they_get_there",
+        "test_gpu_tuned.py",
+    ],
+    "arrival flags": [
+        "test_gpu_arrival_flags.py::test_every_format_is_the_reference_bit_for_bit[4ranks-2pernode-write]",
+        "test_gpu_arrival_flags.py::test_a_hostile_network_changes_nothing[1-write]",
+        "test_gpu_arrival_flags.py::test_a_hostile_network_changes_nothing[3-gdrcopy]",
+        "test_gpu_arrival_flags.py::test_long_calls_run_in_chunks[write]",
+        "test_gpu_arrival_flags.py::test_ranks_with_masks_see_them_too[gdrcopy]",
+        "test_gpu_arrival_flags.py::test_late_weights_are_relayed_between_them[2ranks-1pernode-write]",
+        "test_gpu_arrival_flags.py::test_without_anything_that_orders_it_is_relayed",
+        "test_gpu_arrival_flags.py::test_what_cannot_be_is_refused_by_all_ranks",
+        "test_gpu_arrival_flags.py::test_ranks_that_differ_are_refused_by_name",
     ],
     "graphs": [  # what they capture is replayed without the host
         f"test_gpu_graphs.py::test_a_part_of_a_step_in_a_graph[{which}]"
@@ -83,9 +102,23 @@ CASES = {
         "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
         "test_gpu_bulk.py::test_halves_of_two_steps_overlap[2ranks-2pernode]",
     ],
+    "other ways": [  # of kernels for few multiprocessors, all of them together
+        f"test_gpu_bulk_ways.py::test_{case}"
+        for case in (
+            "rows_by_rank_are_the_reference_bit_for_bit[4ranks-4pernode-all]",
+            "rows_of_seven_thousand_values[2ranks-2pernode-all]",
+            "tokens_are_sent_before_others_are_routed[2ranks-2pernode-all]",
+            "rows_of_own_tokens_come_from_y[4ranks-4pernode-all]",
+            "long_calls_run_in_chunks[2ranks-2pernode-all]",
+            "halves_of_two_steps_overlap[2ranks-2pernode-all]",
+            "rank_0_of_a_mirror_world[two-all]",
+            "a_slot_that_does_not_arrive_is_named[2ranks-2pernode-all]",
+        )
+    ],
     "one block at a time": [  # calls of one step must not need more: their receivers come last
         "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[2ranks-2pernode]",
+        "test_gpu_bulk_ways.py::test_rows_of_seven_thousand_values[2ranks-2pernode-all]",
     ],
     "training": [
         "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-1pernode-padded]",
@@ -97,6 +130,11 @@ CASES = {
         "../deep_ep/test_deep_ep_normal.py::test_in_worlds_of_any_size[dispatch-2]",
         "../deep_ep/test_deep_ep_hybrid.py::test_rows_past_the_budget_are_dropped[2-4]",
         "../deep_ep/test_deep_ep_hybrid.py::test_rows_past_the_budget_are_dropped_between_nodes[2]",
+    ],
+    "mirror": [  # rank 0 of several, two of it or alone
+        "test_gpu_mirror.py::test_rank_0_gets_what_it_gets_of_all[4ranks-4pernode-two]",
+        "test_gpu_mirror.py::test_the_same_in_bulk[4ranks-4pernode-alone]",
+        "test_gpu_mirror.py::test_late_weights_and_halves[two]",
     ],
     "masks": [
         "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",

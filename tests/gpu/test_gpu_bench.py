@@ -42,3 +42,24 @@ def test_figures_of_two_gpus(per_node: int, tmp_path: Path) -> None:
     assert {row["what"] for row in rows} == {"pair graph", "pair eager", "dispatch", "combine"}
     assert all(row["correct"] for row in rows)
     assert all(row["wire_bytes"] == row["expected_wire_bytes"] for row in rows)
+
+
+@pytest.mark.multi_gpu
+def test_hops_of_two_gpus_add_up(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    figures = ["--tokens=8", "--checks=1", "--seconds=0.1", "--ranks-per-node=1"]
+    assert command.main([*SMALL, *figures, "--transport=timed", f"--json={out}", "--plot="]) == 0
+    (pair,) = [row for row in json.loads(out.read_text()) if row["what"] == "pair graph"]
+    assert pair["hops"]["dispatch: wire"] == pytest.approx(2.9, abs=0.2)
+    assert all(us > 0 for us in pair["hops"].values())
+
+
+@pytest.mark.parametrize("api", ["all_to_all", "deep_ep"])
+def test_figures_of_a_mirror_world(api: str, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    sizes = ["--device=cuda", "--mirror=4", "--hidden=512", "--topk=2", "--experts=8"]
+    figures = ["--tokens=8", "--checks=1", "--seconds=0.05", f"--api={api}"]
+    assert command.main([*sizes, *figures, f"--json={out}", "--plot="]) == 0
+    rows = json.loads(out.read_text())
+    assert rows
+    assert all(row["correct"] and row["ranks"] == 4 and row["mirrored_on"] > 0 for row in rows)

@@ -19,6 +19,7 @@ from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, reference
 from tests.gpu.test_gpu import call, to_one_expert
 from tests.support.cases import (
     Wanted,
+    assert_combined,
     assert_received,
     combine_arguments,
     dispatch_arguments,
@@ -27,7 +28,16 @@ from tests.support.cases import (
     on_device,
     run_step,
 )
-from tests.support.gpu_ranks import Payload, World, compile_ahead, make, prepare, run, worlds
+from tests.support.gpu_ranks import (
+    Payload,
+    World,
+    compile_ahead,
+    make,
+    meet,
+    prepare,
+    run,
+    worlds,
+)
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +101,35 @@ def solo_dispatches_only(rank: Rank, world: World, wanted: list[Wanted]) -> None
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_solo_dispatch_needs_no_combine(world: World) -> None:
     run(world, solo_dispatches_only, [call(world, seed) for seed in range(7)])
+
+
+def solo_then_two_halves(rank: Rank, world: World, wanted: list[Wanted], met: bool) -> None:
+    """The second sending half takes the slot of the solo dispatch, and knows no later step.
+
+    met: all ranks have read the solo dispatch by then, which only their hosts know.
+    """
+    with make(rank, world) as comm:
+        got = comm.dispatch(**dispatch_arguments(comm, wanted[0], solo=True))
+        sent = [comm.dispatch_send(**dispatch_arguments(comm, wanted[1]))]
+        if met:
+            finish(comm)
+            meet(rank, "the solo dispatch is read")
+        sent.append(comm.dispatch_send(**dispatch_arguments(comm, wanted[2])))
+        came = [comm.dispatch_recv(pending) for pending in sent]
+        outs = [
+            comm.combine(dispatched=each, **combine_arguments(comm, step))
+            for step, each in zip(wanted[1:], came, strict=True)
+        ]
+        finish(comm)
+        assert_received(on_cpu(got), wanted[0].received[rank.rank])
+        for step, out in zip(wanted[1:], outs, strict=True):
+            assert_combined(out.cpu(), step.out[rank.rank])
+
+
+@pytest.mark.parametrize("met", [False, True])
+@pytest.mark.parametrize("world", worlds((2, 2), (3, 3)))
+def test_a_sending_half_takes_the_slot_of_a_solo_dispatch(world: World, met: bool) -> None:
+    run(world, solo_then_two_halves, [call(world, seed) for seed in range(3)], met)
 
 
 def two_in_flight(comm: AllToAll, pair: list[Wanted], reused: list[Dispatched]) -> list[Dispatched]:

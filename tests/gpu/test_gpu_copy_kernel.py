@@ -13,7 +13,7 @@ from moe_p2p.gpu import driver, jit
 from tests.support import gpu_ranks
 
 pytestmark = pytest.mark.gpu
-NUM_REQUESTS, WORD = 256, (1 << 64) - 1  # kernels/abi/copy.h
+NUM_REQUESTS, WORD = 1024, (1 << 64) - 1  # kernels/abi/copy.h
 IDLE_NS = 20_000_000
 
 
@@ -125,13 +125,13 @@ def test_any_bytes_at_any_place() -> None:
 
 def test_more_requests_than_there_are_places() -> None:
     kernel, device = Kernel(), gpu_ranks.DEVICE
-    source = bytes_on(device, 600)
+    source = bytes_on(device, 1500)
     target = torch.zeros_like(source)
-    for first in (0, 200, 400):
-        for i in range(first, first + 200):
+    for first in (0, 500, 1000):
+        for i in range(first, first + 500):
             kernel.post(target[i : i + 1], source[i : i + 1])
         kernel.run(first)
-        assert kernel.ring.done == first + 200
+        assert kernel.ring.done == first + 500
     assert torch.equal(target, source)
 
 

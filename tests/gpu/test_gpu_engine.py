@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
-from moe_p2p.transfers import Slice
+from moe_p2p.transfers import Region, Slice
 from tests.support.ranks import Rank, run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +128,46 @@ def test_pages_and_slices_between_two_gpus() -> None:
     pages_and_slices("cuda:0", "cuda:1")
 
 
+def rows_until_revoked(source: str, target: str) -> None:
+    """Rows at odd and even places by one launch; then the target takes its memory back."""
+    config = EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=60)
+    row, count = 576, 3000
+    with (
+        Engine(config, label="left", gpu=torch.device(source).index) as left,
+        Engine(config, label="right", gpu=torch.device(target).index) as right,
+    ):
+        data = bytes_on(source, row * count, 1, offset=16)
+        room = torch.zeros(2 * row * count + 3, dtype=torch.uint8, device=target)[3:]
+        torch.cuda.synchronize(room.device)
+        memory, inbox = left.register(data), right.register(room)
+        granted = right.grant(inbox, "left")
+        region = left.resolve(granted.descriptor)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(2))
+        how = {"page_bytes": row, "pages": torch.arange(count), "region_pages": order}
+        strides = {"region_stride": 2 * row, "imm": 5, "imm_per_page": False}
+        left.write_pages(memory, region, **how, **strides).wait()  # type: ignore[arg-type]
+        right.wait_imm(5, left.num_nics)
+        got = room.cpu().view(count, 2, row)
+        assert torch.equal(got[order, 0], data.cpu().view(count, row))
+        assert not got[:, 1].any()
+        granted.revoke()
+        room.fill_(7)
+        torch.cuda.synchronize(room.device)
+        late = left.write_pages(memory, region, **how, **strides)  # type: ignore[arg-type]
+        with pytest.raises(moe_p2p.RemoteAccessError):
+            late.wait()
+        assert bool((room == 7).all())
+
+
+def test_rows_until_revoked_on_one_gpu() -> None:
+    rows_until_revoked("cuda:0", "cuda:0")
+
+
+@pytest.mark.multi_gpu
+def test_rows_until_revoked_between_two_gpus() -> None:
+    rows_until_revoked("cuda:0", "cuda:1")
+
+
 def exchange(rank: Rank, devices: tuple[int, int], rounds: int) -> None:
     """Both write to the other, many times, and look at what came behind its immediate."""
     device = torch.device("cuda", devices[rank.rank])
@@ -161,23 +201,108 @@ def test_between_processes_on_two_gpus() -> None:
     run_processes(2, exchange, (0, 1), 10, deadline_s=120)
 
 
-def test_memory_of_expandable_segments() -> None:
-    """Virtual memory of torch's allocator, which is set up when a process begins to use CUDA."""
-    found = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from tests.gpu import test_gpu_engine as t; t.send('cuda:0', 'cuda:0', '')",
-        ],
-        env=os.environ
-        | {
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
+def rows_between(rank: Rank, devices: tuple[int, int]) -> None:
+    """By one launch, into two memories of one allocation, one of which is taken back, and then into
+    another allocation."""
+    device = torch.device("cuda", devices[rank.rank])
+    torch.cuda.set_device(device)
+    config = EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=60)
+    with Engine(config, label=f"rank {rank.rank}", gpu=device.index) as mine:
+        for number in range(3):
+            (take_rows if rank.rank else give_rows)(mine, rank, number, device)
+            torch.cuda.empty_cache()  # so that the next memory is of another allocation
+
+
+ROW, NUM_ROWS = 576, 3000
+ORDER = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
+
+
+def give_rows(mine: Engine, rank: Rank, number: int, device: torch.device) -> None:
+    source = mine.register(bytes_on(device, ROW * NUM_ROWS, number, offset=16))
+    first, second = (
+        mine.resolve(bytes.fromhex(rank.store.get(f"grant {number} {part}").decode()))
+        for part in range(2)
+    )
+
+    def write(region: Region, imm: int) -> None:
+        mine.write_pages(
+            source,
+            region,
+            page_bytes=ROW,
+            pages=torch.arange(NUM_ROWS),
+            region_pages=ORDER,
+            imm=imm,
+            imm_per_page=False,
+        ).wait()
+
+    write(first, 2 * number)
+    write(second, 2 * number)
+    rank.store.wait([f"revoked {number}"])
+    with pytest.raises(moe_p2p.RemoteAccessError):
+        write(first, 9)
+    write(second, 2 * number + 1)
+    source.unregister()
+
+
+def take_rows(mine: Engine, rank: Rank, number: int, device: torch.device) -> None:
+    block = torch.zeros(2, NUM_ROWS * ROW, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    memories = [mine.register(part) for part in block]
+    grants = [mine.grant(memory, "rank 0") for memory in memories]
+    for part, grant in enumerate(grants):
+        rank.store.set(f"grant {number} {part}", grant.descriptor.hex())
+    mine.wait_imm(2 * number, 2 * mine.num_nics)
+    given = bytes_on("cpu", NUM_ROWS * ROW, number).view(NUM_ROWS, ROW)
+    assert all(torch.equal(each.cpu().view(NUM_ROWS, ROW)[ORDER], given) for each in block)
+    grants[0].revoke()
+    block[0].fill_(7)
+    torch.cuda.synchronize(device)
+    rank.store.set(f"revoked {number}", "")
+    mine.wait_imm(2 * number + 1, mine.num_nics)
+    assert bool((block[0] == 7).all())
+    for memory in memories:
+        memory.unregister()
+
+
+def run_alone(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a line with this module as `t`, in a process that is set up so before it uses CUDA."""
+    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [sys.executable, "-c", f"from tests.gpu import test_gpu_engine as t\n{body}"],
+        env=os.environ | more | environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+    )
+
+
+def in_windows(devices: str) -> None:
+    """Runs rows_between where what goes another way is logged."""
+    from tests.gpu.test_gpu_driver import why_not_lent
+
+    if reason := why_not_lent():
+        pytest.skip(reason)
+    body = f"t.run_processes(2, t.rows_between, {devices}, deadline_s=100)"
+    found = run_alone(body, MOE_P2P_LOG="info")
+    assert found.returncode == 0, found.stderr
+    assert "slower" not in found.stderr, found.stderr
+    assert "one by one" not in found.stderr, found.stderr
+
+
+def test_rows_between_processes_on_one_gpu() -> None:
+    in_windows("(0, 0)")
+
+
+@pytest.mark.multi_gpu
+def test_rows_between_processes_on_two_gpus() -> None:
+    in_windows("(0, 1)")
+
+
+def test_memory_of_expandable_segments() -> None:
+    """Virtual memory of torch's allocator, which is set up when a process begins to use CUDA."""
+    found = run_alone(
+        "t.send('cuda:0', 'cuda:0', '')", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
     )
     assert found.returncode == 0, found.stderr
 

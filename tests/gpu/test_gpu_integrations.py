@@ -50,6 +50,7 @@ def test_sglang_layer_computes_a_plain_moe_in_all_modes(dtype: str) -> None:
 def train_megatron_cases(rank: Rank) -> None:
     """Training steps, recompute, shared experts with and without overlap; parts of a layer."""
     test_megatron.run_case(rank, list(test_megatron.CASES), 1, "cuda")
+    test_megatron.train_in_parts("cuda")
 
 
 @pytest.mark.engine("megatron-core")
@@ -65,6 +66,17 @@ def replay_megatron(rank: Rank) -> None:
 @pytest.mark.engine("megatron-core")
 def test_megatron_layer_replays_but_for_its_experts() -> None:
     run_processes(WORLD, replay_megatron, deadline_s=DEADLINE_S)
+
+
+def replay_megatron_router(rank: Rank) -> None:
+    test_megatron.begin(rank, "cuda")
+    for system in test_megatron.SYSTEMS[1:]:
+        test_megatron.replay_router(system, "cuda")
+
+
+@pytest.mark.engine("megatron-core")
+def test_megatron_router_replays_before_an_eager_dispatch() -> None:
+    run_processes(WORLD, replay_megatron_router, deadline_s=DEADLINE_S)
 
 
 def train_megatron(rank: Rank, alignment: int) -> None:

@@ -14,7 +14,14 @@ import torch
 
 from moe_p2p.gpu import launch_shape
 from tests.gpu.test_gpu import ALL_WORLDS, call, every_format, of_calls, steps
-from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
+from tests.gpu.test_gpu_calls import (
+    CHUNKED,
+    LONG,
+    LONG_COUNTS,
+    chunks,
+    halves,
+    solo_then_two_halves,
+)
 from tests.gpu.test_gpu_layouts import BY_RANK, rows_of_every_type
 from tests.support.cases import finish
 from tests.support.gpu_ranks import (
@@ -74,6 +81,12 @@ def test_long_calls_run_in_chunks(world: World) -> None:
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2), (3, 3)))
 def test_halves_of_two_steps_overlap(world: World) -> None:
     run(world, halves, [[call(world, 2 * i), call(world, 2 * i + 1)] for i in range(4)])
+
+
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_a_plain_sending_half_takes_the_slot_of_a_solo_dispatch(world: World) -> None:
+    """It looks for free slots before it knows its step (EarlyRoutes in dispatch/route.cuh)."""
+    run(world, solo_then_two_halves, [call(world, seed) for seed in range(3)], True)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

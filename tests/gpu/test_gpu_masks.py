@@ -260,26 +260,28 @@ def impatient(rank: Rank, world: World) -> None:
     """
     timeout_s = 8.0
     with masking(rank, world, timeout_s=timeout_s) as comm:
-        got = comm.dispatch(**given_by(comm, 1))  # no tokens
-        finish(comm)
-        if rank.rank != 2:
-            wanted = expect_without(comm, 1, [2])
-            pending = comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+        try:
+            got = comm.dispatch(**given_by(comm, 1))  # no tokens
             finish(comm)
-        meet(rank, "sent", world.ranks)
-        if rank.rank == 0:
-            size = comm.config.plan(world_size=3, ranks_per_node=3)["partial_inbox"]
-            header = regions_of(comm, "partial_inbox")
-            one = size // comm.config.steps_in_flight // 3
-            ctypes.memmove(header + 2 * one, header + one, 128)
-        if rank.rank == 1:
-            time.sleep(timeout_s / 4)
-        if rank.rank != 2:
-            comm.combine_recv(pending)
-            finish(comm)
-            step(comm, 12, [2])
-            assert masks_of(comm) == [2]
-        meet(rank, "done", world.ranks)
+            if rank.rank != 2:
+                wanted = expect_without(comm, 1, [2])
+                pending = comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+                finish(comm)
+            meet(rank, "sent", world.ranks)
+            if rank.rank == 0:
+                size = comm.config.plan(world_size=3, ranks_per_node=3)["partial_inbox"]
+                header = regions_of(comm, "partial_inbox")
+                one = size // comm.config.steps_in_flight // 3
+                ctypes.memmove(header + 2 * one, header + one, 128)
+            if rank.rank == 1:
+                time.sleep(timeout_s / 4)
+            if rank.rank != 2:
+                comm.combine_recv(pending)
+                finish(comm)
+                step(comm, 12, [2])
+                assert masks_of(comm) == [2]
+        finally:  # rank 2 waits for the others, also when one of them has failed
+            meet(rank, "done", world.ranks)
 
 
 @pytest.mark.skipif(

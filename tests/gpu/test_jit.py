@@ -18,12 +18,15 @@ import torch
 from moe_p2p import AllToAllConfig, DispatchOptions, errors
 from moe_p2p.gpu import driver, jit, kernels
 from moe_p2p.gpu.prepared import usual_calls
+from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.gpu.variants import every_kernel
 from tests.support import ranks
 
 ARCHS = ("sm_90a", "sm_100a")
 # Kernels of the software NIC, and of calls without a communicator.
-ALONE: list[tuple[str, dict[str, int]]] = [("copy.cu", {}), ("count.cu", {}), ("signal.cu", {})]
+ALONE: list[tuple[str, dict[str, int]]] = [
+    (source, {}) for source in ("copy.cu", "rows.cu", "count.cu", "signal.cu")
+]
 KERNEL = """
 #include <cuda_fp8.h>
 
@@ -41,7 +44,7 @@ extern "C" __global__ void second(float* values) { values[0] = float(__nv_fp8_e4
 PART = "#define PART_SCALE 1.5f\n"
 
 
-def _no_nvrtc() -> str | None:
+def why_no_nvrtc() -> str | None:
     try:
         jit._nvrtc_version()
     except errors.UnavailableError as error:
@@ -55,7 +58,7 @@ SIZES: dict[str, Any] = {"num_experts": 8, "hidden_dim": 512, "topk": 2, "max_to
 @pytest.fixture(name="source")
 def kernel_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A kernel with a header beside it; the cache is a folder of this test."""
-    if reason := _no_nvrtc():
+    if reason := why_no_nvrtc():
         pytest.skip(reason)
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path / "cache"))
     (tmp_path / "part.h").write_text(PART)
@@ -251,8 +254,8 @@ def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
     return "" if compiled.usage else f"{job}: the assembler's log was not understood"
 
 
-# One in so many is compiled for an architecture, others for the other one; not a multiple of 3: the
-# last ones repeat dispatch, dispatch by rank, combine. MOE_P2P_ALL_KERNELS=1: all for both.
+# One in so many is compiled for an architecture, others for the other one; no factor of 6: the last
+# ones repeat dispatch, dispatch by rank, combine, each also plain. MOE_P2P_ALL_KERNELS=1: all.
 SAMPLE = 5
 
 
@@ -267,7 +270,8 @@ def _jobs(every: bool) -> list[tuple[str, dict[str, int], str]]:
 
 def test_a_sample_of_the_kernels_has_all_kinds() -> None:
     asked = [macros for _, macros, _ in _jobs(every=False)]
-    for name in ("BULK", "MASKS", "BY_RANK", "QUANTIZE", "UNIFORM_EXPERTS", "SELF_FLAGGED"):
+    names = ("BULK", "MASKS", "BY_RANK", "QUANTIZE", "UNIFORM_EXPERTS", "SELF_FLAGGED", "PLAIN")
+    for name in names:
         assert {macros[f"MOE_P2P_{name}"] for macros in asked if f"MOE_P2P_{name}" in macros} == (
             {0, 1}
         ), name
@@ -280,7 +284,7 @@ def test_a_sample_of_the_kernels_has_all_kinds() -> None:
 @pytest.mark.timeout(1200)
 def test_a_sample_of_all_kernels_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a user's configuration can ask for, by sample; here a sample of that."""
-    if reason := _no_nvrtc():
+    if reason := why_no_nvrtc():
         pytest.skip(reason)
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
     sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
@@ -320,21 +324,21 @@ def test_a_loaded_kernel_runs(source: Path) -> None:
 
 def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled together, and passed to the communicator one after the other: it has one caller."""
-    three, config = threading.Barrier(3, timeout=20), AllToAllConfig(**SIZES)
+    six, config = threading.Barrier(6, timeout=20), AllToAllConfig(**SIZES)  # each also plain
     caller, passed = threading.current_thread(), list[str]()
 
     def pass_on(kind: str) -> Callable[..., None]:
         def prepare(*_: object) -> None:
             assert threading.current_thread() is caller
-            assert three.n_waiting == 0
+            assert six.n_waiting == 0
             passed.append(kind)
 
         return prepare
 
     side = object.__new__(kernels.DeviceSide)
-    side._shape = kernels.shape_macros(config, world_size=2, ranks_per_node=2)
+    side._shape = shape_macros(config, world_size=2, ranks_per_node=2)
     side._num_sms = None
-    monkeypatch.setattr(side, "_open", lambda _: three.wait())
+    monkeypatch.setattr(side, "_open", lambda _: six.wait())
     for kind in ("dispatch", "combine"):
         monkeypatch.setattr(side, f"prepare_{kind}", pass_on(kind))
     side.prepare(*usual_calls(config))
@@ -351,7 +355,7 @@ def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.M
 
 def test_no_kernel_is_compiled_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     side, config = object.__new__(kernels.DeviceSide), AllToAllConfig(**SIZES)
-    side._shape = kernels.shape_macros(config, world_size=2, ranks_per_node=2)
+    side._shape = shape_macros(config, world_size=2, ranks_per_node=2)
     side._num_sms, side._ready = None, set()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -361,7 +365,7 @@ def test_no_kernel_is_compiled_while_a_graph_is_captured(monkeypatch: pytest.Mon
         side.prepare_dispatch(torch.bfloat16, options.number)
     with pytest.raises(errors.UnavailableError, match=r"out_dtype=torch\.float32, order='topk'"):
         side.prepare_combine(torch.bfloat16, torch.float32, True)
-    side._ready.add((torch.bfloat16, torch.float32, True))
+    side._ready.add((torch.bfloat16, torch.float32, True, 0))
     side.prepare_combine(torch.bfloat16, torch.float32, True)
 
 
@@ -389,3 +393,24 @@ def test_a_product_is_rounded_before_it_is_added(source: Path) -> None:
 def test_an_entry_that_is_not_there_is_named(source: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=r'extern "C" kernel absent'):
         jit.load(0, source, "absent", {"ADDEND": 3})
+
+
+def test_steps_of_a_class_share_kernels() -> None:
+    """Where M is a number that the host passes; elsewhere each M has its own."""
+
+    def made(tokens: int, local: int, num_sms: int | None) -> list[kernels.Kernel]:
+        config = AllToAllConfig(
+            num_experts=64, hidden_dim=1024, topk=8, max_tokens=tokens, num_sms=num_sms
+        )
+        shape = shape_macros(config, world_size=8, ranks_per_node=local)
+        bf16 = torch.bfloat16
+        return [
+            kernels.dispatch_kernel(shape, bf16, quantize=True, num_sms=num_sms),
+            kernels.combine_kernel(shape, bf16, bf16, num_sms=num_sms),
+        ]
+
+    assert made(100, 8, None) == made(65, 8, None) == made(128, 8, None)
+    assert made(5, 8, 24) == made(16, 8, 24) != made(17, 8, 24)
+    assert made(128, 8, None) != made(129, 8, None)
+    assert made(300, 8, 24) != made(301, 8, 24), "in bulk"
+    assert made(100, 4, None) != made(128, 4, None), "between nodes"

@@ -102,6 +102,50 @@ def test_a_second_folder_is_read_and_never_written(
     assert "MOE_P2P_KERNELS" in capfd.readouterr().err
 
 
+def test_kernels_that_came_with_the_package_are_read_and_never_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write there: what Python runs lies beside them."""
+    monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(env, "_PACKAGED", folder)
+    monkeypatch.setattr(env, "_one_folder", False)
+    folder.chmod(0o777)
+    assert kernel_cache.read(KEY) == (CUBIN, LOG)
+    before = sorted(folder.iterdir())
+    with kernel_cache.exclusive("other") as writable:
+        assert writable
+        kernel_cache.write("other", CUBIN, LOG)
+    assert sorted(folder.iterdir()) == before
+    (folder / f"{KEY}.cubin").write_bytes(CUBIN[:-1])  # damaged
+    assert kernel_cache.read(KEY) is None
+    (folder / f"{KEY}.cubin").write_bytes(CUBIN)
+    env.use_cache_folder(tmp_path / "into")
+    assert kernel_cache.read(KEY) is None
+
+
+def test_a_kernel_of_other_sources_or_of_another_compiler_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key names both, and not the place of the installation."""
+    monkeypatch.setattr(jit, "_nvrtc_build", lambda: "V13.0.48")
+    trees = [tmp_path / "here", tmp_path / "there"]
+    keys = []
+    for tree in trees:
+        (tree / "kernels").mkdir(parents=True)
+        (tree / "kernels" / "k.cu").write_text('#include "kernels/k.h"\n')
+        (tree / "kernels" / "k.h").write_text("int a;\n")
+        monkeypatch.setattr(jit, "kernels_root", lambda tree=tree: tree)
+        keys.append(jit.cache_key(tree / "kernels" / "k.cu", ["-DA=1", f"-I{tree}"]))
+    assert keys[0] == keys[1]
+    source = trees[1] / "kernels" / "k.cu"
+    assert jit.cache_key(source, ["-DA=2"]) != keys[0]
+    monkeypatch.setattr(jit, "_nvrtc_build", lambda: "V13.0.88")
+    assert jit.cache_key(source, ["-DA=1"]) != keys[0]
+    monkeypatch.setattr(jit, "_nvrtc_build", lambda: "V13.0.48")
+    (trees[1] / "kernels" / "k.h").write_text("int b;\n")
+    assert jit.cache_key(source, ["-DA=1"]) != keys[0]
+
+
 def test_without_a_home_the_folder_is_private_and_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ _NAMES = {  # of types, as Triton writes them
     torch.int32: "i32",
     torch.int64: "i64",
 }
-CASES = ("tests/support/triton_cases.py", "tests/support/triton_number_cases.py")
+CASES = tuple(f"tests/support/triton_{which}cases.py" for which in ("", "number_", "layer_"))
 _SHARED_BYTES = 227 << 10  # what a block may have on sm_90 and sm_100
 
 
@@ -141,6 +141,21 @@ def small_kernels(dtype: torch.dtype) -> None:
         quantize.quantize(x, num_rows=num_rows)
 
 
+def weights_in_blocks(dtype: torch.dtype, columns: int) -> None:
+    """A shard of an expert in blocks of 128 x 128."""
+    from moe_p2p.weights import Blocks, Param, Shard, WeightLayout, dtype_name, weight_plan
+    from moe_p2p.weights.conversion import Conversions
+
+    shape = (512, columns)
+    source = Param("w", shape, dtype_name(dtype), range(2), placements=(Shard(0),))
+    target = Param("w", shape, "float8_e4m3fn", (0,), tensor="q", blocks=Blocks("s"))
+    plan = weight_plan(WeightLayout((source,), 2), WeightLayout((target,), 1))
+    tensors = {"w": empty(256, columns, dtype=dtype)}
+    made = Conversions([plan], 0, tensors, device=torch.device("cpu"), triton=True)
+    made.maxima(made.batches())
+    made.convert(made.batches()[0])
+
+
 def launches(body: Callable[..., None], *arguments: Any) -> list[Launch]:
     """The kernels that body would launch."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -156,6 +171,41 @@ def launches(body: Callable[..., None], *arguments: Any) -> list[Launch]:
         body(*arguments)
     assert seen
     return seen
+
+
+def test_checksums_of_long_rows_fit_a_grid_on_the_memorys_device() -> None:
+    """A row may be a whole parameter. The thread that sums has another current device, maybe."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from moe_p2p.kernels.triton import kv_checksum
+
+    class Device:
+        entered: Any = None
+
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+        def __enter__(self) -> None:
+            Device.entered = self.tensor
+
+        def __exit__(self, *_: object) -> None:
+            Device.entered = None
+
+    grids: list[tuple[int, ...]] = []
+
+    def record(_: Any, *__: Any, grid: tuple[int, ...], **___: Any) -> None:
+        assert Device.entered is memory, "launched on whatever device is current"
+        grids.append(grid)
+
+    memory = torch.empty(1 << 30, dtype=torch.uint8)  # no page of it is touched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.JITFunction, "run", record)
+        patch.setattr(torch.cuda, "device_of", Device)
+        kv_checksum.rows_checksum(
+            memory, torch.zeros(1, dtype=torch.int64), (0, 0, 1 << 30, 1, 0), 0
+        )
+    (grid,) = grids
+    assert grid[0] < 1 << 31
+    assert all(size <= 65_535 for size in grid[1:])
 
 
 @pytest.mark.timeout(600)
@@ -191,6 +241,17 @@ def test_small_kernels_compile(dtype: torch.dtype, capability: int) -> None:
         assert "div.full" not in made.asm["ptx"]
         if "permute" in launch.kernel.fn.__name__:
             assert not re.search(r"\b(mul|add|fma\.rn)\.f32", made.asm["ptx"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 2048), (torch.float32, 330)])
+def test_weights_in_blocks_compile(dtype: torch.dtype, columns: int, capability: int) -> None:
+    for launch in launches(weights_in_blocks, dtype, columns):
+        made = compile_for(launch, capability)
+        assert "div.full" not in made.asm["ptx"]
+        if columns % 8 == 0:  # eight elements are one load
+            assert "ld.global.v4" in made.asm["ptx"]
 
 
 # --- at the size of a real layer -----------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import PeerDeadError, mooncake
+from moe_p2p import InvalidArgumentError, PeerDeadError, mooncake
 from moe_p2p.mooncake import TransferEngine, handshake
 from tests.support import mooncake_calls
 
@@ -162,6 +162,20 @@ def hold(connection: Connection) -> None:
     connection.send((engine.get_rpc_port(), memory.address))
     while connection.recv() == "sum":
         connection.send(sum(memory.bytes))
+
+
+def test_what_is_no_memory_is_refused_and_not_touched(pair: Any) -> None:
+    """An address or a length below 0 would be a very large one in C."""
+    engine = pair[0]
+    for address, nbytes in ((-1, 16), (0, 16), (1, -16), (1 << 64, 16)):
+        assert engine.register_memory(address, nbytes) == -1
+    buffer = Buffer()
+    assert engine.register_memory(buffer.address, buffer.nbytes) == 0
+    assert engine.write_bytes_to_buffer(buffer.address, b"abc", -1) == -1
+    with pytest.raises(InvalidArgumentError, match="-1 bytes at"):
+        engine.read_bytes_from_buffer(buffer.address, -1)
+    assert engine.allocate_managed_buffer(1 << 50) == 0
+    assert engine.unregister_memory(buffer.address) == 0
 
 
 @pytest.fixture(name="peer")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError
+from moe_p2p.kv import copies
 from moe_p2p.kv.copies import Copier, Rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +56,33 @@ def test_what_is_not_whole_rows_is_refused(nbytes: int, first: int, text: str) -
     rows = Rows(memory, CPU.place(torch.tensor([0])), (0, 16, 3, 2, 8), first)
     with pytest.raises(InvalidArgumentError, match=text):
         CPU.copy(rows, packed, gather=True)
+
+
+def test_an_event_is_asked_for_while_another_thread_may_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As CUDA does: in the mode that threads begin with the question would break the capture."""
+    modes = ["global"]
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        modes.append("relaxed")
+        yield
+        modes.pop()
+
+    class Event:
+        def query(self) -> bool:
+            assert modes[-1] == "relaxed"
+            return True
+
+        def synchronize(self) -> None:
+            assert self.query()
+
+    monkeypatch.setattr(copies, "relaxed_captures", relaxed)
+    copy = copies.Copy(Event())
+    copy.wait()
+    assert copy.done()
+    assert modes == ["global"]
 
 
 def test_triton_moves_the_same_bytes() -> None:

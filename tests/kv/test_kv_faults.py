@@ -6,13 +6,16 @@ Each passes as it stands, and breaks a promise where that part is left out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
-from moe_p2p import kv
+from moe_p2p import InvalidArgumentError, UnavailableError, kv
+from moe_p2p.errors import TimeoutError as LateError
 from moe_p2p.kv.ring import HEADER_BYTES
-from tests.support.kv_mutations import MUTATIONS, mutated
-from tests.support.kv_world import LAYERS, PACKED, TIMEOUTS, Deal, FaultError, World
+from tests.support.kv_fakes import FakeEngine, FakeNet, cache_of
+from tests.support.kv_mutations import MUTATIONS, QUEUE_PAIR_MUTATIONS, mutated
+from tests.support.kv_world import DECODE, LAYERS, PACKED, TIMEOUTS, Deal, FaultError, World
 
 RANKS = (0, 1)
 
@@ -43,7 +46,7 @@ def send(world: World, deal: Deal, calls: int = LAYERS + 1) -> None:
     for rank in RANKS:
         for _ in range(calls):
             world.layer(deal, rank)
-    for _ in range(2 if world.link else 0):
+    for _ in range(2 if world.link is PACKED else 0):
         messages(world)  # packed rows ask for parts of the ring, and get them
 
 
@@ -53,18 +56,55 @@ def post_all(world: World) -> None:
             world.net.move(*move)
 
 
-def a_write_comes_after_the_fence(world: World) -> None:
-    """Prefill is stopped with posted writes; the pages go to the next request when it is fenced."""
-    deal = opened(world)
-    send(world, deal, LAYERS)
-    post_all(world)
+def cancel_at_stopped_senders(world: World, deal: Deal) -> None:
+    """Who do not answer; pages come back by a fence."""
     world.stopped = [True, True]
     deal.reservation.cancel()
     world.clock.now += TIMEOUTS.drain_s
     world.step()
     assert deal.reservation.reusable
+
+
+def a_write_comes_after_the_fence(world: World) -> None:
+    """Prefill is stopped with posted writes; the pages go to the next request when it is fenced."""
+    deal = opened(world)
+    send(world, deal, LAYERS)
+    post_all(world)
+    cancel_at_stopped_senders(world, deal)
     world.settle()
     everything_lands(world)  # its rows, late, into pages that are free
+
+
+def an_accepted_write_comes_after_the_fence(world: World) -> None:
+    """As above, but the receiver's NIC has taken the rows already."""
+    deal = opened(world)
+    send(world, deal, LAYERS)
+    post_all(world)
+    for move in world.net.moves():
+        if move[0] == "accept":
+            world.net.move(*move)
+    cancel_at_stopped_senders(world, deal)
+    world.settle()
+    everything_lands(world)
+
+
+def own_writes_come_after_the_sender_has_fenced(world: World) -> None:
+    """Decode does not answer; prefill gives its pages to the next request when it has fenced."""
+    deal = opened(world)
+    send(world, deal, LAYERS)
+    post_all(world)
+    for sending in deal.sendings:
+        assert sending is not None
+        sending.cancel()
+    world.clock.now += TIMEOUTS.drain_s
+    world.step()
+    for sending in deal.sendings:
+        assert sending is not None
+        assert sending.reusable
+    world.settle()
+    for rank in RANKS:
+        world.fill(rank, deal.source_pages, deal.number + 1)
+    everything_lands(world)
 
 
 def a_write_comes_while_it_drains(world: World) -> None:
@@ -184,10 +224,17 @@ PACKED_SCENARIOS = {  # the same for parts of the ring
     "reuse before drain": a_write_comes_while_it_drains,
     "reuse before scatter": a_part_is_written_before_it_was_scattered,
 }
+QUEUE_PAIR_SCENARIOS = {
+    "no fence": [a_write_comes_after_the_fence, own_writes_come_after_the_sender_has_fenced],
+    "no loop-back read": [an_accepted_write_comes_after_the_fence],
+    "no reset": [a_write_comes_after_the_fence, own_writes_come_after_the_sender_has_fenced],
+    "relaxed order": [an_accepted_write_comes_after_the_fence],
+}
 ALL = [(name, None) for name in SCENARIOS] + [(name, PACKED) for name in PACKED_SCENARIOS]
 
 
 def test_there_is_a_scenario_for_each() -> None:
+    assert QUEUE_PAIR_SCENARIOS.keys() == QUEUE_PAIR_MUTATIONS.keys()
     assert SCENARIOS.keys() | PACKED_SCENARIOS.keys() == MUTATIONS.keys()
 
 
@@ -201,3 +248,45 @@ def test_a_part_is_needed(name: str, link: kv.KVLink | None) -> None:
     world.finish()
     with mutated(name), pytest.raises(FaultError, match="in part|scattered" if link else None):
         scenario(World(link=link))
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [(name, each) for name, all_ in QUEUE_PAIR_SCENARIOS.items() for each in all_],
+)
+def test_a_part_of_the_fence_by_queue_pair_is_needed(
+    name: str, scenario: Callable[[World], None]
+) -> None:
+    world = World(fence="queue_pair")
+    scenario(world)
+    assert sum(worker.totals.queue_pair for worker in (world.receiver, *world.senders))
+    world.finish()
+    with mutated(name, fence="queue_pair"), pytest.raises(FaultError):
+        scenario(World(fence="queue_pair"))
+
+
+def test_the_key_is_withdrawn_where_queue_pairs_do_not_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def sever(self: object, tag: int, memories: object, *, timeout_s: float) -> None:
+        raise LateError("the queue pairs of a peer have not ended")
+
+    with mock.patch.object(FakeEngine, "sever", sever):
+        world = World(fence="queue_pair")
+        deal = opened(world)
+        send(world, deal, LAYERS)
+        post_all(world)
+        cancel_at_stopped_senders(world, deal)
+        assert deal.reservation.stats.fence == "key"
+        world.settle()
+        everything_lands(world)
+        world.finish()
+
+
+def test_a_fence_by_queue_pair_wants_verbs() -> None:
+    with pytest.raises(UnavailableError, match="is of verbs, the transport is fake"):
+        kv.KVReceiver(
+            FakeEngine(FakeNet()), cache_of(DECODE, 0, 4), instance="d", fence="queue_pair"
+        )
+    with pytest.raises(InvalidArgumentError, match="must be 'key' or 'queue_pair'"):
+        kv.KVReceiver(FakeEngine(FakeNet()), cache_of(DECODE, 0, 4), instance="d", fence="none")

@@ -40,6 +40,7 @@ def test_requests_survive_trouble_over_the_nic_that_reorders() -> None:
     assert summary["troubles"] == {"kill": 2, "stop": 1, "leave": 1}
     assert summary["ends"]["decode complete"] > 200
     assert summary["packed"] > 100
+    assert summary["preempted"] > 10
 
 
 def test_pages_come_back_in_time() -> None:

@@ -36,10 +36,11 @@ ANY = st.integers(0, 1 << 20)
 
 class Machine(RuleBasedStateMachine):
     link: kv.KVLink | None = None
+    fence = "key"
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(link=self.link)
+        self.world = World(link=self.link, fence=self.fence)
 
     def _pick(self, at: int) -> Deal | None:
         deals = self.world.deals
@@ -132,6 +133,10 @@ class PackedMachine(Machine):
     link = PACKED
 
 
-@pytest.mark.parametrize("machine", [Machine, PackedMachine])
+class QueuePairMachine(Machine):
+    fence = "queue_pair"
+
+
+@pytest.mark.parametrize("machine", [Machine, PackedMachine, QueuePairMachine])
 def test_no_order_of_events_breaks_a_promise(machine: type[Machine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)  # type: ignore[no-untyped-call]

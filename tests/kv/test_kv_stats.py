@@ -220,4 +220,4 @@ def test_prometheus_can_read_it() -> None:
     assert samples["moe_p2p_kv_queue_seconds_sum", a] == [1.0]
     assert 'le="+Inf"' in text
     assert set(kinds.values()) == {"counter", "histogram"}
-    assert len(kinds) == 13
+    assert len(kinds) == 14

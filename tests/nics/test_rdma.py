@@ -31,6 +31,8 @@ import vm  # type: ignore[import-not-found]  # noqa: E402
 
 sys.path.pop(0)
 
+from tests.support import emulated_gpu  # noqa: E402
+
 pytestmark = [
     pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or ""),
     pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S),
@@ -56,6 +58,9 @@ def commands_of(part: str, program: str) -> list[str]:
     """Lines of a shell. A part runs whether or not the one before it ended well."""
     if part == EXCHANGE:  # sys.executable: a shim in front of it takes many seconds there
         command = [sys.executable, "tests/rdma/exchange.py", "verbs,libfabric", "50", "30"]
+        if not emulated_gpu.why_not():
+            naps = [f"{name}={value}" for name, value in emulated_gpu.few_cpus().items()]
+            command = ["env", *naps, *command, "flags"]
     else:
         cases, subcases = SUITES[part]
         command = [program, f"-tc={cases}", f"-sc={subcases}"]
@@ -86,6 +91,14 @@ def build_program() -> str:
     return built.stdout.strip().splitlines()[-1]
 
 
+def compile_kernels() -> None:
+    """For flags: the machine is too slow for it, and has no compiler's cache."""
+    if emulated_gpu.why_not():
+        return
+    command = [sys.executable, "tests/rdma/gpu_flags.py"]
+    subprocess.run(command, cwd=ROOT, timeout=BUILD_DEADLINE_S, check=True)
+
+
 @pytest.fixture(name="reports", scope="module")
 def reports_of_one_machine(request: pytest.FixtureRequest) -> dict[str, str]:
     """The output of each part that tests of this run ask for; its last line is its status."""
@@ -97,6 +110,8 @@ def reports_of_one_machine(request: pytest.FixtureRequest) -> dict[str, str]:
         parts = [part for part in parts if part == EXCHANGE]
     if not parts:
         return {}
+    if EXCHANGE in parts:
+        compile_kernels()
     lines = [line for part in parts for line in commands_of(part, program)]
     script = "\n".join([*lines, "exit 0"])
     machine = [sys.executable, str(VM), "--timeout", str(RUN_DEADLINE_S - 60)]
@@ -142,4 +157,7 @@ def test_exchange_equals_the_reference_and_survivors_report(
         assert f"{transport}: 50 steps equal the reference" in text
         assert f"{transport}: reported after" in text  # of the rank that was killed then
     assert re.search(r"verbs with loss 1%.*: 30 steps equal the reference", text)
+    if not emulated_gpu.why_not():
+        assert "verbs: 3 steps with flags by write equal the reference" in text
+    assert re.search(r"fence by queue pair: .* 3 fences, \d with writes under way: nothing", text)
     assert re.search(r"refused \d+ connections to its port \d+ so far", text)  # by rank 0's NICs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, errors
 from moe_p2p.nics import transport
 from moe_p2p.nics.transport import Choice, Opening, Wish, choose, open_with
 from moe_p2p.rendezvous.agreement import Offer, agree_on_transport
@@ -290,3 +290,18 @@ def test_names_of_devices_may_differ_between_ranks() -> None:
         shared("devices=mlx5_0:mlx5_1,mtu=4096") == shared("mtu=4096,devices=mlx5_2") == "mtu=4096"
     )
     assert shared("host=10.0.0.1,bind=10.0.0.1") == ""
+
+
+def test_software_nics_of_a_gpu_get_the_kernel_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.jit, "load", lambda device, source, entry, macros: 70 + device)
+    with_kernel = transport.with_row_kernel
+    assert with_kernel("loopback", "seed=3", 1) == "seed=3,row_kernel=71"
+    assert with_kernel("timed", "", 0) == "row_kernel=70"
+    for unchanged in (("loopback", "", None), ("verbs", "", 0), ("timed", "row_kernel=0", 0)):
+        assert with_kernel(*unchanged) == unchanged[1]
+
+    def refuse(*_: object) -> int:
+        raise errors.make(errors.UnavailableError, "no NVRTC")
+
+    monkeypatch.setattr(transport.jit, "load", refuse)
+    assert with_kernel("loopback", "gbps=5", 0) == "gbps=5"

@@ -37,7 +37,7 @@ MOST_README_LINES = 200
 EXAMPLE = "`waits for rank 2 (node 1, 1 of 2 immediates came)`"  # in docs/failure.md, of one text
 
 # Other pages are of their time, or name what other packages have.
-OTHER_PAGES = ("CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake")
+OTHER_PAGES = ("CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake", "weights_frameworks")
 OWN_PAGES = [page for page in PAGES if page.stem not in OTHER_PAGES]
 FILE = re.compile(r"\w\.(py|cpp|h|cuh?|md)\b")
 NAME = re.compile(r"[A-Za-z]\w*_\w+|[A-Za-z]*[a-z][A-Z]\w*")  # snake_case or camelCase
@@ -49,11 +49,18 @@ FOREIGN = {
 VERBS, FABRIC = "csrc/provider/verbs/", "csrc/provider/libfabric/"
 PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
 COPY, LOOPBACK = "csrc/platform/cuda_copy.cpp", "csrc/provider/loopback/copies.cpp"
+ROWS, DOMAIN = "csrc/platform/row_copies.h", "csrc/provider/loopback/domain.cpp"
+CHANNEL = "csrc/provider/loopback/channel.h"
 STORE, CACHE = "moe_p2p/rendezvous/bootstrap.py", "moe_p2p/gpu/kernel_cache.py"
 CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/bench/"
 # Page, words around a number, and the constant that the number is: file, definition, its unit.
 NUMBERS = [
-    ("gpu", r"up to (\d+) KiB are carried", COPY, r"Kernel = (\d+) << 10", 1),
+    ("gpu", r"up to (\d+) KiB are carried by a", COPY, r"Kernel = (\d+) << 10", 1),
+    ("gpu", r"up to (\d+) KiB are carried by one", ROWS, r"kMostBytes = (\d+) << 10", 1),
+    ("gpu", r"after (\d+) ms, and may", DOMAIN, r"kLentTimeout{(\d+)}", 1),
+    ("failure", r"it is given back \| (\d+) ms", DOMAIN, r"kLentTimeout{(\d+)}", 1),
+    ("gpu", r"or (\d+) ms have passed", CHANNEL, r"kEndOfGpuWorkNs = (\d+)'000'000", 1),
+    ("failure", r"to lent memory \| (\d+) ms", CHANNEL, r"kEndOfGpuWorkNs = (\d+)'000'000", 1),
     ("protocol", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
     ("protocol", r"take longer than (\d+) ms", PROXY, r"kPatience = .*\((\d+)\)", 1),
     ("failure", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
@@ -67,7 +74,7 @@ NUMBERS = [
     ("failure", r"reconnect (\d+) s", f"{FABRIC}sender.cpp", r"kReconnect = .*\((\d+)\)", 1e3),
     ("failure", r"at close \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
     ("failure", r"answered \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
-    ("failure", r"given back \| (\d+) s", LOOPBACK, r"kDrainTimeout = .*\((\d+)\)", 1),
+    ("failure", r"memory is given back \| (\d+) s", LOOPBACK, r"kDrainTimeout = .*\((\d+)\)", 1),
     ("providers", r"message of (\d+) KiB", f"{VERBS}socket.cpp", r"MessageBytes = (\d+)", 1024),
     ("providers", r"and (\d+) such", f"{VERBS}sessions.cpp", r"kMaxPending = (\d+)", 1),
     ("transfer_engine", r"at most (\d+) writes of a lower", QUEUE, r"kQuantum = (\d+)", 1),
@@ -144,8 +151,6 @@ def test_every_option_stands_there_with_its_default() -> None:
             continue  # what it then is stands there in words
         if value is dataclasses.MISSING:
             assert default == "", name
-        elif name == "part_bytes":
-            assert default == f"{value >> 20} MiB", name
         else:
             assert default == (f"{value:g}" if type(value) is float else str(value).split(".")[-1])
 

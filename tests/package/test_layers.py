@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ["ops", "moe", "proxy", "engine", "provider", "platform", "base"]
 MAX_LINES = 450
 NATIVE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
+LONG_COMMENT = re.compile(r"^(?=.{101}) *(?://|#) .*", re.MULTILINE)
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_PREFIXES = ("torch/", "ATen/", "c10/", "pybind11/")
 
@@ -127,6 +131,40 @@ def test_no_provider_includes_another() -> None:
     assert not offenders, "\n".join(offenders)
 
 
+def imported(statements: list[ast.stmt]) -> Iterator[str]:
+    """Names of modules, or of what they have, that are imported when a module is."""
+    for each in statements:
+        if isinstance(each, ast.Import):
+            yield from (name.name for name in each.names)
+        elif isinstance(each, ast.ImportFrom):
+            yield from (f"{each.module}.{name.name}" for name in each.names)
+        elif isinstance(each, ast.If) and "TYPE_CHECKING" not in ast.unparse(each.test):
+            yield from imported([*each.body, *each.orelse])
+        elif isinstance(each, (ast.Try, ast.With)):
+            yield from imported(each.body)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither at once nor by way of others; imports within functions are not looked at."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in python_sources("moe_p2p")
+    }
+    graph = {}
+    for name, path in modules.items():
+        names = set(imported(ast.parse(path.read_text()).body))
+        found = {each if each in modules else each.rpartition(".")[0] for each in names}
+        graph[name] = (found & modules.keys()) - {name}
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names a circle
+
+
+def test_no_collective_of_objects_is_used() -> None:
+    """They need numpy, which is no dependency; moe_p2p/tools/bench/gather.py does without."""
+    for source in (ROOT / "moe_p2p").rglob("*.py"):
+        found = re.findall(r"dist\.\w+_object(?:_list)?\(", source.read_text())
+        assert not found, f"{source}: {found}"
+
+
 def test_environment_is_read_in_one_place() -> None:
     offenders = [
         str(path.relative_to(ROOT))
@@ -147,6 +185,8 @@ def test_files_are_short_and_finished(folder: str) -> None:
             problems.append(f"{name} has {lines} lines, must stay below {MAX_LINES}")
         if found := unfinished.search(text):
             problems.append(f"{name} says {found[0]}")
+        if found := LONG_COMMENT.search(text):  # clang-format leaves comments alone
+            problems.append(f"{name} has a comment beyond column 100: {found[0].strip()[:60]}")
     assert not problems, "\n".join(problems)
 
 

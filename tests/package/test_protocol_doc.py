@@ -80,10 +80,15 @@ def region_claims() -> list[str]:
                 sizes[name] = sizes[each.removeprefix("like ").strip("`")]
     struct = (ROOT / "kernels/abi/region.h").read_text().split("struct Regions {")[1]
     members = re.findall(r"^  u64 (\w+);", struct.split("};")[0], re.MULTILINE)
-    assert {*sizes, "step_bytes", "total_bytes"} == set(members)
+    assert {*sizes, "step_bytes", "arrivals", "total_bytes"} == set(members)
+    others = world // local - 1
+    assert "512 bytes for each step slot and other node" in TEXT
     return [
         f"{regions}.{after} - {regions}.{name} == {sizes[name]}"
-        for name, after in itertools.pairwise(members[:-1])
+        for name, after in itertools.pairwise(members[:-2])
+    ] + [
+        f"{regions}.arrivals % (64 << 10) == 0",
+        f"arrival_flags_bytes({shape}{partial_bytes}}}) == 512 * 2 * {others}",
     ]
 
 
@@ -96,6 +101,7 @@ def flag_claims() -> list[str]:
     types = re.search(r"value type: (\d.*?) \|", TEXT)
     assert types
     kinds = {"bfloat16": "kBFloat16", "float16": "kFloat16", "float32": "kFloat32"}
+    kinds["10"] = "kInt10"  # "10-bit integers"
     for number, name in re.findall(r"(\d) (\w+)", types[1]):
         kind = kinds.get(name, "kFloat8E4M3")
         claims.append(f"static_cast<int>(DType::{kind}) == {number}")
@@ -133,6 +139,8 @@ def word_claims() -> list[str]:
     names = ("kDispatch", "kCombine", "kWeights")
     return [
         f"come(7) == {8 * int(parts)}",
+        f"arrival_flag(7, 2, false) == 7 * {parts} + 3",
+        "arrival_flag(7, 2, true) == come(7)",
         f"kMaxParts == {parts}",
         *(
             f"static_cast<int>(Phase::{n}) == {at}"

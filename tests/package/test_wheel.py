@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p.version
+from moe_p2p import env
 from tests.support.installation import run_installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +113,19 @@ def test_auditwheel_finds_it_fit_for_systems_of_2021(wheel: Path, tmp_path: Path
     assert tag, made.name
     assert int(tag[1]) <= 34
     assert not [name for name in zipfile.ZipFile(made).namelist() if ".libs/" in name]
+
+
+def test_compiled_kernels_come_along_where_make_names_them(tmp_path: Path) -> None:
+    """Where moe_p2p.env looks for them; locks of the compiler do not."""
+    made = tmp_path / "made"
+    made.mkdir()
+    for end in ("cubin", "log", "sha256", "lock"):
+        (made / f"key.{end}").write_text(end)
+    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(tmp_path / "lib")]
+    environment = os.environ | {"MOE_P2P_COMPILED": str(made)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=100)
+    place = tmp_path / "lib" / env._PACKAGED.relative_to(ROOT)
+    assert sorted(file.name for file in place.iterdir()) == ["key.cubin", "key.log", "key.sha256"]
 
 
 def test_the_version_has_one_place(wheel: Path) -> None:

@@ -1,13 +1,14 @@
 """Dispatch and combine over RDMA devices, against the reference: run in the machine of vm.py.
 
-    python tests/rdma/exchange.py verbs|libfabric|verbs,libfabric [steps [steps with loss]]
+    python tests/rdma/exchange.py verbs|libfabric|verbs,libfabric [steps [steps with loss [flags]]]
 
 Two ranks, each a process and a node of its own. With verbs they are at the ends of the wire between
 rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
 verbs, strangers connect to the ports of rank 0 between steps. Then again, and rank 1 is killed:
-rank 0 names it at once, not at its deadline. At last over verbs with links that lose and
-reorder packets. One process does all of it, and ranks are copies of it: importing torch takes most
+rank 0 names it at once, not at its deadline. Then over verbs with links that lose and reorder
+packets. At last, if asked for, kernels of an emulated GPU wait for flags (gpu_flags.py), over such
+links, too. One process does all of it, and ranks are copies of it: importing torch takes most
 of the time in there.
 """
 
@@ -28,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_p2p import AllToAll, PeerDeadError
 from moe_p2p.reference import Tokens
+from moe_p2p.tools import fence_probe
+from tests.rdma import gpu_flags
 from tests.support.cases import check_step, make, make_tokens
 from tests.support.ranks import DiedError, Rank, run_processes
 
@@ -152,8 +155,21 @@ def check(transport: str, num_steps: int) -> None:
     assert "rank 1" in text
 
 
+def flags(_: Rank) -> None:
+    gpu_flags.check("verbs", ("write",))
+
+
+def check_fence() -> None:
+    outcome = fence_probe.probe("rxe0", "host", rounds=3)
+    print(f"fence by queue pair:{outcome.text()}")
+    assert outcome.good
+
+
 if __name__ == "__main__":
+    check_fence()
     for used in sys.argv[1].split(","):
         check(used, int(sys.argv[2]) if len(sys.argv) > 2 else 50)
     if len(sys.argv) > 3:
         check_with_loss(int(sys.argv[3]))
+    if "flags" in sys.argv:  # in a copy: it replaces the GPU
+        run_processes(1, flags, deadline_s=300.0, fork=True)

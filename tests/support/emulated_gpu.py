@@ -21,9 +21,9 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,15 @@ from moe_p2p.gpu.kernels import (
     _NO_REGIONS,
     DeviceSide,
     Kernel,
-    Partners,
-    shape_macros,
 )
+from moe_p2p.gpu.launch_shape import Chosen
+from moe_p2p.gpu.partners import Partners
+from moe_p2p.gpu.shape_macros import of_arrivals
 from moe_p2p.kv import signals
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.rendezvous.bootstrap import Bootstrap
+from moe_p2p.rendezvous.mirror import sharing_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"
@@ -53,7 +55,9 @@ INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kern
 # place. -O1: compiling takes longer than running, and -O2 of the kernels half as long again.
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-g1")
 WATCHED += ("-O1", "-fno-exceptions")
+KERNELS_HEADER = ROOT / "tests" / "emulation" / "cuda.h"  # compiled once for all kernels
 MACHINE = ("order", "machine", "instructions", "driver")
+_PAGE = 65536  # of memory that GDRCopy maps
 RESIDENT_BLOCKS = 8  # of a kernel; more would only take longer
 _ops = torch.ops.moe_p2p
 _compiling = threading.Lock()
@@ -80,24 +84,44 @@ def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
 
     arguments: of the linker. extra: of the compiler.
     """
-    text = hashlib.sha256(repr((source, arguments, extra, FLAGS)).encode())
-    for folder in (ROOT / "kernels", ROOT / "tests" / "emulation"):
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            text.update(path.read_bytes())
-    library = FOLDER / f"{text.hexdigest()[:24]}.so"
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with _compiling, open(library.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes want the same at the same time
-        if not library.exists():
-            made = library.with_suffix(f".{os.getpid()}.cpp")
+    with _made_once(".so", source, arguments, extra) as (library, unfinished):
+        if unfinished:
+            made, part = unfinished.with_suffix(".cpp"), unfinished.with_suffix(".o")
             made.write_text(source)
-            unfinished, part = made.with_suffix(".so"), made.with_suffix(".o")
             _run_compiler("-c", *INCLUDE, *extra, str(made), "-o", str(part))
             _run_compiler("-shared", str(part), *arguments, "-o", str(unfinished))
-            unfinished.rename(library)
             made.unlink()
             part.unlink()
     return library
+
+
+@functools.cache
+def _kernels_header() -> tuple[str, str]:
+    """Options that include KERNELS_HEADER, compiled: a tenth of what a kernel takes."""
+    with _made_once(".h.gch", KERNELS_HEADER.name) as (compiled, unfinished):
+        if unfinished:
+            options = (*INCLUDE, *WATCHED, "-x", "c++-header", str(KERNELS_HEADER))
+            _run_compiler(*options, "-o", str(unfinished))
+    return "-include", str(compiled.with_suffix(""))
+
+
+@contextmanager
+def _made_once(suffix: str, *of_what: object) -> Iterator[tuple[Path, Path | None]]:
+    """Yields a file's path and, unless it exists, where to make it."""
+    text = hashlib.sha256(repr((of_what, FLAGS, WATCHED)).encode())
+    for folder in (ROOT / "kernels", ROOT / "tests" / "emulation"):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            text.update(path.read_bytes())
+    file = FOLDER / f"{text.hexdigest()[:24]}{suffix}"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with _compiling, open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes want the same at the same time
+        if file.exists():
+            yield file, None
+        else:
+            unfinished = file.with_name(f"{os.getpid()}.{file.name}")
+            yield file, unfinished
+            unfinished.rename(file)
 
 
 def _run_compiler(*arguments: str) -> None:
@@ -124,8 +148,17 @@ def machine() -> Path:
 
 
 @functools.cache
+def gdrcopy() -> None:
+    """Loads a stand-in for GDRCopy's library under its name."""
+    source = (ROOT / "tests" / "emulation" / "gdrapi.cpp").read_text()
+    library = build(source, "-Wl,-soname,libgdrapi.so.2", "-pthread")
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
 def _machine() -> ctypes.CDLL:
     library = ctypes.CDLL(str(machine()))
+    library.moe_p2p_compile_by(_compile)
     library.moe_p2p_begin_capture.restype = ctypes.c_void_p
     library.moe_p2p_num_captured.restype = ctypes.c_size_t
     return library
@@ -207,18 +240,27 @@ def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.
     entry = f"moe_p2p::{name}" if name in ("dispatch", "combine", "clean") else f"moe_p2p_{name}"
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     text = (
-        f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
+        f'{defines}#include "kernels/{source}"\n'
         'extern "C" void moe_p2p_emulated(const void* params) {\n'
         f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
         f"  {entry}(*static_cast<const Params*>(params));\n}}\n"
         f"size_t moe_p2p_params_bytes = sizeof(moe_p2p::abi::{name.capitalize()}Params);\n"
     )
-    library = ctypes.CDLL(str(build(text, str(machine()), extra=WATCHED)))
+    library = ctypes.CDLL(str(build(text, str(machine()), extra=(*WATCHED, *_kernels_header()))))
     address = ctypes.cast(library.moe_p2p_emulated, ctypes.c_void_p).value
     assert address is not None
     size = ctypes.c_size_t.in_dll(library, "moe_p2p_params_bytes")
     _machine().moe_p2p_set_params_bytes(ctypes.c_void_p(address), size)
     return library, address
+
+
+_numbered: list[tuple[str, tuple[tuple[str, int], ...]]] = []  # kernels, from number 1 on
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint64)
+def _compile(number: int) -> int:
+    """Called at each launch: most kernels that a communicator prepares are never launched."""
+    return _function(*_numbered[number - 1])[1]
 
 
 def _meet(key: str, local: int, count: int, address: int, deadline: float) -> list[int]:
@@ -246,25 +288,35 @@ class EmulatedDevice(DeviceSide):
         world: int,
         partners: Partners | None,
         masks: tuple[torch.Tensor, torch.Tensor] | None,
+        chosen: Chosen,
         **_: Any,
     ) -> None:
         world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
         self._world = world
-        self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
+        sharing = sharing_of(meeting, ranks_per_node, key)
+        self._take_shape(
+            config, partners, chosen, world_size=world_size, ranks_per_node=ranks_per_node
+        )
+        self._shape |= sharing.macros
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
-        self._memory = torch.zeros(size + 4096, dtype=torch.uint8)
-        own = (self._memory.data_ptr() + 4095) // 4096 * 4096
-        local = meeting.rank % ranks_per_node
-        addresses = _meet(key, local, ranks_per_node, own, deadline)
+        room = torch.zeros(size + _PAGE, dtype=torch.uint8)
+        self._memory = room[-room.data_ptr() % _PAGE :][:size]
+        own = self._memory.data_ptr()
+        met = _meet(sharing.key, sharing.place, sharing.num_places, own, deadline)
+        addresses = sharing.as_ranks(met)
         peers = [0] * (world_size // ranks_per_node)
         if partners is not None:
             peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
-        machine()
+        shared = ctypes.c_void_p(own), ctypes.c_size_t(size)
+        _machine().moe_p2p_shared_memory(*shared)
+        self._undo.callback(_machine().moe_p2p_no_shared_memory, *shared)
         self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
         self._share_with_host(self._fault.data_ptr(), self._fault.nbytes)
+        if plan["arrivals"]:  # the last of the regions: stored by NICs or the proxy
+            self._share_with_host(own + size - plan["arrivals"], plan["arrivals"])
 
     def _share_with_host(self, address: int, size: int) -> None:
         _machine().moe_p2p_host_memory(ctypes.c_void_p(address), ctypes.c_size_t(size))
@@ -275,6 +327,7 @@ class EmulatedDevice(DeviceSide):
         for host in hosts:
             self._share_with_host(host, size)
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
+        self._shape |= of_arrivals(self._comm)
 
     def _load(self, kernel: Kernel) -> str:
         half = RESIDENT_BLOCKS // 2
@@ -286,8 +339,11 @@ class EmulatedDevice(DeviceSide):
         return super()._load(few)
 
     def _open(self, kernel: Kernel) -> tuple[int, int]:
-        _, function = _function(kernel.source, tuple(kernel.macros.items()))
-        return function, RESIDENT_BLOCKS
+        key = kernel.source, tuple(kernel.macros.items())
+        with _meeting:
+            if key not in _numbered:
+                _numbered.append(key)
+            return _numbered.index(key) + 1, RESIDENT_BLOCKS
 
     def _wait(self) -> None:
         """Launches have ended when they return."""

@@ -42,6 +42,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.gpu import jit, kernels
+from moe_p2p.gpu.prepared import variants_of
+from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.options import SCALE_FORMATS, DispatchOptions, RowLayout
 from moe_p2p.reference import Topology
 from moe_p2p.tools import launch
@@ -150,20 +152,32 @@ PAYLOADS = [
 ]
 
 
-def compile_ahead(
+def kernels_of(
     shapes: Iterable[tuple[World, dict[str, Any]]], payloads: Iterable[Payload] = PAYLOADS
-) -> None:
-    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank would use one CPU."""
-    if DEVICE == "cpu":
-        return
-    arch = jit.arch_of(0)
+) -> list[kernels.Kernel]:
+    """Kernels of all these payloads, and of their sums, for (world, overrides)."""
     sums = dict.fromkeys(payload.sums for payload in payloads)
-    kernels = [
+    return [
         _kernel(AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides))), world, wanted)
         for world, overrides in shapes
         for wanted in (*payloads, *sums)
     ]
-    missing = [k for k in kernels if not jit.is_compiled(k.source, k.macros, arch)]
+
+
+def compile_ahead(
+    shapes: Iterable[tuple[World, dict[str, Any]]], payloads: Iterable[Payload] = PAYLOADS
+) -> None:
+    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank would use one CPU."""
+    if DEVICE != "cpu":
+        compile_all(kernels_of(shapes, payloads))
+
+
+def compile_all(made: Iterable[kernels.Kernel]) -> None:
+    """Fills the cache with both variants of these."""
+    arch = jit.arch_of(0)
+    variants = [variant for kernel in made for variant in variants_of(kernel)]
+    both = {(k.source, *sorted(k.macros.items())): k for k in variants}.values()
+    missing = [k for k in both if not jit.is_compiled(k.source, k.macros, arch)]
     if not missing:  # starting a pool takes as long as compiling some of them
         return
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
@@ -173,7 +187,7 @@ def compile_ahead(
 
 def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype) -> kernels.Kernel:
     """wanted: payload of a dispatch, or type of a combine."""
-    shape = kernels.shape_macros(config, world_size=world.ranks, ranks_per_node=world.per_node)
+    shape = shape_macros(config, world_size=world.ranks, ranks_per_node=world.per_node)
     if isinstance(wanted, Payload):
         return kernels.dispatch_kernel(
             shape, wanted.dtype, **wanted.fields(), num_sms=config.num_sms

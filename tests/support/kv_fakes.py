@@ -2,7 +2,9 @@
 
 As strict as a NIC may be: rows of a request land in any order, one by one, read at that moment from
 the source; immediates and completions come any time after their rows; what is posted is not taken
-back by `cancel` or `disconnect`, and lands later unless the target's key was withdrawn.
+back by `cancel` or `disconnect`, and lands later unless the target's key was withdrawn, or its
+connection severed. A NIC may have accepted a row that is not in memory yet: it lands after all,
+before the key is withdrawn, or a read of that memory by the NIC, where it is registered in order.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import torch
 from torch import Tensor
 
 from moe_p2p import kv
-from moe_p2p.errors import ClosedError, RemoteAccessError, make
+from moe_p2p.errors import ClosedError, PeerDeadError, RemoteAccessError, make
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.copies import Copier, Copy, Rows
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.worker import KVWorker
 from moe_p2p.nics.transport import Opening
-from moe_p2p.transfers import Report
+from moe_p2p.transfers import LayerPlace, Report
 
 
 class FakeRequest:
@@ -61,11 +63,15 @@ class Row:
     nbytes: int
     is_read: bool
     posted: bool = False
+    accepted: bool = False  # by the target's NIC
 
 
 class FakeMemory:
-    def __init__(self, engine: FakeEngine, tensor: Tensor, number: int) -> None:
+    def __init__(
+        self, engine: FakeEngine, tensor: Tensor, number: int, *, in_order: bool = False
+    ) -> None:
         self.engine, self.tensor, self.number = engine, tensor, number
+        self.in_order = in_order
         self.valid = True
         self.flat = tensor.reshape(-1).view(torch.uint8)
 
@@ -74,14 +80,19 @@ class FakeMemory:
         return struct.pack("<ii", self.engine.number, self.number)
 
     def unregister(self) -> None:
+        self.engine.net.show_accepted(self)
         self.valid = False
         # Own requests that use it fail, and none of their rows moves a byte afterwards.
         self.engine.net.revoke(self)
 
 
 class FakePeer:
-    def __init__(self, engine: FakeEngine, other: FakeEngine) -> None:
-        self.engine, self.other, self.connected = engine, other, True
+    def __init__(self, engine: FakeEngine, other: FakeEngine, tag: int) -> None:
+        self.engine, self.other, self.tag, self.connected = engine, other, tag, True
+
+    @property
+    def severed(self) -> bool:
+        return any(self.tag in engine.severed for engine in (self.engine, self.other))
 
     def disconnect(self) -> None:
         self.connected = False
@@ -112,6 +123,7 @@ class Operation:
 class FakeNet:
     def __init__(self) -> None:
         self.engines: list[FakeEngine] = []
+        self.accepts = False  # rows are accepted apart from landing
         self.operations: list[Operation] = []
         self.copies: list[FakeCopy] = []  # started, and not done
         self.on_copy: Callable[[FakeCopy], None] = lambda copy: None
@@ -125,6 +137,14 @@ class FakeNet:
                 self._fail(operation, make(ClosedError, "memory was unregistered"))
                 operation.request.finished = True
 
+    def show_accepted(self, memory: FakeMemory) -> None:
+        """What a NIC has accepted for this memory is in it from now on."""
+        for operation in self.operations:
+            for row in list(operation.rows):
+                if row.accepted and row.target is memory:
+                    operation.rows.remove(row)
+                    self._land(operation, row)
+
     def _fail(self, operation: Operation, error: Exception) -> None:
         operation.failed = True
         operation.request.error = operation.request.error or error
@@ -136,6 +156,8 @@ class FakeNet:
             for row in operation.rows:
                 if row.posted:
                     found.append(("land", operation, row))
+                    if self.accepts and not row.accepted and not operation.peer.severed:
+                        found.append(("accept", operation, row))
                 elif operation.request.cancelled or operation.failed:
                     found.append(("drop", operation, row))
                 else:
@@ -155,6 +177,9 @@ class FakeNet:
             if what == "post":
                 row.posted = True
                 return
+            if what == "accept":
+                row.accepted = True
+                return
             operation.rows.remove(row)
             if what == "land":
                 self._land(operation, row)
@@ -170,6 +195,9 @@ class FakeNet:
             self.operations.remove(operation)
 
     def _land(self, operation: Operation, row: Row) -> None:
+        if operation.peer.severed and not row.accepted:
+            self._fail(operation, make(PeerDeadError, "the connection was severed"))
+            return
         if not (row.source.valid and row.target.valid):
             self._fail(operation, make(RemoteAccessError, "the key was withdrawn"))
             return
@@ -222,17 +250,24 @@ class FakeEngine:
         net.engines.append(self)
         self.memories: list[FakeMemory] = []
         self.counters: Counter[int | None] = Counter()
+        self.severed: set[int] = set()
 
     @property
     def address(self) -> bytes:
         return struct.pack("<i", self.number)
 
-    def register(self, tensor: Tensor) -> FakeMemory:
-        self.memories.append(FakeMemory(self, tensor, len(self.memories)))
+    def register(self, tensor: Tensor, *, in_order: bool = False) -> FakeMemory:
+        self.memories.append(FakeMemory(self, tensor, len(self.memories), in_order=in_order))
         return self.memories[-1]
 
-    def connect(self, address: bytes) -> FakePeer:
-        return FakePeer(self, self.net.engines[struct.unpack("<i", address)[0]])
+    def connect(self, address: bytes, *, tag: int = 0) -> FakePeer:
+        return FakePeer(self, self.net.engines[struct.unpack("<i", address)[0]], tag)
+
+    def sever(self, tag: int, memories: list[FakeMemory], *, timeout_s: float) -> None:
+        self.severed.add(tag)
+        for memory in memories:
+            if memory.in_order:
+                self.net.show_accepted(memory)
 
     def resolve(self, descriptor: bytes, peer: FakePeer) -> FakeRegion:
         engine, number = struct.unpack("<ii", descriptor)
@@ -241,6 +276,21 @@ class FakeEngine:
     def write_pages(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
         rows = [(memory, ours, region.memory, theirs) for ours, theirs in _places(how)]
         return self._submit(region.peer, rows, how["row_bytes"], how["imm"], is_read=False)
+
+    def layer_places(self, places: list[LayerPlace]) -> list[LayerPlace]:
+        return places
+
+    def write_layers(self, places: list[LayerPlace], **how: Any) -> list[FakeRequest]:
+        return [
+            self.write_pages(
+                one.memory,  # type: ignore[arg-type]
+                one.region,  # type: ignore[arg-type]
+                offset=one.offset,
+                region_offset=one.region_offset,
+                **how,
+            )
+            for one in places
+        ]
 
     def read_pages(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
         rows = [(region.memory, theirs, memory, ours) for ours, theirs in _places(how)]
@@ -275,6 +325,12 @@ class FakeEngine:
 
     def free_imm(self, imm: int) -> int:
         return self.counters.pop(imm, 0)
+
+
+class FakeVerbs(FakeEngine):
+    """Its connections can be severed."""
+
+    provider = "verbs"
 
 
 def _places(how: dict[str, Any]) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,7 @@ from tests.support.kv_fakes import (
     FakeCopy,
     FakeEngine,
     FakeNet,
+    FakeVerbs,
     Link,
     Row,
     cache_of,
@@ -33,6 +34,7 @@ TIMEOUTS = kv.KVTimeouts(open_s=20, layers_s=20, tail_s=20, drain_s=1, lease_s=5
 
 # Each layer of two pages is two packed writes of half of it: none lands in pages by itself.
 PACKED = kv.KVLink("test", 1e9, 1, pack=True, packed_write_bytes=16, ring_bytes=2 * 256)
+DIRECT = kv.KVLink("test", 1e9, 1e6, pack=False)
 
 
 class FaultError(AssertionError):
@@ -54,21 +56,28 @@ class Deal:
 
 
 class World:
-    """link: PACKED: prefill packs its rows, into a ring of two parts at each worker."""
+    """link: PACKED: prefill packs its rows, into a ring of two parts at each worker. fence: of all
+    of them; with "queue_pair" NICs accept rows before they are in memory."""
 
     def __init__(
-        self, receiver: type[kv.KVReceiver] = kv.KVReceiver, *, link: kv.KVLink | None = None
+        self,
+        receiver: type[kv.KVReceiver] = kv.KVReceiver,
+        *,
+        link: kv.KVLink | None = None,
+        fence: str = "key",
     ) -> None:
-        self.net, self.clock, self.link = FakeNet(), Clock(), link
+        self.net, self.clock, self.link, self.fence = FakeNet(), Clock(), link or DIRECT, fence
+        self.net.accepts = fence == "queue_pair"
         self.net.on_land, self.net.on_copy = self.check_row, self.check_copy
         self.receiver = receiver(
-            FakeEngine(self.net),
+            self._engine(),
             cache_of(DECODE, 0, PAGES),
             instance="decode",
             timeouts=TIMEOUTS,
             max_requests=4,
             verify="off",
-            link=link,
+            link=self.link,
+            fence=fence,
             clock=self.clock,
         )
         self.receiver.unpacker.copier = FakeCopier(self.net)
@@ -82,14 +91,18 @@ class World:
         self.owner = [0] * PAGES
         self.source_owner = [[0] * PAGES for _ in range(2)]
 
+    def _engine(self) -> FakeEngine:
+        return (FakeVerbs if self.fence == "queue_pair" else FakeEngine)(self.net)
+
     def _sender(self, rank: int) -> kv.KVSender:
         sender = kv.KVSender(
-            FakeEngine(self.net),
+            self._engine(),
             cache_of(PREFILL, rank, PAGES),
             instance="prefill",
             timeouts=TIMEOUTS,
             max_requests=4,
             link=self.link,
+            fence=self.fence,
             clock=self.clock,
         )
         sender.packer.copier = FakeCopier(self.net)
@@ -121,10 +134,10 @@ class World:
         for rank, owner in enumerate(self.source_owner):
             for page in source:
                 owner[page] = number
-            self._fill(rank, source, number)
+            self.fill(rank, source, number)
         return deal
 
-    def _fill(self, rank: int, pages: list[int], value: int) -> None:
+    def fill(self, rank: int, pages: list[int], value: int) -> None:
         tensor = self.senders[rank].cache.tensors[0].view(LAYERS, PAGES, -1)
         tensor[:, pages] = value % 251 + 1
 

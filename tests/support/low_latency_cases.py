@@ -262,7 +262,7 @@ def results_go(place: Place) -> None:
     mine = batches[rank.rank].on(device)
     rows, counts, handle = dispatch(buffer, mine, SHAPE)
     y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
-    wanted = host(combine(buffer, y, mine, handle, use_logfmt=True))
+    wanted = host(combine(buffer, y, mine, handle))
     zero_copy = buffer.get_next_low_latency_combine_buffer(handle)
     assert zero_copy.shape == y.shape
     zero_copy.copy_(y)
@@ -271,6 +271,32 @@ def results_go(place: Place) -> None:
         given = combine(buffer, torch.zeros_like(y), mine, handle, mode, zero_copy=True, out=out)
         assert given.data_ptr() == out.data_ptr()
         assert torch.equal(host(out), wanted)
+
+
+def ten_bits_travel(place: Place) -> None:
+    """use_logfmt: sums of what each rank's partial sums become in 10 bits, in every mode."""
+    rank, device, buffer = place
+    for seed, counts in enumerate(COUNTS[:3]):
+        batches = make_batches(seed, counts[: rank.world_size], SHAPE)
+        mine = batches[rank.rank].on(device)
+        rows, received, handle = dispatch(buffer, mine, SHAPE)
+        y = check_rows(batches, rank.rank, SHAPE, rows, received, handle).to(device)
+        plain = host(combine(buffer, y, mine, handle)).float()
+        found = [
+            host(combine(buffer, y, mine, handle, mode, use_logfmt=True)).float()
+            for mode in ("sync", "hook", "async")
+        ]
+        into = torch.empty_like(mine.x)
+        combine(buffer, y, mine, handle, use_logfmt=True, out=into)
+        found.append(host(into).float())
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        if not plain.numel():
+            continue
+        assert not torch.equal(found[0], plain)
+        blocks = plain.unflatten(1, (-1, 32))
+        # Half a step of 1 / 511 of the block for each of the ranks, and bfloat16's rounding.
+        far = (found[0] - plain).unflatten(1, (-1, 32)).abs().amax(2)
+        assert bool((far <= blocks.abs().amax(2) * rank.world_size / 60).all())
 
 
 def times_waited(place: Place) -> Tensor:

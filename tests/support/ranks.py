@@ -96,7 +96,7 @@ def run_threads(
 ) -> list[Any]:
     """Runs body(Rank, *arguments) on one thread per rank; returns results in rank order."""
     store = dist.HashStore()
-    results: list[Any] = [DiedError("did not return")] * world_size
+    results: list[Any] = [DiedError(f"did not return within {deadline_s} s")] * world_size
 
     def run(rank: int) -> None:
         try:
@@ -113,11 +113,10 @@ def run_threads(
     ends = time.monotonic() + deadline_s
     for thread in threads:
         thread.join(max(0.0, ends - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
+    alive = any(thread.is_alive() for thread in threads)
+    if alive:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        alive = [thread.name for thread in threads if thread.is_alive()]
-        raise RankError(f"{', '.join(alive)} did not return within {deadline_s} s")
-    return _finish(results, return_errors)
+    return _finish(results, return_errors and not alive)
 
 
 def _process(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -143,11 +143,24 @@ def _derived() -> Model:
     return Model(source, target, ("twice", "sums"), _make)
 
 
+def _replicas() -> Model:
+    """Each shard is on two trainers (HSDP); fp8 blocks of 8 rows over shards of 9."""
+    ranks, mesh, spread = range(TRAINERS), (2, 2), (Replicate(), Shard(0))
+    return Model(
+        [Param("w", (18, 24), BF16, ranks, mesh, spread),
+         Param("b", (12, 8), BF16, ranks, mesh, spread)],
+        [Param("w", (18, 24), FP8, range(GENERATORS), tensor="packed",
+               blocks=Blocks("scale", 0, (8, 8))),
+         Param("b", (12, 8), BF16, range(GENERATORS), placements=(Shard(0),))],
+    )  # fmt: skip
+
+
 MODELS: dict[str, Model] = {
     "fused": _fused_qkv(),
     "fp8": _fp8(),
     "mixed": _mixed(),
     "derived": _derived(),
+    "replicas": _replicas(),
 }
 
 
@@ -164,9 +177,11 @@ class Fleet:
     live: list[dict[str, Tensor]]
     pool: ThreadPoolExecutor
     store: Any
+    stack: ExitStack
+    how: dict[str, Any] = field(default_factory=dict)
 
     def train(self, version: int, seed: int | None = None, **how: Any) -> list[Any]:
-        """Begins an update on all trainers."""
+        """Begins an update on all trainers that are there."""
         values = self.model.values(version if seed is None else seed)
         return [
             self.pool.submit(
@@ -179,7 +194,22 @@ class Fleet:
         """Generators go on until all of `running` has ended."""
         waits = [self.pool.submit(each.wait) for each in self.generators]
         for each in [*running, *waits]:
-            each.result(60)
+            each.result(100)
+
+    def join(self, replica: str, rank: int = 0, **how: Any) -> WeightGenerator:
+        """A generator with the tensors of a rank of the set-up."""
+        engine = self.stack.enter_context(engine_of(f"{replica} {rank}", len(self.live)))
+        live = self.model.empty(rank)
+        given = {**self.how, "replica": replica, **how}
+        found = WeightGenerator(engine, self.store, self.model.layouts[1], rank, live, **given)
+        self.generators.append(found)
+        self.live.append(live)
+        return found
+
+    def leave(self, generator: WeightGenerator) -> None:
+        at = self.generators.index(generator)
+        self.generators.pop(at).close()
+        self.live.pop(at)
 
     def check(self, version: int) -> None:
         values = self.model.values(version)
@@ -194,26 +224,33 @@ class Fleet:
 def fleet(
     model: Model,
     *,
-    timeout_s: float = 20.0,
+    timeout_s: float = 40.0,  # reached only where nothing moves, or a machine is far too busy
     kind: type[WeightGenerator] = WeightGenerator,
+    training: dict[str, Any] | None = None,
     **how: Any,
 ) -> Iterator[Fleet]:
+    """training: arguments of the trainers; how: of the generators."""
     store = HashStore()
     how = {"finalize": model.finalize, "timeout_s": timeout_s, **how}
+    training = {"timeout_s": timeout_s, **(training or {})}
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(TRAINERS + GENERATORS))
+        pool = stack.enter_context(ThreadPoolExecutor(TRAINERS + GENERATORS + 4))
         engines = [stack.enter_context(engine_of(f"trainer {i}", i)) for i in range(TRAINERS)]
         others = [stack.enter_context(engine_of(f"generator {i}", i)) for i in range(GENERATORS)]
         live = [model.empty(i) for i in range(GENERATORS)]
         values = model.values(0)
         trainers = [
             pool.submit(WeightTrainer, engine, store, model.layouts[0], i,
-                        model.trainer_tensors(i, values), timeout_s=timeout_s)
+                        model.trainer_tensors(i, values), **training)
             for i, engine in enumerate(engines)
         ]  # fmt: skip
         generators = [
             pool.submit(kind, engine, store, model.layouts[1], i, live[i], **how)
             for i, engine in enumerate(others)
         ]
-        there = [each.result(60) for each in generators]  # first, for its error
-        yield Fleet(model, [each.result(60) for each in trainers], there, live, pool, store)
+        there = [each.result(100) for each in generators]  # first, for its error
+        found = Fleet(model, [each.result(100) for each in trainers], there, live, pool, store,
+                      stack, how)  # fmt: skip
+        yield found
+        for each in [*found.trainers, *found.generators]:
+            each.close()

@@ -23,12 +23,14 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.weights import WeightGenerator, WeightTrainer
-from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, engine_of
+from moe_p2p.weights.joining import Reader
+from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, Model, engine_of
 
-MODEL = MODELS["fp8"]
-TRAINER_STAGES = ("begin", "maxima", "converted", "ready", "one write", "submitted", "written",
+TRAINER_STAGES = ("begin", "maxima", "ready", "one write", "converted", "submitted", "written",
                   "sent", "decided")  # fmt: skip
 GENERATOR_STAGES = ("begin", "arrived", "decided", "copied")
+JOINING_STAGES = ("lent", "one read", "joined")
+LONG_S, SHORT_S = 60.0, 1.5  # leases: nobody is lost within an update; or before it ends
 TOGETHER = 3  # runs at a time: they wait most of the time
 UPDATE_S = 1.0  # of the update in which a rank is killed
 SLACK_S = 6.0  # for whoever waits for ranks that wait, and for busy machines
@@ -36,10 +38,23 @@ MOST_S = 30.0
 
 
 class Run(NamedTuple):
+    """kind: "alone": nobody else holds what a trainer has, and leases outlast the update.
+    "replicas": others have it, and leases are short: the update goes on without the victim.
+    "joining": a third generator joins before the update, and is killed."""
+
     mode: Any
     side: str
     rank: int
     stage: str
+    kind: str = "alone"
+
+    @property
+    def model(self) -> Model:
+        return MODELS["replicas" if self.kind == "replicas" else "fp8"]
+
+    @property
+    def lease_s(self) -> float:
+        return LONG_S if self.kind == "alone" else SHORT_S
 
     @property
     def victim(self) -> str:
@@ -48,6 +63,8 @@ class Run(NamedTuple):
     @property
     def committed(self) -> bool | None:
         """Whether survivors go to version 2. None: its bytes are all there, so either is true."""
+        if self.kind != "alone":
+            return True
         if self.stage in ("decided", "copied"):
             return True
         if self.stage == "arrived" or (self.stage == "sent" and self.rank > 0):
@@ -57,13 +74,17 @@ class Run(NamedTuple):
 
 def runs() -> list[Run]:
     sides = (("trainer", TRAINERS, TRAINER_STAGES), ("generator", GENERATORS, GENERATOR_STAGES))
-    return [
-        Run(mode, side, rank, stage)
+    found = [
+        Run(mode, side, rank, stage, kind)
+        for kind in ("alone", "replicas")
         for mode in ("shadow", "in_place")
         for side, count, stages in sides
         for rank in range(count)
         for stage in stages
     ]
+    joining = [Run(mode, "generator", GENERATORS, stage, "joining")
+               for mode in ("shadow", "in_place") for stage in JOINING_STAGES]  # fmt: skip
+    return found + joining
 
 
 class Killing:
@@ -81,38 +102,57 @@ class Trainer(Killing, WeightTrainer):
         super()._reached(stage)
         self.reach(stage)
 
-    def _write(self, *args: Any) -> Any:
-        request = super()._write(*args)
-        self.reach("one write")
-        return request
-
 
 class Generator(Killing, WeightGenerator):
     def _reached(self, stage: str) -> None:
         super()._reached(stage)
         self.reach(stage)
 
+    def _join(self, deadline: Any) -> None:
+        self.reach("lent")
+        super()._join(deadline)
+        self.reach("joined")
+
+
+class LateGenerator(Generator):
+    """Joins, and is killed."""
+
 
 def train(run: Run, rank: int, store: Any) -> dict[str, Any]:
-    engine = engine_of(f"trainer {rank}", rank)
-    tensors = MODEL.trainer_tensors(rank, MODEL.values(0))
-    trainer = Trainer(engine, store, MODEL.layouts[0], rank, tensors, timeout_s=MOST_S)
-    trainer.update(1, MODEL.trainer_tensors(rank, MODEL.values(1)))
+    engine, model = engine_of(f"trainer {rank}", rank), run.model
+    tensors = model.trainer_tensors(rank, model.values(0))
+    trainer = Trainer(engine, store, model.layouts[0], rank, tensors, timeout_s=MOST_S,
+                      lease_s=run.lease_s)  # fmt: skip
+    trainer.update(1, model.trainer_tensors(rank, model.values(1)))
+    if run.kind == "joining":
+        store.wait(["it is dead"])
     trainer.stage = run.stage if run.victim == f"trainer {rank}" else ""
+    write = trainer._outbox.sender.write
+
+    def killing(*args: Any) -> None:
+        write(*args)
+        trainer.reach("one write")
+
+    trainer._outbox.sender.write = killing  # type: ignore[method-assign]
     began, error = time.monotonic(), ""
     try:
         limit = MOST_S if run.committed else UPDATE_S
-        trainer.update(2, MODEL.trainer_tensors(rank, MODEL.values(2)), timeout_s=limit)
+        trainer.update(2, model.trainer_tensors(rank, model.values(2)), timeout_s=limit)
     except MoeP2pError as failed:
         error = str(failed)
     return {"error": error, "seconds": time.monotonic() - began}
 
 
 def generate(run: Run, rank: int, store: Any) -> dict[str, Any]:
-    engine, live = engine_of(f"generator {rank}", rank), MODEL.empty(rank)
-    generator = Generator(engine, store, MODEL.layouts[1], rank, live, mode=run.mode, poison=True,
-                          timeout_s=MOST_S)  # fmt: skip
+    if rank >= GENERATORS:
+        return join(run, store)
+    engine, live = engine_of(f"generator {rank}", rank), run.model.empty(rank)
+    generator = Generator(engine, store, run.model.layouts[1], rank, live, mode=run.mode,
+                          poison=True, timeout_s=MOST_S, lease_s=run.lease_s)  # fmt: skip
     _update(generator)
+    if run.kind == "joining":
+        store.add("updated", 1)
+        store.wait(["it is dead"])
     generator.stage = run.stage if run.victim == f"generator {rank}" else ""
     generator.timeout_s = MOST_S if run.committed else UPDATE_S
     began, error = time.monotonic(), ""
@@ -125,9 +165,34 @@ def generate(run: Run, rank: int, store: Any) -> dict[str, Any]:
         generator.step()
     except MoeP2pError:
         refused = True
-    holds = [version for version in (1, 2) if _holds(rank, live, version)]
+    holds = [version for version in (1, 2) if _holds(run.model, rank, live, version)]
     return {"error": error, "seconds": seconds, "version": generator.version, "holds": holds,
             "dirty": generator.dirty, "refused": refused}  # fmt: skip
+
+
+def join(run: Run, store: Any) -> dict[str, Any]:
+    """Another process writes what is killed: this one, which is the victim, forks and waits."""
+    while store.add("updated", 0) < GENERATORS:
+        time.sleep(0.005)
+    child = os.fork()
+    if child == 0:
+        read = Reader._word
+
+        def killing(self: Reader, *args: Any) -> list[int]:
+            found = read(self, *args)
+            if run.stage == "one read":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        Reader._word = killing  # type: ignore[method-assign]
+        LateGenerator.stage = run.stage
+        engine = engine_of("late", 7)
+        LateGenerator(engine, store, run.model.layouts[1], 0, run.model.empty(0), mode=run.mode,
+                      replica="late", timeout_s=MOST_S, lease_s=run.lease_s)  # fmt: skip
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    store.set("it is dead", "1")
+    return {"killed": os.WIFSIGNALED(status)}
 
 
 def _update(generator: WeightGenerator) -> None:
@@ -136,8 +201,8 @@ def _update(generator: WeightGenerator) -> None:
     generator.wait(MOST_S)
 
 
-def _holds(rank: int, live: dict[str, torch.Tensor], version: int) -> bool:
-    wanted = MODEL.wanted(rank, MODEL.values(version))
+def _holds(model: Model, rank: int, live: dict[str, torch.Tensor], version: int) -> bool:
+    wanted = model.wanted(rank, model.values(version))
     return all(
         torch.equal(live[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
         for name, each in wanted.items()
@@ -161,11 +226,12 @@ class Started:
 
     def __init__(self, run: Run) -> None:
         self.run, self._folder = run, tempfile.TemporaryDirectory()
-        at, size = Path(self._folder.name), TRAINERS + GENERATORS
+        at, late = Path(self._folder.name), run.kind == "joining"
+        size = TRAINERS + GENERATORS + late
         self._children = {}
         for side, count, work in (
             ("trainer", TRAINERS, train),
-            ("generator", GENERATORS, generate),
+            ("generator", GENERATORS + late, generate),
         ):
             for rank in range(count):
 
@@ -201,8 +267,12 @@ def faults(run: Run, reports: dict[str, dict[str, Any]]) -> list[str]:
     """What is not as promised."""
     everybody = {f"trainer {i}" for i in range(TRAINERS)}
     everybody |= {f"generator {i}" for i in range(GENERATORS)}
+    reports = dict(reports)
     found = [f"{name} did not report" for name in everybody - {run.victim} - reports.keys()]
     found += [f"{name}: {each['broken']}" for name, each in reports.items() if "broken" in each]
+    if run.kind == "joining":
+        victim = reports.pop(run.victim, {"killed": False})
+        found += [] if victim.get("killed") else [f"the victim was not killed: {victim}"]
     if run.victim in reports:
         found.append("the victim was not killed")
     if found:
@@ -238,14 +308,15 @@ def main() -> int:
         everything if os.environ.get("MOE_P2P_WEIGHTS_KILLS") == "all" else everything[2::5]
     )  # with every stage
     torch.set_num_threads(1)
-    wrong = 0
+    wrong, began = 0, time.monotonic()
     for at in range(0, len(chosen), TOGETHER):
         for started in [Started(run) for run in chosen[at : at + TOGETHER]]:
             found, run = faults(started.run, started.reports()), started.run
             wrong += bool(found)
-            print(f"{run.mode} {run.victim} at {run.stage}:", *found or ["ok"],
+            print(f"{run.kind}, {run.mode}, {run.victim} at {run.stage}:", *found or ["ok"],
                   sep="\n  ", flush=True)  # fmt: skip
-    print(f"{len(chosen)} of {len(everything)} runs, {wrong} wrong")
+    seconds = time.monotonic() - began
+    print(f"{len(chosen)} of {len(everything)} runs, {wrong} wrong, {seconds:.0f} s")
     return int(wrong > 0)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 from moe_p2p.weights import attempt
-from moe_p2p.weights.conversion import Conversions
-from moe_p2p.weights.generator import WeightGenerator
+from moe_p2p.weights.arrivals import Arrivals
 from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights.maxima import MaximaExchange
 
 
 def _nothing(*_: object) -> None:
@@ -18,12 +18,10 @@ def _nothing(*_: object) -> None:
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
-    "publish before count": lambda: mock.patch.object(
-        WeightGenerator, "_counted", return_value=True
-    ),
+    "publish before count": lambda: mock.patch.object(Arrivals, "counted", return_value=True),
     "no epoch": lambda: mock.patch.object(attempt, "immediate", return_value=attempt.FIRST_IMM),
     "skip finalize": lambda: mock.patch.object(Inbox, "finish", _nothing),
-    "no boundary maxima": lambda: mock.patch.object(Conversions, "_merge", _nothing),
+    "no boundary maxima": lambda: mock.patch.object(MaximaExchange, "run", _nothing),
     "no fence": lambda: mock.patch.object(Inbox, "fence", _nothing),
 }
 

@@ -133,7 +133,7 @@ def _put_scales(found: Tensors, param: Param, position: int, scales: Tensor) -> 
              for dim in range(mask.dim())]  # fmt: skip
     grid = torch.masked_select(local, mask).view(sizes)[..., ::n, ::k]
     grid = grid.reshape(grid.shape[-len(param.elements) :])
-    place = Param("", tuple(grid.shape), "float32", (0,), offset=param.blocks.offset,
+    place = Param("scales", tuple(grid.shape), "float32", (0,), offset=param.blocks.offset,
                   order=param.blocks.order, strides=param.blocks.strides)  # fmt: skip
     key = (param.ranks[position], param.blocks.tensor)
     found.put(key, grid, torch.ones_like(grid, dtype=torch.bool), place)

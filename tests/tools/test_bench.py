@@ -230,6 +230,15 @@ def test_gpus_that_are_not_there_are_refused_in_a_line(
     assert "finds no GPU" in reported
 
 
+@pytest.mark.parametrize("option", ["--num-sms=24", "--chunk-tokens=T", "--layer", "--mirror=8"])
+def test_options_of_gpus_are_named_as_they_were_given(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device=cpu", option])
+    assert f"{option.partition('=')[0]} is for GPUs" in capsys.readouterr().err
+
+
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for helped in (lambda: parse(["--help"]), lambda: demo.main(["--help"])):
         with pytest.raises(SystemExit):

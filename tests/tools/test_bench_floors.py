@@ -61,6 +61,14 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
         )
         assert busiest.dispatch == max(w.dispatch for w in sent)
         assert total.combine / world_size <= busiest.combine <= total.combine
+    packed = Sizes.of(256, topk=3, item=2, quantize=quantize, combine_dtype="int10_nodes")
+    _, total = floors.nic_bytes(to_nodes, topology, packed, num_steps=1)
+    sums = [
+        wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16, int10=True).combine
+        for source in range(world_size)
+    ]
+    assert total.combine == sum(sums)
+    assert (packed.row, packed.far_row) == (sizes.row, 384)  # 336, in lines
     least = [
         wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
         for source in range(world_size)
@@ -79,7 +87,7 @@ def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
     # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
     none = torch.empty(0, 2, dtype=torch.int64)
     topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
-    sizes = Sizes(slot=1000, row=500, payload=PhaseBytes(dispatch=900, combine=500))
+    sizes = Sizes(slot=1000, row=500, far_row=500, payload=PhaseBytes(dispatch=900, combine=500))
     whole = Topology(world_size=4, ranks_per_node=4, num_experts=4)
     header, counts = 128, 128
     copies = floors.token_copies(topk_idx, whole)

@@ -23,6 +23,7 @@ from moe_p2p.tools.bench import (
     clocks,
     contestants,
     gpu_calls,
+    gpu_layer,
     gpu_measure,
     gpu_timing,
     options,
@@ -87,9 +88,24 @@ def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_layers_have_names() -> None:
+    (found,) = options.parse(["--layer", "--topk", "4"])
+    assert (found.layer, found.hidden, found.topk, found.ffn) == ("given", 7168, 4, 2048)
+    (found,) = options.parse(["--layer", "mega-7168", "--tokens", "8"])
+    assert (found.hidden, found.topk, found.experts, found.ffn) == (7168, 6, 384, 3072)
+    (note,) = gpu_layer.published(found)
+    assert "layer mega-7168 at T 8 in 637.0 us" in note
+    assert gpu_layer.PUBLISHED_US.keys() <= options.LAYERS.keys()
+    (found,) = options.parse(["--layer", "deepseek-v3", "--gemm", "torch"])
+    assert (found.layer, found.gemm, gpu_layer.published(found)) == ("deepseek-v3", "torch", [])
+
+
+@pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--layer", "--gemm", "nowhere:make"], "--gemm nowhere:make: no module nowhere"),
+        (["--layer", "--gemm", "torch:"], "--gemm torch:: no module torch with a function"),
         (["--ranks", "8"], "--ranks 8 is more than the 4 GPUs"),
         (["--ranks-per-node", "3"], "--ranks 4 is not a multiple of --ranks-per-node 3"),
         (["--chunk-tokens", "half"], "'half' is neither a number, default nor T"),
@@ -323,14 +339,27 @@ def test_a_run_without_anything_to_measure_fails() -> None:
 
 
 def test_a_run_times_the_layer() -> None:
-    results = the_run(replace(TINY, layer=True, ffn=3, chunks=("T",)))
+    results = the_run(replace(TINY, layer="given", ffn=3, chunks=("T",)))
     seen = {(row.system, row.what) for row in results.rows if row.what.startswith("layer")}
     assert seen == {
         ("moe_p2p", "layer eager"),
         ("moe_p2p", "layer graph"),
         ("torch", "layer eager"),
     }
+    assert [row.system for row in results.rows if row.what == "experts graph"] == ["moe_p2p"]
     assert all(row.correct for row in results.rows)
+    heading = report.table(results.rows).splitlines()[0]
+    assert all(name in heading for name in ("layer", "experts", "pair's share"))
+
+
+def test_the_pair_has_what_the_experts_leave_of_a_layer() -> None:
+    def row(what: str, us: float) -> Any:
+        return type("Row", (), {"what": what, "spread": report.Spread.of(torch.tensor([us]))})
+
+    ways = {what: row(what, us) for what, us in (("layer graph", 80.0), ("experts graph", 50.0))}
+    assert report.pair_share(ways) == "38%"
+    del ways["experts graph"]
+    assert report.pair_share(ways) is None
 
 
 @pytest.mark.parametrize("layout", ["padded", "by_rank"])

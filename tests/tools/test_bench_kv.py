@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_p2p.errors import InvalidArgumentError
-from moe_p2p.tools.bench import command, kv, kv_ranks, kv_systems
+from moe_p2p.tools.bench import command, kv, kv_compute, kv_ranks, kv_systems
 from moe_p2p.tools.bench.kv_compute import Compute, Match, between, narrowest
 
 TINY = ["--api=kv", "--device=cpu", "--tokens=16", "--layers=3", "--page-kib=1,4", "--repeats=2"]
@@ -38,7 +38,7 @@ def test_pages_are_sent_compared_timed_and_written(
             # Each NIC: its pages or one run of them; an immediate of each layer; the tail.
             assert 3 * 2 + 3 * 2 + 1 <= figure["writes"] <= pages + 3 * 2 + 2
             assert sorted(figure["spans_us"]) == sorted(kv.SPANS)
-            assert all(0 <= p50 <= p99 for p50, p99 in figure["spans_us"].values())
+            assert all(0 <= p50 <= p99 <= most for p50, p99, most in figure["spans_us"].values())
     printed = capsys.readouterr().out
     assert "spans of a layer" in printed
     assert "4 KiB mooncake shim" in printed
@@ -98,7 +98,7 @@ def test_clocks_are_matched_by_the_narrowest_exchange() -> None:
 
 def test_a_layer_is_computed_or_slept(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(kv_ranks.time, "sleep", slept.append)
+    monkeypatch.setattr(kv_compute.time, "sleep", slept.append)
     Compute(8, 2.5, torch.device("cpu")).layer()
     assert slept == [0.0025]
     calls: list[tuple[Any, ...]] = []

@@ -104,3 +104,13 @@ def test_the_plot_has_every_world(tmp_path: Path) -> None:
         assert path.stat().st_size > 10_000
     else:
         assert reason == "matplotlib is not installed (pip install 'moe-p2p[bench]')"
+
+
+def test_what_flags_in_gpu_memory_would_save_is_computed_beside() -> None:
+    timed = row("pair graph", 40.0, links=Links(pinned_us=2.0, relayed_us=3.5), hops={"wire": 3.0})
+    assert "pair takes 4.00 us less" in report.text([timed], [])
+    for other in (
+        row("pair graph", 40.0),
+        row("pair graph", 40.0, hops={"wire": 3.0}, links=Links()),
+    ):
+        assert "arrival flags" not in report.text([other], [])

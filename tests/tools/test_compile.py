@@ -12,6 +12,7 @@ from moe_p2p import AllToAllConfig, env
 from moe_p2p.__main__ import main
 from moe_p2p.gpu import jit, kernels
 from moe_p2p.gpu.prepared import usual_calls
+from moe_p2p.gpu.shape_macros import shape_macros
 
 SMALL = ["--experts", "8", "--hidden", "256", "--topk", "2", "--ranks", "4", "--tokens", "16"]
 
@@ -20,13 +21,14 @@ SMALL = ["--experts", "8", "--hidden", "256", "--topk", "2", "--ranks", "4", "--
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MOE_P2P_KERNELS", raising=False)
+    monkeypatch.setattr(env, "_one_folder", False)
 
 
 def _opened(config: AllToAllConfig, monkeypatch: pytest.MonkeyPatch) -> list[kernels.Kernel]:
     """The kernels that a communicator of 4 ranks opens when it is made."""
     opened, lock = [], threading.Lock()
     side = object.__new__(kernels.DeviceSide)
-    side._shape = kernels.shape_macros(config, world_size=4, ranks_per_node=4)
+    side._shape = shape_macros(config, world_size=4, ranks_per_node=4)
     side._num_sms, side._ready = config.num_sms, set()
 
     def note(kernel: kernels.Kernel) -> None:
@@ -50,15 +52,15 @@ def test_a_new_communicator_finds_all_that_was_compiled_ahead(
     prepared = tmp_path / "prepared"
     assert main(["compile", *SMALL, "--into", str(prepared), "--arch", "sm_90a"]) == 0
     printed = capsys.readouterr().out
-    assert "3 kernels for sm_90a" in printed
+    assert "6 kernels for sm_90a" in printed
     assert (
-        printed.count("step of    16 tokens") == printed.count("40 registers,    8 B spilled") == 3
+        printed.count("step of    16 tokens") == printed.count("40 registers,    8 B spilled") == 6
     )
     monkeypatch.setenv("MOE_P2P_KERNELS", str(prepared))
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path / "empty"))
     sizes: dict[str, Any] = {"num_experts": 8, "hidden_dim": 256, "topk": 2, "max_tokens": 16}
     opened = _opened(AllToAllConfig(**sizes), monkeypatch)
-    assert len(opened) == 3
+    assert len(opened) == 6
     for kernel in opened:
         assert jit.is_compiled(kernel.source, kernel.macros, "sm_90a")
     other = _opened(AllToAllConfig(**sizes | {"topk": 4}), monkeypatch)

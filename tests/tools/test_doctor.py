@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moe_p2p.nics import transport
-from moe_p2p.tools import doctor, doctor_text
+from moe_p2p.tools import doctor, doctor_judge, doctor_text
 from moe_p2p.tools.doctor import GpuFacts, Report, Write
 from tests.support import machines
 from tests.support.machines import Machine
@@ -222,7 +222,7 @@ def test_this_machine_writes_over_loopback(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_command_ends_with_1_when_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1 << 62)
+    monkeypatch.setattr(doctor_judge, "MIN_SHM_BYTES", 1 << 62)
     assert doctor.main(["--no-writes"]) == 1
 
 
@@ -236,3 +236,37 @@ def test_the_command_is_known() -> None:
     )
     assert "problems" in run.stdout, run.stderr
     assert run.returncode in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "text"),
+    [
+        ({"gdrdrv": True}, "", "gdrcopy: GDRCopy is there"),
+        ({"gdrdrv": False}, "", "GDRCopy is not used, /dev/gdrdrv is not there"),
+        ({"gdrdrv": True, "libraries": {}}, "", "GDRCopy is not used, libgdrapi is not there"),
+        ({"gdrdrv": True}, "ordered_writes=1", "gdrcopy"),
+        (
+            {"transport": {"provider": "verbs", "why": ""}},
+            "devices=mlx5_0,ordered_writes=1",
+            "write: NICs store flags",
+        ),
+    ],
+)
+def test_how_gpus_see_arrivals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    settings: str,
+    text: str,
+) -> None:
+    machines.hgx(tmp_path)
+    monkeypatch.setenv("MOE_P2P_TRANSPORT_SETTINGS", settings)
+    report = healthy(tmp_path, **{"transport": {"provider": "libfabric", "why": ""}} | changes)
+    assert text in doctor.arrivals(report)
+    shown = dataclasses.replace(report, libraries=dict.fromkeys(report.libraries, "1"))
+    assert "arrivals" in doctor_text.render(shown)
+
+
+def test_without_gpus_nothing_is_said_of_arrivals(tmp_path: Path) -> None:
+    machines.laptop(tmp_path)
+    assert doctor.arrivals(healthy(tmp_path)) == ""

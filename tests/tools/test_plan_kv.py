@@ -31,7 +31,7 @@ def test_what_becomes_of_packed_rows_is_printed(capsys: pytest.CaptureFixture[st
     assert "lands: gathered into runs of 18,432 B, which are written into the pages" in text
     assert "others" not in text
     text = printed(capsys, *sides, "--link", "efa")
-    assert "others: writes of up to 1,048,576 B into a ring of 67,108,864 B at the target" in text
+    assert "others: writes of up to 4,194,304 B into a ring of 67,108,864 B at the target" in text
     assert "lands" not in text
     assert "all direct: pack is False" in printed(capsys, *sides, "--pack", "never")
     alike = ["--source", "tp=2,page=64", "--target", "tp=2,page=64", "--pack", "always"]

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ProtocolError
 from moe_p2p.errors import RemoteAccessError
-from moe_p2p.weights import WeightGenerator, WeightTrainer, attempt
+from moe_p2p.weights import WeightGenerator, attempt
 from moe_p2p.weights.attempt import Keys
+from moe_p2p.weights.outbox import Outbox
+from moe_p2p.weights.sending import UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
 from tests.support.weights_mutations import MUTATIONS, mutated
 
@@ -62,18 +64,19 @@ def bytes_that_come_late_are_counted_first(name: str) -> None:
     """Trainer 2 begins to write only when generators had time to report."""
     hold = threading.Event()
     with fleet(MODELS[name]) as found:
-        write = found.trainers[2]._write
+        sender = found.trainers[2]._outbox.sender
+        write = sender.write
 
         def held(*args: Any) -> Any:
             assert hold.wait(20)
             return write(*args)
 
-        found.trainers[2]._write = held  # type: ignore[assignment, method-assign]
+        sender.write = held  # type: ignore[method-assign]
         running = found.train(1)
         waits = [found.pool.submit(each.wait) for each in found.generators]
         board = found.trainers[0]._board
         for _ in range(100):  # a generator that does not count reports within it
-            if board.get(Keys(1).arrived(0)) is not None:
+            if board.get(Keys(1).arrived("generator 0")) is not None:
                 break
             threading.Event().wait(0.005)
         assert all(each.version is None for each in found.generators)
@@ -87,9 +90,9 @@ def immediates_come_after_their_update() -> None:
     with fleet(MODELS["fused"]) as found:
         fail_an_update(found, 1)
         for trainer in found.trainers[:2]:  # as a NIC that had them would
-            for peer in trainer._peers.values():
+            for target in trainer._outbox.sender._targets.values():
                 for _ in range(40):  # more than a generator counts in an update
-                    trainer.engine.send_imm(peer, attempt.immediate(1)).wait(20)
+                    trainer.engine.send_imm(target.peer, attempt.immediate(1)).wait(20)
         update(found, 2)
         check(found, 2)
 
@@ -97,18 +100,19 @@ def immediates_come_after_their_update() -> None:
 def a_write_comes_after_its_update() -> None:
     """A trainer that was stopped goes on with what it had posted, after the next version."""
     with fleet(MODELS["fused"]) as found:
-        trainer = found.trainers[0]
-        write = next(iter(trainer._writes))
-        before = dict(trainer._regions)
+        sender = found.trainers[0]._outbox.sender
+        prepared = found.trainers[0]._outbox._replicas[""].prepared({})[0]
+        generator = f"generator {prepared.write.target_rank}"
+        batch = sender.grouped([(generator, prepared)])
         fail_an_update(found, 1)
         # The next update disconnects; a write that is under way stands for one that is not.
-        now, trainer._regions = trainer._regions, before
         try:
-            trainer._write(write, attempt.immediate(1)).wait(20)
-        except RemoteAccessError:
-            return
-        finally:
-            trainer._regions = now
+            sender.write(batch, attempt.immediate(1))
+            sender.finish(None, 20)
+        except UnwrittenError as error:
+            if isinstance(error.named, RemoteAccessError):
+                sender._direct.clear()
+                return
         raise NotTrueError("a write of an update that failed reached the shadow of the next one")
 
 
@@ -235,6 +239,27 @@ def test_a_failed_update_keeps_the_shadows_version_and_the_next_one_is_complete(
         check(found, 3)
 
 
+def test_a_trainer_that_is_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1)
+        send = Outbox.send
+
+        def interrupted(self: Outbox, *args: Any) -> dict[str, dict[str, int]]:
+            if self._rank == 3:
+                raise KeyboardInterrupt
+            return send(self, *args)
+
+        monkeypatch.setattr(Outbox, "send", interrupted)
+        running = found.train(2)
+        waits = [found.pool.submit(each.wait) for each in found.generators]
+        with pytest.raises(KeyboardInterrupt):
+            running.pop().result(60)
+        for each in [*running, *waits]:
+            with pytest.raises(MoeP2pError, match="trainer 3: KeyboardInterrupt"):
+                each.result(60)
+        check(found, 1)
+
+
 def test_a_failed_update_in_place_is_dirty_until_a_complete_one() -> None:
     with fleet(MODELS["fused"], mode="in_place", poison=True) as found:
         for generator in found.generators:
@@ -274,12 +299,13 @@ def test_bytes_that_changed_on_the_way_are_found_by_their_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with fleet(MODELS["mixed"]) as found:
-        sums = WeightTrainer._sums
-        monkeypatch.setattr(
-            WeightTrainer,
-            "_sums",
-            lambda self: {t: {n: s + 1 for n, s in each.items()} for t, each in sums(self).items()},
-        )
+        send = Outbox.send
+
+        def wrong(self: Outbox, *args: Any) -> dict[str, dict[str, int]]:
+            found = send(self, *args)
+            return {who: {n: s + 1 for n, s in each.items()} for who, each in found.items()}
+
+        monkeypatch.setattr(Outbox, "send", wrong)
         running = found.train(1, verify=True)
         waits = [found.pool.submit(each.wait) for each in found.generators]
         for each in [*running, *waits]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -52,3 +57,20 @@ def test_leading_dimensions_are_blocks_of_their_own() -> None:
     assert torch.equal(amax, torch.stack([block_amax(each, (28, 0)) for each in x]))
     q = quantize(x, (0, 28, 0), amax).view(torch.uint8)
     assert torch.equal(q[1], quantize(x[1], (28, 0), amax[1]).view(torch.uint8))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreter", "gpu"]
+)
+def test_the_triton_kernels_have_the_bits_of_torch(interpret: bool) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/support/weights_fp8_cases.py"],
+        cwd=Path(__file__).resolve().parents[2], env=environment, capture_output=True, text=True,
+        check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout, done.stdout

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from moe_p2p.weights import WeightGenerator, WeightTrainer, agree_in
+from moe_p2p.errors import AbortedError
+from moe_p2p.weights import (
+    Blocks,
+    Param,
+    Shard,
+    WeightGenerator,
+    WeightLayout,
+    WeightTrainer,
+    agree_in,
+)
 from tests.support.ranks import Rank, run_processes
-from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, engine_of, fleet
+from tests.support.weights_fleet import (
+    BF16,
+    FP8,
+    GENERATORS,
+    MODELS,
+    TRAINERS,
+    engine_of,
+    fleet,
+)
 
 
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
@@ -55,3 +73,60 @@ def test_two_jobs_with_a_store_between_them() -> None:
     passes = [seen for _, seen in results[TRAINERS:]]
     assert passes[0] == passes[1]  # of each pass the same version
     assert passes[0][-1] == 2
+
+
+def under_a_default_device(rank: Rank) -> int | None:
+    """A model's own default device and type: all tensors of updates name theirs."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    store = dist.PrefixStore("default device", rank.store)
+    engine, host = engine_of(f"rank {rank.rank}", rank.rank), {"device": "cpu"}
+    source = WeightLayout([Param("w", (10, 8), BF16, range(2), placements=(Shard(0),))], 2)
+    blocks = Blocks("s", shape=(4, 4))
+    target = WeightLayout([Param("w", (10, 8), FP8, (0,), tensor="q", blocks=blocks)], 1)
+    if rank.rank < 2:
+        mine = {"w": torch.ones(5, 8, dtype=torch.bfloat16, **host)}
+        with WeightTrainer(engine, store, source, rank.rank, mine) as trainer:
+            for version in (1, 2):
+                mine["w"].fill_(version)
+                trainer.update(version, verify=True, changed=True)
+        return trainer.version
+    q = torch.zeros(80, dtype=torch.uint8, **host).view(torch.float8_e4m3fn)
+    live = {"q": q, "s": torch.zeros(6, dtype=torch.float32, **host)}
+    with WeightGenerator(engine, store, target, 0, live) as generator:
+        while generator.step() != 2:
+            pass
+        assert live["q"].float().eq(448).all()
+        assert torch.equal(live["s"], torch.full((6,), 2 / 448, dtype=torch.float32, **host))
+    return generator.version
+
+
+def test_a_default_device_changes_nothing() -> None:
+    assert run_processes(3, under_a_default_device) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_a_trainer_that_has_no_new_weights_fails_the_update_everywhere(mode: str) -> None:
+    with fleet(MODELS["fused"], mode=mode) as found:
+
+        def begin() -> None:
+            for generator in found.generators if mode == "in_place" else []:
+                generator.begin()
+
+        begin()
+        found.finish(found.train(1))
+        begin()
+        first, *others = found.trainers
+        tensors = [found.model.trainer_tensors(i.rank, found.model.values(2)) for i in others]
+        running = [
+            found.pool.submit(each.update, 2, its)
+            for each, its in zip(others, tensors, strict=True)
+        ]
+        waits = [found.pool.submit(each.wait) for each in found.generators]
+        first.abort("out of memory")
+        for each in [*running, *waits]:
+            with pytest.raises(AbortedError, match=f"trainer {first.rank}: out of memory"):
+                each.result(60)
+        begin()
+        found.finish(found.train(3))
+        found.check(3)

@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "kernels/abi/handle.h"
+#include "moe/device/plain.h"
 #include "moe/plan/token_parts.h"
 #include "platform/cuda.h"
 
@@ -26,15 +27,6 @@ abi::DevicePtr<T> on_device(T* p) noexcept {
   return {address(p)};
 }
 
-template <typename Key>
-const DeviceKernel& find_kernel(const std::map<Key, DeviceKernel>& kernels, const Key& key,
-                                const char* what) {
-  const auto found = kernels.find(key);
-  MOE_P2P_CHECK(found != kernels.end(), Code::kUnavailable, what,
-                " is not compiled for these types; make the same call once outside torch.compile");
-  return found->second;
-}
-
 abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
   const auto words = static_cast<int64_t>(recv.scale_bytes / 4);
   if (!recv.options.column_scales) return {.row = words, .expert = 0, .word = 1};
@@ -53,6 +45,8 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
     : plan_(plan),
       local_(options.rank % plan.shape.ranks_per_node),
       waits_(waits),
+      in_order_(options.arrival_flags == ArrivalFlags::kWrite ||
+                (options.arrival_flags == ArrivalFlags::kAuto && waits.orders_writes())),
       memory_(memory),
       context_(memory.ordinal),
       ledger_(plan.shape.steps_in_flight),
@@ -65,11 +59,23 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
                 Code::kInvalidArgument, memory.peer_data.size(), " addresses of peers for ",
                 plan.shape.num_nodes(), " nodes");
   std::copy(memory.data.begin(), memory.data.end(), comm_.data);
+  if (memory.in_place) {
+    const auto others = static_cast<size_t>(plan.shape.num_other_nodes());
+    MOE_P2P_CHECK(memory.data.size() + others <= abi::kMaxDomainRanks, Code::kInvalidArgument,
+                  "a NIC that writes in place serves at most ", abi::kMaxDomainRanks,
+                  " ranks of the own node and other nodes together; there are ", memory.data.size(),
+                  " and ", others);
+    for (int node = 0; node < plan.shape.num_nodes(); ++node)
+      if (const int own = options.rank / plan.shape.ranks_per_node; node != own)
+        comm_.data[memory.data.size() + static_cast<size_t>(abi::other_index(node, own))] =
+            memory.peer_data[static_cast<size_t>(node)];
+  }
   comm_.state = memory.state;
   comm_.fault = {memory.fault_device};
   comm_.expert_rank = {memory.expert_rank};
   comm_.expert_local = {memory.expert_local};
   comm_.timeout_ns = static_cast<uint64_t>(std::chrono::nanoseconds(options.timeout).count());
+  comm_.places = abi::Places::make(plan.shape);
   comm_.rank = options.rank;
   comm_.num_local_experts = plan.num_local_experts(options.rank);
   comm_.communicator = options.communicator;
@@ -94,7 +100,8 @@ provider::MemorySpan DeviceBackend::span_at(uint64_t address) const {
           .bytes = plan_.regions.total_bytes,
           .kind = provider::MemoryKind::kCuda,
           .device = memory_.ordinal,
-          .read_by_neighbours = plan_.shape.ranks_per_node > 1};
+          .read_by_neighbours = plan_.shape.ranks_per_node > 1,
+          .in_order = in_order_};
 }
 
 // NICs do not use the regions within a node.
@@ -150,15 +157,15 @@ void DeviceBackend::clean_masks(uint64_t round, const platform::Stream& stream) 
 }
 
 abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {
-  input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
+  input.relay_blocks = relay_blocks(input.weights);
   input.num_sms = memory_.num_sms;
   return choose_grid(kernel, input);
 }
 
 template <typename Params>
 void DeviceBackend::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
-  const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
-                         params.grid.num_recv_blocks;
+  const int num_blocks =
+      params.grid.num_relay_blocks + params.grid.num_send_blocks + params.grid.num_recv_blocks;
   launch(kernel, &params, num_blocks, place, true);
 }
 
@@ -275,19 +282,19 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
   OpenCall call = send ? begin_dispatch(*send) : *before;
   if (!recv) check_half(call.num_steps);
   MOE_P2P_CHECK(!recv || recv->options.by_rank() == call.variant.by_rank, Code::kInvalidArgument,
-                "layout is by_rank for one half and not for the other; give dispatch_recv that of "
-                "dispatch_send");
+                "layout is by_rank for one half and not for the other; give both the same");
   MOE_P2P_CHECK(!recv || !recv->scales || recv->options.scale_format == call.variant.scale_format,
                 Code::kInvalidArgument,
-                "scale_format is not that of dispatch_send; give dispatch_recv the same");
-  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
+                "scale_format differs from dispatch_send's; give dispatch_recv the same");
+  abi::DispatchParams p = params_of(call);
+  if (send) fill(p, *send);
+  if (recv) fill(p, *recv);
+  const DeviceKernel& kernel =
+      find_kernel(dispatch_kernels_, call.variant, is_plain(p), "dispatch");
   MOE_P2P_CHECK(call.parts.slot_bytes <= kernel.max_slot_bytes, Code::kInvalidArgument,
                 "a token of this call takes ", call.parts.slot_bytes,
                 " bytes with its scales and extras, a kernel of so few multiprocessors holds ",
                 kernel.max_slot_bytes, "; raise extra_bytes of the configuration");
-  abi::DispatchParams p = params_of(call);
-  if (send) fill(p, *send);
-  if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(
       kernel,
@@ -353,22 +360,26 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
     MOE_P2P_CHECK(static_cast<uint64_t>(handle.num_words) >= layout.total, Code::kInvalidArgument,
                   "handle has ", handle.num_words, " words, too few for a dispatch of max_tokens ",
                   send->max_tokens, "; pass it whole, and max_tokens of its dispatch");
-    call.sum = {send->y_dtype, send->out_dtype, send->order != SumOrder::kRanks};
+    call.sum = {send->y_dtype, send->out_dtype, send->order != SumOrder::kRanks, send->partials};
     call.order = send->order;
     call.with_scalars = send->row_scalars != nullptr;
   }
-  // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk_send.cuh.
+  // Rows of one expert or by rank are copied as they are (rows_stay, combine/bulk_send.cuh).
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
-                      !send->topk_weights && !send->row_scalars;
-  const PartialForm form{call.sum.out_dtype, call.with_scalars, call.order};
+                      !send->topk_weights && !send->row_scalars &&
+                      send->partials != abi::Partials::kInt10;
+  const auto out_dtype = call.sum.out_dtype;
+  const auto partials = call.sum.partials;
+  const PartialForm form{near_type(out_dtype, partials), call.with_scalars, call.order};
   check_partial(plan_, form);
+  check_partial(plan_, {far_type(out_dtype, partials), call.with_scalars, call.order});
   if (!recv) check_half(call.num_steps);
-  MOE_P2P_CHECK(!recv || (recv->out_dtype == form.dtype && recv->order == form.order &&
-                          (call.with_scalars || recv->out_scalars == nullptr)),
-                Code::kInvalidArgument,
-                "out must be of the out_dtype that combine_send was given, and scalars come back "
-                "only where row_scalars were sent");
-  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.sum, "combine");
+  MOE_P2P_CHECK(
+      !recv || (recv->out_dtype == out_dtype && recv->partials == partials &&
+                recv->order == form.order && (call.with_scalars || recv->out_scalars == nullptr)),
+      Code::kInvalidArgument,
+      "out must be of the out_dtype and combine_dtype that combine_send was given, and "
+      "scalars come back only where row_scalars were sent");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);
@@ -378,10 +389,12 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.with_scalars = call.with_scalars;
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
+  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.sum, is_plain(p), "combine");
   const int64_t chunk = plan_.shape.chunk_tokens;
-  p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
+  p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size * kMostShares : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
-                            .copies = copies});
+                            .copies = copies,
+                            .weights = p.topk_weights.address != 0});
   // `before` stays valid: a call that opens steps has none, or a captured one.
   if (opens) make_room(call.num_steps, place);
   launch(kernel, p, place);
@@ -390,7 +403,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
 
 // Receives a dispatch without outputs: self-flagging slots must be read.
 void DeviceBackend::discard(const OpenCall& call, const Place& place) {
-  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
+  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, false, "dispatch");
   abi::DispatchParams p = params_of(call);
   p.grouped = 1;
   p.alignment = 1;
@@ -418,8 +431,8 @@ void DeviceBackend::launch_release(const int32_t* handle, const Place& place) {
   p.num_chunks = static_cast<int32_t>(open->num_steps);
   p.num_slots = open->num_slots;
   p.empty = 1;
-  p.grid = {1, 1};
-  launch(combine_kernels_.begin()->second, p, place);
+  p.grid = {1, 1, relay_blocks(false)};
+  launch(combine_kernels_.begin()->second, p, place);  // general: these come before plain ones
   ledger_.record(open, *open, place.capture, false, false);
 }
 

@@ -27,6 +27,7 @@ struct DeviceMemory {
   std::vector<uint64_t> data;  // [L] regions of each rank of the node, zeroed, as mapped here
   std::vector<uint64_t>
       peer_data;                // [N] regions of the rank with our local index; 0 = not mapped here
+  bool in_place = false;        // what goes to other nodes is stored there (DeviceComm::data)
   uint64_t state = 0;           // abi::DeviceState and DeviceWords on this device, zeroed
   uint64_t expert_rank = 0;     // i32 [E] on this device
   uint64_t expert_local = 0;    // i32 [E]
@@ -40,6 +41,8 @@ class DeviceBackend final : public Backend {
  public:
   DeviceBackend(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory,
                 Waits& waits);
+  // Arrival flags of a part in this rank's memory; 0: none. Before the first call.
+  void set_flag_words(int num) noexcept { comm_.flag_words = num; }
   // [L] signal memory of the node's ranks, as the device sees it; called before the first call.
   void set_signals(const std::vector<uint64_t>& addresses);
 
@@ -95,16 +98,23 @@ class DeviceBackend final : public Backend {
   void fill(abi::DispatchParams& p, const DispatchRecv& recv) const;
   static void fill(abi::CombineParams& p, const CombineSend& send);
   static void fill(abi::CombineParams& p, const CombineRecv& recv);
+  // Late weights are relayed in any way, and so is what neighbours' partners dispatch.
+  int32_t relay_blocks(bool with_weights) const noexcept {
+    return plan_.shape.num_nodes() > 1 &&
+           (comm_.flag_words == 0 || plan_.shape.ranks_per_node > 1 || with_weights);
+  }
   abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
   template <typename Params>
   void launch(const DeviceKernel& kernel, const Params& params, const Place& place);
-  // overlaps: it may begin while the kernel before it in the stream runs, for which it waits itself.
+  // overlaps: it may begin while the kernel before it in the stream runs, for which it waits
+  // itself.
   void launch(const DeviceKernel& kernel, const void* params, int num_blocks, const Place& place,
               bool overlaps);
 
   const Plan& plan_;
   const int local_;
   Waits& waits_;
+  const bool in_order_;  // NICs keep writes to the regions in order: flags may follow them
   const DeviceMemory memory_;
   const platform::PrimaryContext context_;
   abi::DeviceComm comm_{};

@@ -25,7 +25,7 @@ abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& in) noexcept 
                           std::max<int64_t>(budget - 1, 1));
   send = std::min(send, std::max(share, budget - recv));
   recv = std::min(recv, budget - send);
-  return {static_cast<int32_t>(send), static_cast<int32_t>(recv)};
+  return {static_cast<int32_t>(send), static_cast<int32_t>(recv), in.relay_blocks};
 }
 
 }  // namespace moe_p2p::moe

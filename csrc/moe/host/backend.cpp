@@ -28,13 +28,21 @@ HostBackend::HostBackend(const Plan& plan, const AllToAllOptions& options, NodeM
     : plan_(plan),
       memory_(memory),
       waits_(waits),
+      in_order_(options.arrival_flags == ArrivalFlags::kWrite),
       kernels_(plan, memory, options.num_threads, masks),
       ring_(plan, kernels_),
       ledger_(plan.shape.steps_in_flight),
       context_{plan, options.communicator, kernels_, ring_, ledger_} {}
 
 std::optional<provider::MemorySpan> HostBackend::regions() const {
-  return provider::MemorySpan{.data = memory_.data().data(), .bytes = memory_.data().size()};
+  return provider::MemorySpan{
+      .data = memory_.data().data(), .bytes = memory_.data().size(), .in_order = in_order_};
+}
+
+std::optional<provider::MemorySpan> HostBackend::mapped_regions(int node) const {
+  const auto data = memory_.far_data(node);
+  if (data.empty()) return std::nullopt;
+  return provider::MemorySpan{.data = data.data(), .bytes = data.size()};
 }
 
 // --- waiting -------------------------------------------------------------------------------------

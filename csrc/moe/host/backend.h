@@ -24,7 +24,7 @@ class HostBackend final : public Backend {
   std::vector<Step> last_steps() const override;
   Ledger& ledger() noexcept override { return ledger_; }
   std::optional<provider::MemorySpan> regions() const override;
-  std::optional<provider::MemorySpan> mapped_regions(int) const override { return std::nullopt; }
+  std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
   // For a simulation, which advances calls one by one.
   const HostContext& context() const noexcept { return context_; }
@@ -46,6 +46,7 @@ class HostBackend final : public Backend {
   const Plan& plan_;
   NodeMemory& memory_;
   Waits& waits_;
+  const bool in_order_;  // NICs keep writes to the regions in order
   HostKernels kernels_;
   StepRing ring_;
   Ledger ledger_;

@@ -220,7 +220,8 @@ CombineCall::CombineCall(const HostContext& context, const CombineSend& send)
             .named_step = handle_.meta().first_step} {
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
-  check_partial(context.plan, {send.out_dtype, send.row_scalars != nullptr, send.order});
+  check_partial(context.plan, near_form(send, send.row_scalars != nullptr));
+  check_partial(context.plan, far_form(send, send.row_scalars != nullptr));
   handle_.check_contents(context.kernels.rank(), send.y_rows);
   MOE_P2P_CHECK(!send.topk_weights || send.num_rows == handle_.meta().num_rows,
                 Code::kInvalidArgument, "topk_weights has ", send.num_rows,

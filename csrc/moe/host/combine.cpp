@@ -68,7 +68,8 @@ void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int
 
 }  // namespace
 
-// What a token's sum adds, in order, and what the ranks sent back for it: each has one of K experts.
+// What a token's sum adds, in order, and the scalars that the ranks sent back for it: each has one
+// of K experts.
 struct HostKernels::Addends {
   std::array<Addend, std::size(CombineRecv{}.bias) + abi::kMaxTopk> rows;
   std::array<Addend, abi::kMaxTopk> partials;
@@ -122,13 +123,13 @@ void HostKernels::recv_weights(Step step) const {
 void HostKernels::combine_send(Step step, const CombineSend& call, const HandleView& handle,
                                int64_t chunk) {
   const bool scalars = call.row_scalars != nullptr;
-  const PartialForm form{call.out_dtype, scalars, call.order};
+  const PartialForm form = near_form(call, scalars);
   const uint64_t stride = partial_stride(plan_, form);
-  const uint32_t flags = abi::combine_flags(call.out_dtype, scalars);
+  const uint32_t flags = abi::combine_flags(form.dtype, scalars);
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
   const bool weighted = call.row_weights || call.topk_weights;
   const uint64_t y_bytes = hidden * abi::item_bytes(call.y_dtype);
-  const uint64_t out_bytes = hidden * abi::item_bytes(call.out_dtype);
+  const uint64_t out_bytes = abi::row_bytes(form.dtype, hidden);
   for (int s = 0; s < shape_.world_size; ++s) {
     if (skips(s)) continue;
     const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
@@ -148,8 +149,8 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
       std::byte* partial = partial_at(region, slot, stride);
       const size_t each = call.order == SumOrder::kRows ? 1 : mine.num_addends;
       for (size_t r = 0; r < std::max<size_t>(mine.num_addends, 1); r += std::max<size_t>(each, 1))
-        sum_rows(partial + r * out_bytes, call.out_dtype, mine.addends.data() + r, each,
-                 call.y_dtype, weighted, hidden);
+        sum_rows(partial + r * out_bytes, form.dtype, mine.addends.data() + r, each, call.y_dtype,
+                 weighted, hidden);
       if (scalars)
         copy_scalars(abi::values_at<float>(partial, scalars_offset(plan_, form)), call, rows,
                      shape_.topk);
@@ -190,16 +191,20 @@ void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* 
 void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* handle,
                          int64_t chunk, int gateway, int node) {
   const bool scalars = call && call->row_scalars;
-  const uint64_t stride = call ? partial_stride(plan_, {call->out_dtype, scalars}) : 0;
-  const uint32_t flags =
-      call ? abi::combine_flags(call->out_dtype, scalars) : uint32_t{abi::kEmpty};
+  const PartialForm near = call ? near_form(*call, scalars) : PartialForm{};
+  const PartialForm far = call ? far_form(*call, scalars) : PartialForm{};
+  const uint64_t stride = call ? partial_stride(plan_, near) : 0;
+  const uint64_t far_stride = call ? partial_stride(plan_, far) : 0;
+  const auto flags_of = [&](const PartialForm& form) {
+    return call ? abi::combine_flags(form.dtype, scalars) : uint32_t{abi::kEmpty};
+  };
   for (int j = 0; j < shape_.ranks_per_node; ++j)
-    check_header(memory_.gather(gateway, step.slot, node, j), step, flags, stride,
+    check_header(memory_.gather(gateway, step.slot, node, j), step, flags_of(near), stride,
                  memory_.node() * shape_.ranks_per_node + j, "combine");
   RegionHeader& out = memory_.combine_outbox(gateway, step.slot, node);
   const int source = node * shape_.ranks_per_node + gateway;
   const int32_t count = call ? handle->slot_count(chunk, source) : 0;
-  fill_header(out, step, static_cast<uint32_t>(count), flags, stride);
+  fill_header(out, step, static_cast<uint32_t>(count), flags_of(far), far_stride);
   if (call) {
     const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
     pool_.parallel_for(static_cast<size_t>(count), [&](size_t i) {
@@ -210,15 +215,18 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
         RegionHeader& partial = memory_.gather(gateway, step.slot, node, std::countr_zero(ranks));
         addends[num_addends++] = {partial_at(partial, slot, stride), 1.0f};
       }
-      std::byte* sum = partial_at(out, slot, stride);
-      sum_rows(sum, call->out_dtype, addends.data(), num_addends, call->out_dtype, false, hidden);
-      const uint64_t row_bytes = hidden * abi::item_bytes(call->out_dtype);
+      std::byte* sum = partial_at(out, slot, far_stride);
+      if (near.dtype == DType::kInt10 && num_addends == 1) {  // more rounding would be for nothing
+        std::memcpy(sum, addends[0].row, scalars_offset(plan_, near));
+      } else {
+        sum_rows(sum, far.dtype, addends.data(), num_addends, near.dtype, false, hidden);
+      }
       if (scalars)
-        sum_scalars(abi::values_at<float>(sum, row_bytes), {addends.data(), num_addends}, row_bytes,
-                    shape_.topk);
+        sum_scalars(abi::values_at<float>(sum, scalars_offset(plan_, far)),
+                    {addends.data(), num_addends}, scalars_offset(plan_, near), shape_.topk);
     });
   }
-  ring(step, Phase::kCombine, gateway, node, abi::combine_slots_offset(), stride, count);
+  ring(step, Phase::kCombine, gateway, node, abi::combine_slots_offset(), far_stride, count);
 }
 
 RegionHeader& HostKernels::combine_region(Step step, int source) const noexcept {
@@ -228,29 +236,36 @@ RegionHeader& HostKernels::combine_region(Step step, int source) const noexcept 
              : memory_.combine_landing(memory_.local(), step.slot, node);
 }
 
-void HostKernels::check_combine(Step step, uint32_t flags, uint64_t stride) const {
+void HostKernels::check_combine(Step step, const CombineRecv* call) const {
+  const bool scalars = call && call->out_scalars;
   for (int s = 0; s < shape_.world_size; ++s) {
     const bool speaks =
         s / shape_.ranks_per_node == memory_.node() || s % shape_.ranks_per_node == memory_.local();
-    if (speaks) check_header(combine_region(step, s), step, flags, stride, s, "combine");
+    if (!speaks) continue;
+    uint32_t flags = abi::kEmpty;
+    uint64_t stride = 0;
+    if (call) {
+      const bool near = s / shape_.ranks_per_node == memory_.node();
+      const PartialForm form = near ? near_form(*call, scalars) : far_form(*call, scalars);
+      flags = abi::combine_flags(form.dtype, scalars);
+      stride = partial_stride(plan_, form);
+    }
+    check_header(combine_region(step, s), step, flags, stride, s, "combine");
   }
 }
 
-void HostKernels::recv_empty_combine(Step step) const { check_combine(step, abi::kEmpty, 0); }
+void HostKernels::recv_empty_combine(Step step) const { check_combine(step, nullptr); }
 
 void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleView& handle,
                                int64_t chunk) {
   const bool scalars = call.out_scalars != nullptr;
-  const PartialForm form{call.out_dtype, scalars, call.order};
-  const uint64_t stride = partial_stride(plan_, form);
-  check_combine(step, abi::combine_flags(call.out_dtype, scalars), stride);
+  check_combine(step, &call);
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
   const uint64_t row_bytes = hidden * abi::item_bytes(call.out_dtype);
   const int64_t begin = chunk * shape_.chunk_tokens;
   const bool last = chunk + 1 == handle.meta().num_chunks;
   const int64_t end = last ? handle.meta().num_rows
                            : std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_rows);
-  const uint64_t behind = scalars_offset(plan_, form);
   pool_.parallel_for(static_cast<size_t>(std::max<int64_t>(0, end - begin)), [&](size_t i) {
     const int64_t token = begin + static_cast<int64_t>(i);
     Addends found;
@@ -259,43 +274,51 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
         found.rows[found.num_rows++] = {
             static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f};
     if (call.order == SumOrder::kRanks) {
-      find_by_rank(step, handle.send_slots(token), stride, found);
+      find_by_rank(step, call, handle.send_slots(token), found);
     } else {
-      find_by_topk(step, call, token, handle.send_slots(token), stride, found);
+      find_by_topk(step, call, token, handle.send_slots(token), found);
     }
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
     sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, call.out_dtype, false, hidden);
     if (scalars)
       sum_scalars(call.out_scalars + token * shape_.topk,
-                  {found.partials.data(), found.num_partials}, behind, shape_.topk);
+                  {found.partials.data(), found.num_partials}, 0, shape_.topk);
   });
 }
 
 // Nodes ascending; of the own one each rank.
-void HostKernels::find_by_rank(Step step, const int32_t* slots, uint64_t stride,
+void HostKernels::find_by_rank(Step step, const CombineRecv& call, const int32_t* slots,
                                Addends& found) const noexcept {
   const int num_local = shape_.ranks_per_node;
-  const auto add = [&](RegionHeader& region, int32_t slot) {
-    found.rows[found.num_rows++] =
-        found.partials[found.num_partials++] = {partial_at(region, slot, stride), 1.0f};
+  const auto adder = [&](const PartialForm& form) {
+    const uint64_t stride = partial_stride(plan_, form), behind = scalars_offset(plan_, form);
+    return [&found, stride, behind, packed = form.dtype == DType::kInt10](RegionHeader& region,
+                                                                          int32_t slot) {
+      const std::byte* row = partial_at(region, slot, stride);
+      found.rows[found.num_rows++] = {row, 1.0f, packed};
+      found.partials[found.num_partials++] = {row + behind, 1.0f};
+    };
   };
+  const bool scalars = call.out_scalars != nullptr;
+  const auto add_near = adder(near_form(call, scalars)), add_far = adder(far_form(call, scalars));
   for (int n = 0; n < shape_.num_nodes(); ++n) {
     if (n != memory_.node()) {
       if (slots[num_local + n] >= 0 && !silent(rank_of(n, memory_.local())))
-        add(memory_.combine_landing(memory_.local(), step.slot, n), slots[num_local + n]);
+        add_far(memory_.combine_landing(memory_.local(), step.slot, n), slots[num_local + n]);
       continue;
     }
     for (int l = 0; l < num_local; ++l)
       if (slots[l] >= 0 && !silent(rank_of(n, l)))
-        add(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
+        add_near(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
   }
 }
 
 // k ascending, on one node: the sum of a rank at the last k of its experts, or each of its rows.
 void HostKernels::find_by_topk(Step step, const CombineRecv& call, int64_t token,
-                               const int32_t* slots, uint64_t stride,
-                               Addends& found) const noexcept {
+                               const int32_t* slots, Addends& found) const noexcept {
   const int topk = shape_.topk;
+  const PartialForm form = near_form(call, call.out_scalars != nullptr);
+  const uint64_t stride = partial_stride(plan_, form), behind = scalars_offset(plan_, form);
   const uint64_t row_bytes =
       static_cast<uint64_t>(plan_.hidden_dim) * abi::item_bytes(call.out_dtype);
   std::array<int, abi::kMaxTopk> rank;
@@ -319,7 +342,7 @@ void HostKernels::find_by_topk(Step step, const CombineRecv& call, int64_t token
     } else if (last) {
       found.rows[found.num_rows++] = {partial, 1.0f};
     }
-    if (last) found.partials[found.num_partials++] = {partial, 1.0f};
+    if (last) found.partials[found.num_partials++] = {partial + behind, 1.0f};
   }
 }
 

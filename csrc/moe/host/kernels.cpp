@@ -13,9 +13,10 @@ using base::Code;
 namespace {
 
 const char* dtype_name(uint32_t flags) {
-  constexpr const char* kNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn"};
+  constexpr const char* kNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn",
+                                    "10-bit integer"};
   const uint32_t index = flags >> abi::kDTypeShift;
-  return index < 4 ? kNames[index] : "unknown";
+  return index < 5 ? kNames[index] : "unknown";
 }
 
 // A header's flags as text, for errors.
@@ -165,19 +166,33 @@ void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
   platform::notify_all(memory_.bell(local));
 }
 
-// release: pairs with the acquire in Exchange::bell() of the gateway.
 void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t front,
                        uint64_t stride, int32_t num_slots) noexcept {
   if (skips(rank_of(node, gateway))) return;
-  abi::Doorbell& bell = memory_.doorbell(gateway, phase, step.slot, node);
   for (int i = 0, num_parts = 1; i < num_parts; ++i) {
     const auto part = abi::RegionPart::make(shape_, front, stride, num_slots, i);
     num_parts = part.num_parts;
-    const auto words = abi::BellWords::make(step.index, part);
-    std::atomic_ref(bell.part[i].size).store(words.size, std::memory_order_release);
-    std::atomic_ref(bell.part[i].place).store(words.place, std::memory_order_release);
+    memory_.ring(gateway, phase, step.slot, node, abi::BellWords::make(step.index, part), i,
+                 step.index);
   }
   platform::notify_all(memory_.waker(gateway));
+}
+
+// As wait_flags() of kernels/device/wait.cuh.
+bool HostKernels::flags_arrived(Step step, Phase phase, int node) const noexcept {
+  const int num_flags = MOE_P2P_MUTATED(kFlagOfOneNic) ? 1 : memory_.flag_words();
+  const uint64_t late = MOE_P2P_MUTATED(kFlagOfEarlierStep) ? abi::kMaxParts : 0;
+  for (int part = 0; part < abi::kMaxParts; ++part) {
+    uint64_t flag = 0;
+    for (int nic = 0; nic < num_flags; ++nic) {
+      // acquire: what that NIC wrote of the part is visible (provider.h, sentence 4).
+      flag =
+          memory_.arrival_flag(phase, step.slot, node, part, nic).load(std::memory_order_acquire);
+      if (flag + late < abi::arrival_flag(step.index, part, false)) return false;
+    }
+    if (flag + late >= abi::come(step.index)) return true;
+  }
+  return true;
 }
 
 bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
@@ -188,6 +203,10 @@ bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
     return has_cleaned(round, source);
   const int node = source / shape_.ranks_per_node;
   const int local = source % shape_.ranks_per_node;
+  // The word says so, too, and is up where a partner has closed (Waits::silent); flags come later.
+  if (memory_.flag_words() > 0 && node != memory_.node() && local == memory_.local() &&
+      phase != Phase::kWeights && flags_arrived(step, phase, node))
+    return true;
   int keeper = memory_.local();  // local rank whose signal memory holds the flag
   if (node != memory_.node()) {
     if (phase != Phase::kCombine) {

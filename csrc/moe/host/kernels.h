@@ -78,6 +78,8 @@ class HostKernels {
   bool arrived(Step step, abi::Phase phase, int source) const noexcept;
 
  private:
+  // Whether what this rank's partner on that node sends it is here, by its flags.
+  bool flags_arrived(Step step, abi::Phase phase, int node) const noexcept;
   bool silent(int rank) const noexcept { return silent_[static_cast<size_t>(rank)]; }
   // Nothing is written for this rank: it may still read what was sent before its mask.
   bool skips(int rank) const noexcept { return silent(rank) && !MOE_P2P_MUTATED(kWriteToMasked); }
@@ -88,7 +90,8 @@ class HostKernels {
   abi::RegionHeader& dispatch_region(Step step, int source) const noexcept;
   abi::RegionHeader& combine_region(Step step, int source) const noexcept;
   abi::RegionHeader& weights_region(Step step, int source) const noexcept;
-  void check_combine(Step step, uint32_t flags, uint64_t stride) const;
+  // null: of an empty combine.
+  void check_combine(Step step, const CombineRecv* call) const;
   void check_header(const abi::RegionHeader& header, Step step, uint32_t flags, uint64_t slot_bytes,
                     int source, const char* phase) const;
   void fill_header(abi::RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
@@ -108,10 +111,10 @@ class HostKernels {
   void fill_topk(const DispatchRecv& call, const std::byte* slot, uint64_t row) const noexcept;
   void clear_padding(const DispatchRecv& call) const noexcept;
   struct Addends;
-  void find_by_rank(Step step, const int32_t* slots, uint64_t stride,
+  void find_by_rank(Step step, const CombineRecv& call, const int32_t* slots,
                     Addends& found) const noexcept;
   void find_by_topk(Step step, const CombineRecv& call, int64_t token, const int32_t* slots,
-                    uint64_t stride, Addends& found) const noexcept;
+                    Addends& found) const noexcept;
   // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
   void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,

@@ -66,9 +66,91 @@ MOE_P2P_VECTOR void store_f16(Half* out, const float* acc, size_t n) {
   for (size_t i = 0; i < n; ++i) out[i] = static_cast<Half>(acc[i]);
 }
 
-void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bool weighted,
-         size_t n) noexcept {
+// --- int10: kernels/abi/shape.h, docs/protocol.md, section 10 ---
+
+constexpr size_t kUnit = abi::kInt10Unit, kGroup = abi::kInt10Group, kInt10 = abi::kInt10Block;
+
+// The planes of a row.
+template <typename Byte>
+struct Planes {
+  Byte *codes, *rest, *scales;
+
+  Planes(Byte* row, size_t length)
+      : codes(row),
+        rest(row + abi::int10_units(length) * abi::kInt10UnitCodes),
+        scales(rest + abi::int10_units(length) * abi::kInt10UnitRest) {}
+};
+
+// Adds n values from number `from` on, both multiples of a block.
+MOE_P2P_VECTOR void add_int10(float* acc, const std::byte* row, size_t length, size_t from, float w,
+                              bool weighted, size_t n) {
+  const Planes planes(row, length);
+  for (size_t g = 0; g < n / kGroup; ++g) {
+    const size_t group = from / kGroup + g;
+    uint64_t low;
+    uint16_t high, scale_bits;
+    std::memcpy(&low, planes.codes + group * sizeof low, sizeof low);
+    std::memcpy(&high, planes.rest + group * sizeof high, sizeof high);
+    std::memcpy(&scale_bits, planes.scales + group * kGroup / kInt10 * sizeof scale_bits,
+                sizeof scale_bits);
+    const float scale = std::bit_cast<float>(uint32_t{scale_bits} << 16);
+    uint32_t codes[kGroup];
+    for (size_t j = 0; j < 6; ++j) codes[j] = static_cast<uint32_t>(low >> (10 * j));
+    codes[6] = static_cast<uint32_t>(low >> 60) | uint32_t{high} << 4;
+    codes[7] = uint32_t{high} >> 6;
+    for (size_t j = 0; j < kGroup; ++j) {
+      const auto number =
+          static_cast<int32_t>(codes[j] & abi::kInt10Mask) - static_cast<int32_t>(abi::kInt10Zero);
+      const float value = static_cast<float>(number) * scale;
+      acc[g * kGroup + j] += weighted ? w * value : value;
+    }
+  }
+}
+
+// Of one block: codes and, returned, the bits of the scale.
+uint32_t quantize_int10(const float* x, uint32_t* codes) noexcept {
+  uint32_t most = 0;  // magnitudes order like their bits, NaN above inf
+  for (size_t i = 0; i < kInt10; ++i)
+    most = std::max(most, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
+  if (most >= 0x7f800000u) {
+    std::fill_n(codes, kInt10, abi::kInt10Zero);
+    return abi::kInt10NanScale;
+  }
+  const uint32_t least = std::bit_cast<uint32_t>(std::bit_cast<float>(most) * abi::kInt10Step);
+  const uint32_t scale = std::max((least + 0xffffu) & 0xffff0000u, abi::kInt10LeastScale);
+  const float multiplier = 1.0f / std::bit_cast<float>(scale);
+  for (size_t i = 0; i < kInt10; ++i)
+    codes[i] = std::bit_cast<uint32_t>(x[i] * multiplier + abi::kInt10Magic) & abi::kInt10Mask;
+  return scale;
+}
+
+// Stores n values from number `from` on; up to the end of the row whole units.
+MOE_P2P_VECTOR void store_int10(std::byte* row, size_t length, size_t from, const float* acc,
+                                size_t n) {
+  const Planes planes(row, length);
+  const size_t end = from + n == length ? (length + kUnit - 1) / kUnit * kUnit : from + n;
+  constexpr float kNothing[kInt10] = {};
+  for (size_t at = from; at < end; at += kInt10) {
+    uint32_t codes[kInt10];
+    const uint32_t scale = quantize_int10(at < length ? acc + (at - from) : kNothing, codes);
+    const auto scale_bits = static_cast<uint16_t>(scale >> 16);
+    std::memcpy(planes.scales + at / kInt10 * sizeof scale_bits, &scale_bits, sizeof scale_bits);
+    for (size_t g = 0; g < kInt10 / kGroup; ++g) {
+      const uint32_t* code = codes + g * kGroup;
+      uint64_t low = 0;
+      for (size_t j = 0; j < 7; ++j) low |= uint64_t{code[j]} << (10 * j);
+      const auto high = static_cast<uint16_t>(code[6] >> 4 | code[7] << 6);
+      const size_t group = at / kGroup + g;
+      std::memcpy(planes.codes + group * sizeof low, &low, sizeof low);
+      std::memcpy(planes.rest + group * sizeof high, &high, sizeof high);
+    }
+  }
+}
+
+void add(float* acc, const std::byte* row, DType dtype, size_t length, size_t from, float w,
+         bool weighted, size_t n) noexcept {
   switch (dtype) {
+    case DType::kInt10: return add_int10(acc, row, length, from, w, weighted, n);
     case DType::kBFloat16:
       return add_bf16(acc, reinterpret_cast<const uint16_t*>(row) + from, w, weighted, n);
     case DType::kFloat16:
@@ -77,8 +159,10 @@ void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bo
   }
 }
 
-void store(std::byte* out, DType dtype, size_t from, const float* acc, size_t n) noexcept {
+void store(std::byte* out, DType dtype, size_t length, size_t from, const float* acc,
+           size_t n) noexcept {
   switch (dtype) {
+    case DType::kInt10: return store_int10(out, length, from, acc, n);
     case DType::kBFloat16: return store_bf16(reinterpret_cast<uint16_t*>(out) + from, acc, n);
     case DType::kFloat16: return store_f16(reinterpret_cast<Half*>(out) + from, acc, n);
     default: std::memcpy(reinterpret_cast<float*>(out) + from, acc, n * sizeof(float));
@@ -130,8 +214,9 @@ void sum_rows(std::byte* out, DType out_dtype, const Addend* addends, size_t num
     const size_t n = std::min(kBlock, length - from);
     std::memset(acc, 0, n * sizeof(float));
     for (size_t a = 0; a < num_addends; ++a)
-      add(acc, addends[a].row, dtype, from, addends[a].weight, weighted, n);
-    store(out, out_dtype, from, acc, n);
+      add(acc, addends[a].row, addends[a].packed ? DType::kInt10 : dtype, length, from,
+          addends[a].weight, weighted, n);
+    store(out, out_dtype, length, from, acc, n);
   }
 }
 
@@ -142,7 +227,7 @@ void quantize_row(const std::byte* row, DType dtype, bool power_of_two, std::byt
     const size_t n = std::min<size_t>(abi::kScaleBlock, length - from);
     std::fill_n(x, n,
                 -0.0f);  // the one number whose sum with any x is x: with 0.0f, -0.0 would turn
-    add(x, row, dtype, from, 1.0f, false, n);
+    add(x, row, dtype, length, from, 1.0f, false, n);
     const float amax = std::max(absolute_max(x, n), kSmallestAmax);
     float scale = amax / kMaxE4M3, multiplier = kMaxE4M3 / amax;
     if (power_of_two) {

@@ -14,10 +14,12 @@ namespace moe_p2p::moe {
 struct Addend {
   const std::byte* row;
   float weight;
+  bool packed = false;  // of DType::kInt10, whatever the others are
 };
 
 // out[i] = round(0 + w0 * row0[i] + w1 * row1[i] + ...), each product rounded to fp32 before it is
-// added, in the order given; `weighted` false adds the rows themselves. Formats: bf16, fp16, fp32.
+// added, in the order given; `weighted` false adds the rows themselves. Formats: bf16, fp16, fp32,
+// and int10 (kernels/abi/shape.h) for rows of whole blocks.
 void sum_rows(std::byte* out, abi::DType out_dtype, const Addend* addends, size_t num_addends,
               abi::DType dtype, bool weighted, size_t length) noexcept;
 

@@ -33,8 +33,8 @@ Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine&
                  remotes_.size()),
       lanes_(std::make_unique<Lane[]>(num_lanes_)),
       partners_(std::make_unique<Partner[]>(remotes_.size())),
-      watched_(static_cast<size_t>(plan.shape.steps_in_flight * plan.shape.num_nodes())) {
-  open_.reserve(watched_.size());  // the proxy thread does not allocate
+      rows_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight)) {
+  open_.reserve(num_lanes_);  // the proxy thread does not allocate
   touched_.reserve(num_lanes_);
   size_t i = 0;
   for (int phase = 0; phase < abi::kNumPhases; ++phase)
@@ -102,11 +102,24 @@ abi::BellWords Exchange::bell(const Lane& lane, int index) const noexcept {
           std::atomic_ref(words.place).load(std::memory_order_acquire)};
 }
 
+// acquire: pairs with ring_slot() of kernels. Slots that ring for themselves are written; others
+// are behind the bell.
+bool Exchange::slots_written(const Lane& lane, const abi::BellWords& sent,
+                             int part) const noexcept {
+  const uint32_t tag = abi::bell_tag_of(sent.tag());
+  for (int i = std::min(sent.own_bells(part), abi::kOwnBells) - 1; i >= 0; --i)
+    if (memory_.slot_bell(memory_.local(), lane.phase, lane.slot, lane.node, i)
+            .load(std::memory_order_acquire) != tag)
+      return false;
+  return true;
+}
+
 bool Exchange::take(Lane& lane, int index) noexcept {
   Part& part = lane.parts[index];
   const abi::BellWords sent = bell(lane, index);
   const uint32_t steps = sent.tag() - static_cast<uint32_t>(part.word);  // since the last one taken
-  if (steps == 0 || !sent.whole()) return false;
+  if (steps == 0 || !sent.whole() || !slots_written(lane, sent, index)) return false;
+  if (index == 0 && !may_answer(lane, part.word + steps - 1)) return false;
   part.word += steps;
   part.num_parts = sent.num_parts();
   if (masks_.has(rank_of(lane.node))) return false;
@@ -130,15 +143,37 @@ bool Exchange::take(Lane& lane, int index) noexcept {
                            i + 1 == part.num_parts};
   part.request.operation = engine::Write{
       .source = data_,
-      .source_offset = slot + road.outbox + from * road.region_bytes + sent.begin(),
+      .source_offset = slot + road.outbox + from * road.region_bytes + sent.begin(index),
       .target = remote_of(lane.node).region,
-      .target_offset = slot + road.landing + to * road.region_bytes + sent.begin(),
+      .target_offset = slot + road.landing + to * road.region_bytes + sent.begin(index),
       .bytes = sent.bytes(),
       .imm = key.pack(),
   };
+  if (writes_flags_ && lane.phase != Phase::kWeights) {
+    const abi::Shape& shape = plan_.shape;
+    std::get<engine::Write>(part.request.operation).flag =
+        engine::Flag{plan_.regions.arrivals + abi::arrival_flags_at(shape, lane.phase, lane.slot,
+                                                                    static_cast<int>(to), index),
+                     abi::arrival_flag(part.word - 1, index, key.is_last)};
+  }
   part.busy = true;
+  note(times_[static_cast<size_t>(lane.phase)].taken);
   engine_.submit_from_poller(part.request);
   return true;
+}
+
+// A kernel that sees flags may be ahead of the immediates that came with them. What it sends lets
+// the partner use the slot again, and immediates of two uses must not mix: so it leaves once those
+// that it answers are counted. In combine those of this step's dispatch, in dispatch those of the
+// slot's last combine.
+bool Exchange::may_answer(const Lane& lane, uint64_t step) const noexcept {
+  if (!writes_flags_ || lane.phase == Phase::kWeights) return true;
+  if (masks_.has(rank_of(lane.node)) || partner_of(lane.node).left) return true;
+  const bool combines = lane.phase == Phase::kCombine;
+  const Lane& answered = this->lane(combines ? Phase::kDispatch : Phase::kCombine, lane.slot,
+                                    abi::other_index(lane.node, memory_.node()));
+  const uint64_t use = step / static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  return answered.published >= use + (combines ? 1 : 0);
 }
 
 void Exchange::finish(Lane& lane, Part& part) noexcept {
@@ -213,45 +248,46 @@ bool Exchange::is_quiet(const Lane& lane) noexcept {
   return true;
 }
 
-// False once nothing more will be rung there before its next dispatch. Combine is rung last, by a
-// rank that has seen the earlier doorbells: so when combine is taken, all others are there.
-bool Exchange::look_at(size_t watched, bool& moved) noexcept {
-  const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
-  const int slot = static_cast<int>(watched / num_nodes);
-  const int index = abi::other_index(static_cast<int>(watched % num_nodes), memory_.node());
-  Lane& dispatch = lane(Phase::kDispatch, slot, index);
-  Lane& combine = lane(Phase::kCombine, slot, index);
-  Lane& weights = lane(Phase::kWeights, slot, index);
-  for (Lane* each : {&combine, &weights, &dispatch}) moved |= advance(*each);
-  watched_[watched].tag = static_cast<uint32_t>(dispatch.parts[0].word);
-  return combine.parts[0].word != dispatch.parts[0].word || !is_quiet(combine) ||
-         !is_quiet(weights) || !is_quiet(dispatch);
+// Takes what has been rung in a row that awaits bells.
+bool Exchange::look_at(size_t row) noexcept {
+  Lane* const lanes = &lanes_[row * remotes_.size()];
+  const auto wanted = static_cast<uint32_t>(rows_[row].rung);
+  bool moved = false, awaited = false;
+  for (size_t i = 0; i < remotes_.size(); ++i) {
+    Lane& lane = lanes[i];
+    const auto taken = [&] { return static_cast<uint32_t>(lane.parts[0].word) == wanted; };
+    if (taken()) continue;
+    const int node = remotes_[i].node;
+    // relaxed: take() looks again, at the bell.
+    const uint32_t tag = memory_.bell_tag(memory_.local(), lane.phase, lane.slot, node)
+                             .load(std::memory_order_relaxed);
+    if (tag == wanted) moved |= advance(lane);
+    // Nobody rings for a masked rank.
+    awaited |= !taken() && !masks_.has(rank_of(node));
+    if (!is_quiet(lane) && !std::exchange(lane.open, true)) open_.push_back(&lane);
+  }
+  rows_[row].awaited = awaited;
+  return moved;
 }
 
 bool Exchange::take_doorbells() noexcept {
   bool moved = false;
-  const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
-  for (int slot = 0; !remotes_.empty() && slot < plan_.shape.steps_in_flight; ++slot) {
-    const size_t first = static_cast<size_t>(slot) * num_nodes;
-    // The doorbell of the own node, which nobody rings, lies among them.
-    abi::Doorbell* const bells = &memory_.doorbell(memory_.local(), Phase::kDispatch, slot, 0);
-    for (size_t node = 0; node < num_nodes; ++node) {
-      // relaxed: take() looks again.
-      const uint64_t word =
-          std::atomic_ref(bells[node].part[0].size).load(std::memory_order_relaxed);
-      Watched& watched = watched_[first + node];
-      if (word >> 32 == watched.tag || watched.open) [[likely]]
-        continue;
-      watched.open = true;
-      open_.push_back(static_cast<uint32_t>(first + node));
-    }
+  const auto num_slots = static_cast<size_t>(plan_.shape.steps_in_flight);
+  for (size_t row = 0; !remotes_.empty() && row < rows_.size(); ++row) {
+    const auto phase = static_cast<Phase>(row / num_slots);
+    const uint64_t rung = memory_.rung(memory_.local(), phase, static_cast<int>(row % num_slots))
+                              .load(std::memory_order_relaxed);
+    if (rung != rows_[row].rung) rows_[row] = {rung, true};
+    if (rows_[row].awaited) moved |= look_at(row);
   }
   for (size_t i = 0; i < open_.size();) {
-    if (look_at(open_[i], moved)) {
+    Lane& lane = *open_[i];
+    moved |= advance(lane);
+    if (!is_quiet(lane)) {
       ++i;
       continue;
     }
-    watched_[open_[i]].open = false;
+    lane.open = false;
     open_[i] = open_.back();
     open_.pop_back();
   }
@@ -324,6 +360,7 @@ bool Exchange::publish(Lane& lane) noexcept {
   const bool whole = lane.last_named && here == num_named;
   const uint64_t word =
       whole ? abi::come(step) : step * abi::kMaxParts + static_cast<uint64_t>(here);
+  if (mapped_ && lane.phase != Phase::kWeights) store_flags(lane, step, lane.counted, here, whole);
   lane.counted = whole ? 0 : here;
   if (whole) {
     for (Part& part : std::span(lane.parts).first(static_cast<size_t>(here))) {
@@ -339,10 +376,24 @@ bool Exchange::publish(Lane& lane) noexcept {
   // thread (provider.h, assumption 1), so it is to every thread that acquires the flag.
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
       .store(word, std::memory_order_release);
+  note(times_[static_cast<size_t>(lane.phase)].published);
   const bool whole_node = lane.phase != Phase::kCombine;
   for (int l = 0; l < memory_.num_local(); ++l)
     if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
   return true;
+}
+
+// The payload is visible, or will be once the GPU has flushed what NICs wrote.
+void Exchange::store_flags(const Lane& lane, uint64_t step, int first, int end,
+                           bool whole) noexcept {
+  if (!mapped_->flush()) {
+    stop({memory_.node(), Failure::Kind::kFlush, {}, 0, {base::Code::kTransport, 0}});
+    return;
+  }
+  const int other = abi::other_index(lane.node, memory_.node());
+  for (int part = first; part < end; ++part)
+    mapped_->store(abi::arrival_flags_at(plan_.shape, lane.phase, lane.slot, other, part),
+                   abi::arrival_flag(step, part, whole && part + 1 == end));
 }
 
 bool Exchange::publish_arrivals() noexcept {
@@ -357,10 +408,23 @@ bool Exchange::publish_arrivals() noexcept {
   return publish_left() || moved;
 }
 
+void Exchange::note(std::atomic<int64_t>& time) noexcept {
+  if (!notes_times_.load(std::memory_order_relaxed)) [[likely]]
+    return;
+  const std::chrono::nanoseconds now = platform::Clock::now().time_since_epoch();
+  time.store(now.count(), std::memory_order_relaxed);
+}
+
 // --- any thread ----------------------------------------------------------------------------------
 
 Exchange::Failure Exchange::failure() const noexcept {
   return failed_.load(std::memory_order_acquire) ? failure_ : Failure{};  // pairs with fail()
+}
+
+Exchange::Times Exchange::times(Phase phase) noexcept {
+  notes_times_.store(true, std::memory_order_relaxed);
+  const TimeOf& of = times_[static_cast<size_t>(phase)];
+  return {of.taken.load(std::memory_order_relaxed), of.published.load(std::memory_order_relaxed)};
 }
 
 std::string Exchange::immediates(Phase phase, int slot, int node) const {

@@ -4,17 +4,17 @@
 // Sending: a doorbell word of step e means that a part of the outbox of a phase for a node is
 // complete; one Write takes the bytes described beside the word to the landing of the rank with the
 // same local index there, cut over all NICs, with an immediate on each piece. A turn looks at one
-// word of each step slot and node: the first part of dispatch, the first to be rung in every step.
-// It looks at the others only for *open* slots: dispatch was rung, and combine was not, or is under
-// way. Receiving: when as many immediates of a (phase, step slot, source, part) have arrived as the
-// source has NICs, all pieces of the part are visible. The flag counts the parts from the first on;
-// with the last, which its immediates mark as such, it goes up to the step's value. Probes: a
-// partner that is waited for, and to which nothing is under way, may be gone without any write
-// failing. So now and then this rank sends it immediates that it ignores. Farewells: a rank that
-// closes waits, partner by partner, until all that it has for one has arrived there, and then sends
-// it one word: how many writes it made, and whether it closes in order. From then on that partner
-// needs nothing more: a write to it that fails is no failure. A wait for anything beyond these
-// writes fails once all of them have arrived.
+// word of each phase and step slot, however many nodes there are. Once that names a new step, it
+// looks at the tags of the nodes until all their bells are taken, and at the other parts and the
+// write of a lane as long as there are any. Receiving: when as many immediates of a (phase, step
+// slot, source, part) have arrived as the source has NICs, all pieces of the part are visible. The
+// flag counts the parts from the first on; with the last, which its immediates mark as such, it
+// goes up to the step's value. Probes: a partner that is waited for, and to which nothing is under
+// way, may be gone without any write failing. So now and then this rank sends it immediates that it
+// ignores. Farewells: a rank that closes waits, partner by partner, until all that it has for one
+// has arrived there, and then sends it one word: how many writes it made, and whether it closes in
+// order. From then on that partner needs nothing more: a write to it that fails is no failure. A
+// wait for anything beyond these writes fails once all of them have arrived.
 #pragma once
 
 #include <atomic>
@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "engine/transfer_engine.h"
+#include "moe/node/arrival_flags.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
 #include "moe/plan/step.h"
@@ -47,6 +48,13 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
            const engine::MemoryHandle* data, const engine::MemoryHandle* board,
            uint32_t communicator, std::vector<Remote> remotes, const Masks& masks,
            bool device = false);
+
+  // Before the first turn. write: a flag follows what is sent (docs/protocol.md, section 7).
+  // mapped: the flags of this rank, which this object stores; or null.
+  void use_flags(bool write, MappedFlags* mapped) noexcept {
+    writes_flags_ = write;
+    mapped_ = mapped;
+  }
 
   bool take_doorbells() noexcept override;
   bool publish_arrivals() noexcept override;
@@ -91,6 +99,12 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // as a failed write only if the host is still waiting later: the peer may have finished and
   // closed while the probe was in flight. For a GPU this object probes by itself.
   void probe(int node) noexcept;
+  // When the last doorbell of a phase was taken, and its last arrival published, in nanoseconds of
+  // the host's clock; noted from the first call on. For `bench`.
+  struct Times {
+    int64_t taken, published;
+  };
+  Times times(abi::Phase phase) noexcept;
   // Small next to any timeout, large next to some writes. A NIC may take longer to report that a
   // peer is gone.
   static constexpr std::chrono::milliseconds kProbeInterval{1000};
@@ -119,6 +133,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     std::atomic<uint64_t> num_named{1};   // parts named by immediates, up to the highest
     bool last_named = false;              // the highest is the last
     bool touched = false;                 // an immediate arrived since the last look
+    bool open = false;                    // among open_
     int counted = 0;                      // parts that the flag counts
     uint64_t published = 0;               // uses whose flag is up
   };
@@ -139,28 +154,35 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     engine::Request farewell;
     enum class Parting : uint8_t { kNo, kSent, kDone } parting{};
   };
-  // What every turn looks at for one step slot and node, side by side.
-  struct Watched {
-    uint32_t tag = 0;  // low half of the last dispatch taken, of its first part
-    bool open = false;
+  // One (phase, step slot), of all nodes.
+  struct Row {
+    uint64_t rung = 0;     // the last step seen there, plus 1
+    bool awaited = false;  // bells of that step are still to come
   };
   Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
   Partner& partner_of(int node) const noexcept;
   const Remote& remote_of(int node) const noexcept;
   int rank_of(int node) const noexcept;
+  struct TimeOf {
+    std::atomic<int64_t> taken{0}, published{0};
+  };
+  void note(std::atomic<int64_t>& time) noexcept;
   static int most_parts(const Lane& lane) noexcept;
   uint64_t next_step(const Lane& lane) const noexcept;
   abi::BellWords bell(const Lane& lane, int index) const noexcept;
+  bool slots_written(const Lane& lane, const abi::BellWords& sent, int part) const noexcept;
   bool take(Lane& lane, int index) noexcept;
   bool advance(Lane& lane) noexcept;
   static bool may_ring(const Lane& lane, int index) noexcept;
   static bool is_quiet(const Lane& lane) noexcept;
-  bool look_at(size_t watched, bool& moved) noexcept;
+  bool look_at(size_t row) noexcept;
   void finish(Lane& lane, Part& part) noexcept;
   void fail(const Failure& failure) noexcept;
   void stop(const Failure& failure) noexcept;
   void check_flushes() noexcept;
   bool publish(Lane& lane) noexcept;
+  bool may_answer(const Lane& lane, uint64_t step) const noexcept;
+  void store_flags(const Lane& lane, uint64_t step, int first, int end, bool whole) noexcept;
   const Lane* owed_by(int node) const noexcept;
   void take_probes() noexcept;
   bool partner_left(int node) noexcept;
@@ -178,19 +200,23 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   const std::vector<Remote> remotes_;  // [N-1] by node
   const Masks masks_;
   const bool device_;
+  bool writes_flags_ = false;
+  MappedFlags* mapped_ = nullptr;
   const size_t num_lanes_;
   std::unique_ptr<Lane[]> lanes_;        // [phase][slot][N-1]
   std::unique_ptr<Partner[]> partners_;  // [N-1]
   std::atomic<bool> probing_{false};     // some probe is wanted or under way
   uint32_t turns_ = 0;
   platform::Clock::time_point next_probe_;
-  std::vector<Watched> watched_;  // [slot][N]
-  std::vector<uint32_t> open_;    // [..] open entries of watched_, by index
-  std::vector<Lane*> touched_;    // [..] lanes since the last publish_arrivals()
-  bool dirty_ = false;            // an immediate arrived since then
+  std::vector<Row> rows_;       // [phase][slot]
+  std::vector<Lane*> open_;     // [..] lanes with a write under way, or with parts to be rung
+  std::vector<Lane*> touched_;  // [..] lanes since the last publish_arrivals()
+  bool dirty_ = false;          // an immediate arrived since then
   bool leaving_ = false;
   Closing closing_;                    // its steps are in Lane::wanted
   std::atomic<size_t> num_parted_{0};  // partners that this rank is done with
+  std::atomic<bool> notes_times_{false};
+  TimeOf times_[abi::kNumPhases];
   Failure failure_;
   std::atomic<bool> failed_{false};
 };

@@ -25,6 +25,19 @@ void NodeMemory::attach(const std::vector<Neighbour>& neighbours) {
   }
 }
 
+void NodeMemory::attach_far(int rank, const std::string& memory_name) {
+  far_.resize(static_cast<size_t>(plan_.shape.world_size));
+  base::with_context(base::concat("connecting to rank ", rank), [&] {
+    far_[static_cast<size_t>(rank)] = platform::SharedMemory::open(memory_name);
+  });
+}
+
+std::span<std::byte> NodeMemory::far_data(int node) const noexcept {
+  if (far_.empty()) return {};
+  return far_[static_cast<size_t>(node * ranks_per_node_ + local())].bytes().subspan(
+      plan_.signals.total_bytes, board_ - plan_.signals.total_bytes);
+}
+
 bool NodeMemory::alive(int local) const noexcept {
   return local == this->local() || mapped_[static_cast<size_t>(local)].owner_alive();
 }
@@ -46,6 +59,36 @@ abi::Doorbell& NodeMemory::doorbell(int local, Phase phase, int slot, int node) 
   return *reinterpret_cast<abi::Doorbell*>(signals(local) + plan_.signals.bell(phase, slot, node));
 }
 
+NodeMemory::Word NodeMemory::rung(int local, Phase phase, int slot) const noexcept {
+  return Word(*reinterpret_cast<uint64_t*>(signals(local) + plan_.signals.rung_word(phase, slot)));
+}
+
+std::atomic_ref<uint32_t> NodeMemory::bell_tag(int local, Phase phase, int slot,
+                                               int node) const noexcept {
+  return std::atomic_ref(
+      *reinterpret_cast<uint32_t*>(signals(local) + plan_.signals.bell_tag(phase, slot, node)));
+}
+
+std::atomic_ref<uint32_t> NodeMemory::slot_bell(int local, Phase phase, int slot, int node,
+                                                int index) const noexcept {
+  return std::atomic_ref(*reinterpret_cast<uint32_t*>(
+      signals(local) + plan_.signals.slot_bell(phase, slot, node, index)));
+}
+
+// relaxed, then release, which pairs with the acquire in Exchange::bell(): who has taken the bell
+// has seen the words before it, so that none of an earlier step comes behind a word of a later one.
+void NodeMemory::ring(int local, Phase phase, int slot, int node, const abi::BellWords& words,
+                      int part, uint64_t step) const noexcept {
+  if (part == 0) {
+    rung(local, phase, slot).store(step + 1, std::memory_order_relaxed);
+    bell_tag(local, phase, slot, node)
+        .store(static_cast<uint32_t>(step + 1), std::memory_order_relaxed);
+  }
+  abi::BellWords& bell = doorbell(local, phase, slot, node).part[part];
+  std::atomic_ref(bell.size).store(words.size, std::memory_order_release);
+  std::atomic_ref(bell.place).store(words.place, std::memory_order_release);
+}
+
 NodeMemory::Word NodeMemory::gather_count(int local, int slot, int node) const noexcept {
   return Word(*reinterpret_cast<uint64_t*>(signals(local) + plan_.signals.gathered(slot, node)));
 }
@@ -62,8 +105,20 @@ platform::EventCount& NodeMemory::waker(int local) const noexcept {
 int NodeMemory::other(int node) const noexcept { return abi::other_index(node, this->node()); }
 
 NodeMemory::Region& NodeMemory::region(int local, int slot, uint64_t at) const noexcept {
-  return *reinterpret_cast<Region*>(signals(local) + plan_.signals.total_bytes +
+  return region_in(signals(local), slot, at);
+}
+
+NodeMemory::Region& NodeMemory::region_in(std::byte* memory, int slot, uint64_t at) const noexcept {
+  return *reinterpret_cast<Region*>(memory + plan_.signals.total_bytes +
                                     static_cast<uint64_t>(slot) * plan_.regions.step_bytes + at);
+}
+
+NodeMemory::Region& NodeMemory::sent(int local, int slot, int node, uint64_t outbox,
+                                     uint64_t landing, uint64_t bytes) const noexcept {
+  if (far_.empty()) return region(local, slot, outbox + static_cast<uint64_t>(other(node)) * bytes);
+  const auto from = static_cast<uint64_t>(abi::other_index(this->node(), node));
+  return region_in(far_[static_cast<size_t>(node * ranks_per_node_ + local)].data(), slot,
+                   landing + from * bytes);
 }
 
 NodeMemory::Region& NodeMemory::inbox(int local, int slot, int source_local) const noexcept {
@@ -73,9 +128,8 @@ NodeMemory::Region& NodeMemory::inbox(int local, int slot, int source_local) con
 }
 
 NodeMemory::Region& NodeMemory::outbox(int local, int slot, int node) const noexcept {
-  return region(
-      local, slot,
-      plan_.regions.outbox + static_cast<uint64_t>(other(node)) * abi::outbox_bytes(plan_.shape));
+  return sent(local, slot, node, plan_.regions.outbox, plan_.regions.landing,
+              abi::outbox_bytes(plan_.shape));
 }
 
 NodeMemory::Region& NodeMemory::landing(int local, int slot, int source_node) const noexcept {
@@ -99,9 +153,8 @@ NodeMemory::Region& NodeMemory::gather(int local, int slot, int source_node,
 
 NodeMemory::Region& NodeMemory::combine_outbox(int local, int slot,
                                                int source_node) const noexcept {
-  return region(local, slot,
-                plan_.regions.combine_outbox +
-                    static_cast<uint64_t>(other(source_node)) * abi::partial_bytes(plan_.shape));
+  return sent(local, slot, source_node, plan_.regions.combine_outbox, plan_.regions.combine_landing,
+              abi::partial_bytes(plan_.shape));
 }
 
 NodeMemory::Region& NodeMemory::combine_landing(int local, int slot,
@@ -119,9 +172,8 @@ NodeMemory::Region& NodeMemory::weights_inbox(int local, int slot,
 }
 
 NodeMemory::Region& NodeMemory::weights_outbox(int local, int slot, int node) const noexcept {
-  return region(local, slot,
-                plan_.regions.weights_outbox +
-                    static_cast<uint64_t>(other(node)) * abi::weights_bytes(plan_.shape));
+  return sent(local, slot, node, plan_.regions.weights_outbox, plan_.regions.weights_landing,
+              abi::weights_bytes(plan_.shape));
 }
 
 NodeMemory::Region& NodeMemory::weights_landing(int local, int slot,
@@ -129,6 +181,14 @@ NodeMemory::Region& NodeMemory::weights_landing(int local, int slot,
   return region(local, slot,
                 plan_.regions.weights_landing +
                     static_cast<uint64_t>(other(source_node)) * abi::weights_bytes(plan_.shape));
+}
+
+NodeMemory::Word NodeMemory::arrival_flag(Phase phase, int slot, int node, int part,
+                                          int nic) const noexcept {
+  const uint64_t at = plan_.regions.arrivals +
+                      abi::arrival_flags_at(plan_.shape, phase, slot, other(node), part) +
+                      8 * static_cast<uint64_t>(nic);
+  return Word(*reinterpret_cast<uint64_t*>(data().data() + at));
 }
 
 std::span<std::byte> NodeMemory::data() const noexcept {

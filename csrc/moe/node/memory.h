@@ -28,6 +28,11 @@ class NodeMemory {
   };
   // [L] in local order; this rank's own entry is used for its waker only.
   void attach(const std::vector<Neighbour>& neighbours);
+  // Maps a rank of another node on this host, where NICs write in place: this node's outboxes for
+  // it then are its landings. Called for all ranks of other nodes, or none.
+  void attach_far(int rank, const std::string& memory_name);
+  // Regions of the rank with this local index on another node; empty unless attached.
+  std::span<std::byte> far_data(int node) const noexcept;
 
   int rank() const noexcept { return rank_; }
   int node() const noexcept { return rank_ / ranks_per_node_; }
@@ -42,6 +47,16 @@ class NodeMemory {
   using Word = std::atomic_ref<uint64_t>;
   abi::SignalHead& head(int local) const noexcept;
   Word flag(int local, abi::Phase phase, int slot, int source) const noexcept;
+  // Of the bells of a phase and slot: the step in which some are rung, and the first parts' tags by
+  // node.
+  Word rung(int local, abi::Phase phase, int slot) const noexcept;
+  std::atomic_ref<uint32_t> bell_tag(int local, abi::Phase phase, int slot,
+                                     int node) const noexcept;
+  std::atomic_ref<uint32_t> slot_bell(int local, abi::Phase phase, int slot, int node,
+                                      int index) const noexcept;
+  // Rings for one part.
+  void ring(int local, abi::Phase phase, int slot, int node, const abi::BellWords& words, int part,
+            uint64_t step) const noexcept;
   abi::Doorbell& doorbell(int local, abi::Phase phase, int slot, int node) const noexcept;
   Word gather_count(int local, int slot, int node) const noexcept;
   platform::EventCount& bell(int local) const noexcept;   // waiters of that rank
@@ -59,6 +74,12 @@ class NodeMemory {
   Region& weights_inbox(int local, int slot, int source_local) const noexcept;
   Region& weights_outbox(int local, int slot, int node) const noexcept;
   Region& weights_landing(int local, int slot, int source_node) const noexcept;
+
+  // One arrival flag of this rank (kernels/abi/region.h), where hosts see arrivals by them.
+  Word arrival_flag(abi::Phase phase, int slot, int node, int part, int nic) const noexcept;
+  // How many flags a part has; 0: arrivals are seen by the words above.
+  int flag_words() const noexcept { return flag_words_; }
+  void set_flag_words(int num) noexcept { flag_words_ = num; }
 
   // This rank's regions, which its NICs may access.
   std::span<std::byte> data() const noexcept;
@@ -80,6 +101,10 @@ class NodeMemory {
 
  private:
   Region& region(int local, int slot, uint64_t at) const noexcept;
+  Region& region_in(std::byte* memory, int slot, uint64_t at) const noexcept;
+  // What local rank `local` sends to `node`: region `outbox` of its own, or `landing` over there.
+  Region& sent(int local, int slot, int node, uint64_t outbox, uint64_t landing,
+               uint64_t bytes) const noexcept;
   Word board_word(int local, uint64_t at, int node) const noexcept {
     return Word(*reinterpret_cast<uint64_t*>(board(local) + at + 8 * static_cast<uint64_t>(node)));
   }
@@ -89,9 +114,11 @@ class NodeMemory {
   const int rank_;
   const int ranks_per_node_;
   const uint64_t board_;  // behind signals and regions
+  int flag_words_ = 0;
   platform::SharedMemory own_;
   std::vector<platform::SharedMemory> mapped_;  // [L]; empty for this rank
   std::vector<platform::SharedMemory> wakers_;  // [L]
+  std::vector<platform::SharedMemory> far_;     // [W], of ranks of other nodes; or empty
 };
 
 // How a partner on another node has closed its communicator; 0: not closed, as far as is known.

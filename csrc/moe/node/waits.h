@@ -32,6 +32,7 @@ class Waits {
         memory_(memory),
         masks_(masks),
         engine_(engine) {}
+  bool orders_writes() const noexcept { return engine_.orders_writes(); }
   void set_exchange(Exchange* exchange) noexcept { exchange_ = exchange; }
 
   // Waits until ready(), with a deadline; throws or masks when a rank that has not arrived() is

@@ -160,6 +160,7 @@ std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
           {"weights_inbox", steps * (regions.weights_outbox - regions.weights_inbox)},
           {"weights_outbox", steps * (regions.weights_landing - regions.weights_outbox)},
           {"weights_landing", steps * (regions.step_bytes - regions.weights_landing)},
+          {"arrivals", regions.total_bytes - steps * regions.step_bytes},
           {"signals", signals.total_bytes + board.total_bytes},
           {"device_state", abi::DeviceWords::make(shape).total_bytes}};
 }

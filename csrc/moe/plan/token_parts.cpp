@@ -79,7 +79,7 @@ uint64_t scalars_offset(const Plan& plan, const PartialForm& form) noexcept {
   const auto& shape = plan.shape;
   const auto rows = static_cast<uint64_t>(
       form.order == SumOrder::kRows ? std::min(shape.topk, shape.max_local_experts) : 1);
-  return rows * static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(form.dtype);
+  return rows * abi::row_bytes(form.dtype, static_cast<uint64_t>(plan.hidden_dim));
 }
 
 uint64_t partial_stride(const Plan& plan, const PartialForm& form) noexcept {
@@ -92,6 +92,13 @@ void check_partial(const Plan& plan, const PartialForm& form) {
   MOE_P2P_CHECK(form.order == SumOrder::kRanks || shape.num_nodes() == 1, Code::kInvalidArgument,
                 "combine adds in the order of top-k among ranks of one node, these are ",
                 shape.num_nodes(), " nodes, each of which adds up before it sends");
+  if (form.dtype == DType::kInt10) {
+    MOE_P2P_CHECK(plan.hidden_dim % abi::kInt10Block == 0, Code::kInvalidArgument,
+                  "combine_dtype is int10 and hidden_dim ", plan.hidden_dim,
+                  ", must be a multiple of ", abi::kInt10Block, ", the values that share a scale");
+    MOE_P2P_CHECK(form.order == SumOrder::kRanks, Code::kInvalidArgument,
+                  "combine_dtype is int10, which takes sums in order='ranks' only");
+  }
   const uint64_t bytes = partial_stride(plan, form);
   MOE_P2P_CHECK(bytes <= abi::align_up(shape.max_partial_bytes, abi::kLine), Code::kInvalidArgument,
                 "a combined row is ", bytes, " bytes, the communicator was made for ",

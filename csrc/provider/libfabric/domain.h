@@ -9,8 +9,8 @@
 //
 // After a refused write tcp, net and shm, unlike a NIC, drop the whole connection: other writes to
 // that peer fail too (kPeerDead), and the next one connects again. A write that has been received
-// in part when its memory is given back is still completed there; memory that a read is under way to
-// cannot be given back at all (unregister_memory throws).
+// in part when its memory is given back is still completed there; memory that a read is under way
+// to cannot be given back at all (unregister_memory throws).
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once

@@ -30,8 +30,8 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
       // shm of libfabric 1.17 delivers an empty write and then never completes it.
       bytes_when_empty_(config.provider == "shm" ? 1 : 0),
       completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
-      // A read's completion is its delivery. Without the flag shm reads the peer's memory itself, and
-      // looks at no key (smr_rma.c, smr_do_fast_rma, of 1.17).
+      // A read's completion is its delivery. Without the flag shm reads the peer's memory itself,
+      // and looks at no key (smr_rma.c, smr_do_fast_rma, of 1.17).
       read_flags_(kCompletion | (config.provider == "shm" ? kDeliveryComplete : 0)),
       regions_(regions),
       peers_(peers),

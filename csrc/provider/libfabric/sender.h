@@ -24,8 +24,8 @@
 
 namespace moe_p2p::provider::libfabric {
 
-// One accepted write or read. libfabric has the address of `context` while the write is posted. The rest is
-// one cache line: between two batches of writes, it falls out of the caches.
+// One accepted write or read. libfabric has the address of `context` while the write is posted. The
+// rest is one cache line: between two batches of writes, it falls out of the caches.
 struct alignas(64) Slot {
   // kAbandoned: reported to the engine as complete, not yet returned by libfabric.
   enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned };

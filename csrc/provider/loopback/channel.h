@@ -15,6 +15,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/abi/rows.h"
+#include "platform/process.h"
+
 namespace moe_p2p::provider::loopback {
 
 inline constexpr uint64_t kLine = 64;
@@ -23,7 +26,11 @@ inline constexpr uint64_t kSegmentMagic = 0x6d6f655f70327032;
 // Longest shared memory name that a claim can carry, with its terminating zero.
 inline constexpr size_t kMaxName = 128;
 
-struct alignas(kLine) SegmentHeader {
+// Registered regions of a NIC, at most. Too small: a KV cache that registers its layers one by one
+// is refused.
+inline constexpr uint32_t kMaxRegions = 1u << 12;
+
+struct alignas(kPage) SegmentHeader {
   uint64_t magic;
   uint64_t letter;  // base/letter.h
   uint64_t ring_bytes;
@@ -35,6 +42,11 @@ struct alignas(kLine) SegmentHeader {
   // Not 0: the NIC is closed, its channels are not read any more. Release by Segment::close(),
   // acquire by Segment::closed().
   std::atomic<uint32_t> closed;
+  // What this NIC's GPU copies into memory that peers lend; read by these peers.
+  alignas(kPage) abi::CopyWords copies;
+  // By region: the key under which its GPU memory is lent to peers, 0: it is not, or no more.
+  // seq_cst: store by RegionTable, load by Connection::start_copy (see RegionTable::close()).
+  alignas(kPage) std::atomic<uint64_t> lent[kMaxRegions];
 };
 
 // free -> claiming -> open by the sender (Segment::claim), -> closing by either end, -> free by the
@@ -61,10 +73,16 @@ struct ChannelRecord {
   alignas(kLine) std::atomic<uint64_t> state;
 };
 
+// A process that is killed lets go of its locks before the driver has ended what its GPU does, so
+// its channel is kept so long, or until the process itself is gone. Too small: copies of its GPU
+// write to memory that its owner has taken back.
+inline constexpr int64_t kEndOfGpuWorkNs = 100'000'000;
+
 // The channel's sender. Written before the state becomes kOpen, constant from then on.
 struct Claim {
   char sender_segment[kMaxName];  // shows whether the sender is alive
   char sender_waker[kMaxName];    // notified after acknowledgements; may be empty
+  platform::ProcessName sender;
 };
 
 struct Ack {
@@ -87,6 +105,7 @@ struct alignas(kLine) Fragment {
   static constexpr uint32_t kInPlace = 4;
   // The receiver fills the payload, from the memory named, and acknowledges this fragment alone.
   static constexpr uint32_t kRead = 8;
+  static constexpr uint32_t kHasFlag = 16;
 
   uint64_t remote_addr;  // of the whole write, like remote_key and write_bytes
   uint64_t remote_key;
@@ -97,6 +116,8 @@ struct alignas(kLine) Fragment {
   uint32_t slot;
   uint32_t imm;
   uint32_t flags;
+  uint64_t flag_addr;  // under the same key
+  uint64_t flag_value;
 };
 static_assert(sizeof(Fragment) == kLine && sizeof(ChannelRecord) == 3 * kLine);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);

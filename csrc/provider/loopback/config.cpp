@@ -13,7 +13,7 @@ Config parse_config(const std::string& text) {
   const Settings settings(
       "loopback", text,
       {"seed", "ring_kib", "channels", "max_in_flight", "max_write_bytes", "gbps", "latency_us",
-       "fail_nth", "mutate", "copy_kernel", "addressing"});
+       "fail_nth", "mutate", "copy_kernel", "row_kernel", "addressing", "trace", "ordered"});
   constexpr uint64_t kAny = std::numeric_limits<uint64_t>::max();
   Config config;
   config.seed = settings.integer("seed", 0, 0, kAny);
@@ -29,9 +29,14 @@ Config parse_config(const std::string& text) {
   config.latency_us = settings.real("latency_us", 0, 0, 1e6);
   config.fail_nth = settings.integer("fail_nth", 0, 0, kAny);
   config.copy_kernel = settings.integer("copy_kernel", 0, 0, kAny);
-  config.early_imm = settings.word("mutate", "none", {"none", "early_imm"}) == "early_imm";
+  config.row_kernel = settings.integer("row_kernel", 0, 0, kAny);
+  const std::string mutate = settings.word("mutate", "none", {"none", "early_imm", "early_flag"});
+  config.early_imm = mutate == "early_imm";
+  config.early_flag = mutate == "early_flag";
+  config.ordered = settings.integer("ordered", 0, 0, 1) != 0;
   config.offset_addressing =
       settings.word("addressing", "virtual", {"virtual", "offset"}) == "offset";
+  config.trace = settings.text("trace", "");
   MOE_P2P_CHECK(std::has_single_bit(config.ring_bytes), base::Code::kInvalidArgument,
                 "loopback settings: ring_kib=", config.ring_bytes / 1024,
                 " is refused; it must be a power of two");

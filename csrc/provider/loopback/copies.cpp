@@ -16,9 +16,10 @@ constexpr auto kDrainTimeout = std::chrono::seconds(10);
 
 }  // namespace
 
-Copies::Copies(const Config& config, int nic)
+Copies::Copies(const Config& config, int nic, abi::CopyWords& words)
     : early_imm_(config.early_imm),
       copy_kernel_(config.copy_kernel),
+      lent_{.function = config.row_kernel, .words = &words},
       chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 8) {
   waiting_.reserve(CopyQueue::kCapacity);
 }
@@ -27,10 +28,15 @@ Copies::~Copies() = default;
 
 void Copies::open(int device) {
   const std::lock_guard lock(mutex_);
-  if (!queue_) queue_ = std::make_unique<CopyQueue>(device, copy_kernel_);
+  if (!queue_) queue_ = std::make_unique<CopyQueue>(device, copy_kernel_, lent_);
   MOE_P2P_CHECK(queue_->device() == device, Code::kInvalidArgument,
                 "a loopback NIC serves one GPU: ", "memory of device ", device,
                 " cannot join memory of device ", queue_->device());
+}
+
+bool Copies::copies_lent() {
+  const std::lock_guard lock(mutex_);
+  return queue_ && queue_->copies_lent();
 }
 
 void Copies::drain() {
@@ -60,14 +66,25 @@ Copies::State Copies::state_of(uint64_t ticket) noexcept {
   return queue_->status().ok() ? State::kUnderWay : State::kFailed;
 }
 
-bool Copies::full() noexcept {
-  if (queue_->full()) queue_->poll();  // copies of forgotten connections may be done
-  return queue_->full() || waiting_.size() == CopyQueue::kCapacity;
+bool Copies::full(uint64_t lent_bytes) noexcept {
+  if (queue_->full(lent_bytes)) queue_->poll();  // copies of forgotten connections may be done
+  const uint32_t most = CopyQueue::kCapacity - (lent_bytes > 0 ? CopyQueue::kKept : 0);
+  return queue_->full(lent_bytes) || waiting_.size() >= most;
 }
 
 base::Status Copies::start(Connection& connection, const Fragment& fragment, std::byte* to,
                            const std::byte* from) noexcept {
-  const CopyQueue::Started started = queue_->copy(to, from, fragment.bytes);
+  return wait_for(connection, fragment, queue_->copy(to, from, fragment.bytes));
+}
+
+base::Status Copies::start_lent(Connection& connection, const Fragment& fragment, std::byte* to,
+                                const std::byte* from) noexcept {
+  noted_ = true;
+  return wait_for(connection, fragment, queue_->copy_lent(to, from, fragment.bytes));
+}
+
+base::Status Copies::wait_for(Connection& connection, const Fragment& fragment,
+                              const CopyQueue::Started& started) noexcept {
   if (started.status.ok()) waiting_.push_back({&connection, started.ticket, fragment});
   return started.status;
 }

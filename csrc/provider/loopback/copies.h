@@ -1,8 +1,10 @@
 // Copies of GPU memory, of two kinds. When the peer's memory is mapped here
 // (RegionTable::find_window), the payload bypasses the ring: our GPU copies it straight into place,
-// and its fragment waits here until the copy is done. Otherwise the sender copies it into the ring,
-// and the receiver out of it, each with its own GPU. Opened and drained on the control path; the
-// rest is called by the polling thread, through Connection, Sender and Receiver.
+// and its fragment waits here until the copy is done. Where the peer may take the memory back at
+// any time (a lent window) it also learns of the copy, before it begins and when it ends. Otherwise
+// the sender copies it into the ring, and the receiver out of it, each with its own GPU. Opened and
+// drained on the control path; the rest is called by the polling thread, through Connection, Sender
+// and Receiver.
 #pragma once
 
 #include <memory>
@@ -22,7 +24,8 @@ class Connection;
 
 class Copies {
  public:
-  Copies(const Config& config, int nic);
+  // words: of this NIC's segment.
+  Copies(const Config& config, int nic, abi::CopyWords& words);
   ~Copies();
 
   // --- any thread --- Call it before the first span of `device` is registered or mapped. Throws
@@ -31,12 +34,25 @@ class Copies {
   // Waits for all copies begun before. Throws Error{kTimeout}.
   void drain();
   void settle() noexcept;  // drain() at the NIC's end; logs copies that still run
+  bool copies_lent();      // whether windows may be lent ones
 
   // --- polling thread, once it has found GPU memory registered ---
-  bool full() noexcept;
+  // lent_bytes: as CopyQueue::full().
+  bool full(uint64_t lent_bytes = 0) noexcept;
   // Must not be full. publish() sends the fragment, unless the status is a failure.
   base::Status start(Connection& connection, const Fragment& fragment, std::byte* to,
                      const std::byte* from) noexcept;
+  // The same into memory that its owner may take back. announce() before the owner's word is read,
+  // withdraw() when that refuses.
+  base::Status start_lent(Connection& connection, const Fragment& fragment, std::byte* to,
+                          const std::byte* from) noexcept;
+  void announce(uint64_t bytes) noexcept { queue_->announce(bytes); }
+  void withdraw(uint64_t bytes) noexcept { queue_->withdraw(bytes); }
+  // Launches what start_lent() noted. Before the polling thread leaves the NIC.
+  void launch() noexcept {
+    if (noted_) queue_->launch();
+    noted_ = false;
+  }
   // Copies between a GPU and a ring. Must not be full.
   platform::CopyQueue::Started start_by_ring(std::byte* to, const std::byte* from,
                                              uint64_t bytes) noexcept;
@@ -59,15 +75,19 @@ class Copies {
   };
   enum class Fate : uint8_t { kWaits, kLeft, kDropped };
   Fate look_at(Waiting& waiting) noexcept;
+  base::Status wait_for(Connection& connection, const Fragment& fragment,
+                        const platform::CopyQueue::Started& started) noexcept;
   bool poll() noexcept;
 
   const bool early_imm_;
   const uint64_t copy_kernel_;
+  const platform::LentCopies lent_;
   Chaos chaos_;
   std::mutex mutex_;  // between control calls
   // Constant once made; published to the polling thread with the key of a region or window.
   std::unique_ptr<platform::CopyQueue> queue_;
   std::vector<Waiting> waiting_;  // capacity reserved
+  bool noted_ = false;            // start_lent() since the last launch()
 };
 
 template <typename Published>

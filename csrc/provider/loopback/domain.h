@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "provider/loopback/config.h"
 #include "provider/loopback/copies.h"
@@ -33,18 +34,24 @@ namespace loopback {
 
 class LoopbackDomain final : public Domain, public LoopbackControl {
  public:
-  explicit LoopbackDomain(const DomainOptions& options);
+  LoopbackDomain(const DomainOptions& options, const Config& config, const char* name = "loopback");
   ~LoopbackDomain() override;
 
-  const char* provider_name() const noexcept override { return "loopback"; }
+  const char* provider_name() const noexcept override { return name_; }
   DomainLimits limits() const noexcept override;
-  bool needs_gpu_flush() const noexcept override { return false; }  // GPUs do the writes
+  // GPUs do the writes.
+  bool needs_gpu_flush() const noexcept override { return config_.flush; }
+  bool writes_in_place() const noexcept override { return config_.in_place; }
+  bool orders_writes() const noexcept override { return config_.ordered; }
   base::Bytes address() const override;
-  PeerId connect(std::span<const std::byte> address) override;
+  PeerId connect(std::span<const std::byte> address) override { return connect_for(address, 0, 0); }
+  PeerId connect_for(std::span<const std::byte> address, int priority, uint64_t tag) override;
   void disconnect(PeerId peer) override;
   MemoryKey register_memory(const MemorySpan& span) override;
   void unregister_memory(const MemoryKey& key) override;
-  void map_remote(uint64_t remote_key, const MemorySpan& local) override;
+  bool writes_to_lent_memory() const noexcept override { return !config_.hollow; }
+  void map_remote(uint64_t remote_key, const MemorySpan& local, bool lent) override;
+  bool lends(PeerId peer, uint64_t remote_key) override { return sender_.lends(peer, remote_key); }
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
   size_t poll(std::span<Completion> completions) noexcept override;
@@ -52,15 +59,21 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
 
   void kill() noexcept override;
   void fail_write(uint64_t nth) noexcept override;
+  void use_clock(int64_t (*now)()) noexcept override { time_.use(now); }
   std::string describe() const override;
 
  private:
+  const char* const name_;
   const Config config_;
   const int nic_;
   platform::EventCount* const waker_;
   const std::string waker_name_;
   const std::shared_ptr<Segment> segment_;
+  std::mutex leaving_mutex_;
+  std::vector<uint64_t> leaving_;  // keys that are gone, while peers may still copy
+  std::vector<uint64_t> closing_;  // keys of windows that are gone, while copies may still run
   RegionTable regions_;
+  TimeSource time_;
   Copies copies_;
   Receiver receiver_;
   Sender sender_;

@@ -11,11 +11,12 @@ namespace moe_p2p::provider::loopback {
 using base::Code;
 
 // Every index that fits into a key exists, so a lookup needs no range check.
-RegionTable::RegionTable(uint32_t owner, bool offset_addressing)
+RegionTable::RegionTable(uint32_t owner, bool offset_addressing, SegmentHeader* header)
     : owner_(owner & kOwnerMask),
       offset_addressing_(offset_addressing),
       regions_(kMaxRegions),
-      windows_(kMaxWindows) {
+      windows_(kMaxWindows),
+      header_(header) {
   for (uint32_t i = kMaxRegions; i > 0; --i) free_.push_back(i - 1);
 }
 
@@ -30,6 +31,8 @@ MemoryKey RegionTable::add(const MemorySpan& span) {
   const uint64_t key = owner_ << kOwnerShift | region.generation << kGenerationShift | index;
   const bool from_start = offset_addressing_ || span.kind == MemoryKind::kCuda;
   publish(region, key, span, from_start ? 0 : reinterpret_cast<uint64_t>(span.data));
+  if (header_ && span.kind == MemoryKind::kCuda)
+    lent_word(*header_, key).store(key | kRemoteBit, std::memory_order_seq_cst);
   return {.local_key = key, .remote_key = key | kRemoteBit, .remote_addr = region.remote_addr};
 }
 
@@ -39,12 +42,20 @@ MemoryKind RegionTable::remove(const MemoryKey& key) {
   Region& region = regions_[index];
   MOE_P2P_CHECK(matches(region, key.local_key), Code::kInvalidArgument,
                 "unregistering a key that is not registered at this loopback NIC");
+  if (header_) lent_word(*header_, key.local_key).store(0, std::memory_order_seq_cst);
   retire(region);
   free_.push_back(index);
   return region.kind;
 }
 
-void RegionTable::map(uint64_t remote_key, const MemorySpan& local) {
+// Pairs with CopyQueue::announce() and the load in Connection::start_copy: four seq_cst operations
+// (store word, load number of copies begun; store the number, load the word).
+void RegionTable::close() noexcept {
+  if (!header_) return;
+  for (auto& word : header_->lent) word.store(0, std::memory_order_seq_cst);
+}
+
+void RegionTable::map(uint64_t remote_key, const MemorySpan& local, bool lent) {
   std::lock_guard lock(mutex_);
   const auto find = [this](uint64_t key) {
     return std::ranges::find_if(windows_, [key](const Region& w) { return w.key == key; });
@@ -55,7 +66,12 @@ void RegionTable::map(uint64_t remote_key, const MemorySpan& local) {
   const auto free = find(0);
   MOE_P2P_CHECK(free != windows_.end(), Code::kResourceExhausted, "all ", kMaxWindows,
                 " windows of this loopback NIC are taken; disconnect peers that left");
+  free->lent = lent;
   publish(*free, remote_key, local, 0);
+  const auto end = static_cast<uint32_t>(free - windows_.begin()) + 1;
+  // release: pairs with window_of().
+  if (end > num_windows_.load(std::memory_order_relaxed))
+    num_windows_.store(end, std::memory_order_release);
 }
 
 bool RegionTable::unmap(uint64_t remote_key) {

@@ -12,28 +12,33 @@
 #include <optional>
 #include <vector>
 
+#include "provider/loopback/channel.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::provider::loopback {
 
 class RegionTable {
  public:
-  // Too small: a KV cache that registers its layers one by one is refused.
-  static constexpr uint32_t kMaxRegions = 1u << 12;
-  // Too small: a NIC cannot map memory of more peers on this host. Searched in order.
-  static constexpr uint32_t kMaxWindows = 256;
+  // Too small: a NIC cannot map memory of more peers on this host. Searched from the
+  // one that was found last.
+  static constexpr uint32_t kMaxWindows = 1024;
 
   // `owner` distinguishes the keys of different NICs. Remote addresses are virtual, or count from
   // the region's start; GPU memory's always count from it, because peers map it at another address.
-  RegionTable(uint32_t owner, bool offset_addressing);
+  // header: of this NIC's segment; null: no memory is lent.
+  RegionTable(uint32_t owner, bool offset_addressing, SegmentHeader* header = nullptr);
 
   // --- any thread --- Throws Error{kResourceExhausted} when all regions are taken.
   MemoryKey add(const MemorySpan& span);
   // When it returns the polling thread does not use the region any more. Returns the region's kind.
   // Throws Error{kInvalidArgument} for an unknown key.
   MemoryKind remove(const MemoryKey& key);
-  // Likewise for windows, by the peer's key. unmap() returns false for an unknown key.
-  void map(uint64_t remote_key, const MemorySpan& local);
+  // GPU memory is no longer lent to peers. Their NICs either have told by then that they copy, or
+  // see it before they do.
+  void close() noexcept;
+  // Likewise for windows, by the peer's key. lent: its owner may take it back at any time. unmap()
+  // returns false for an unknown key.
+  void map(uint64_t remote_key, const MemorySpan& local, bool lent);
   bool unmap(uint64_t remote_key);
 
   // --- polling thread --- Surrounds every use of find_*() and its results: remove() and unmap()
@@ -76,12 +81,24 @@ class RegionTable {
     if (!contains(region, offset, bytes)) return std::nullopt;
     return region.kind;
   }
+  // A window whose owner does not take it back.
+  bool has_kept_window(uint64_t remote_key) const noexcept {
+    const Region* const window = window_of(remote_key);
+    return window != nullptr && !window->lent;
+  }
   // Where GPU memory of a peer is mapped here; null when not all of it is.
-  std::byte* find_window(uint64_t remote_key, uint64_t addr, uint64_t bytes) const noexcept {
-    for (const Region& window : windows_)
-      if (matches(window, remote_key))
-        return contains(window, addr, bytes) ? window.data + addr : nullptr;
-    return nullptr;
+  struct Window {
+    std::byte* data = nullptr;
+    bool lent = false;
+  };
+  Window find_window(uint64_t remote_key, uint64_t addr, uint64_t bytes) const noexcept {
+    const Region* const window = window_of(remote_key);
+    if (window == nullptr || !contains(*window, addr, bytes)) return {};
+    return {window->data + addr, window->lent};
+  }
+  // Where the owner of a lent window says whether it still lends it: the key, or another value.
+  static std::atomic<uint64_t>& lent_word(SegmentHeader& owner, uint64_t remote_key) noexcept {
+    return owner.lent[remote_key & kIndexMask];
   }
 
  private:
@@ -101,8 +118,18 @@ class RegionTable {
     uint64_t remote_addr = 0;
     uint64_t generation = 0;
     MemoryKind kind = MemoryKind::kHost;
+    bool lent = false;
   };
 
+  const Region* window_of(uint64_t remote_key) const noexcept {
+    const uint32_t end = num_windows_.load(std::memory_order_acquire);  // pairs with map()
+    for (uint32_t i = 0; i < end; ++i) {
+      const Region& window = windows_[last_window_];
+      if (matches(window, remote_key)) return &window;
+      last_window_ = last_window_ + 1 < end ? last_window_ + 1 : 0;
+    }
+    return nullptr;
+  }
   static void publish(Region& region, uint64_t key, const MemorySpan& span, uint64_t remote_addr);
   void retire(Region& region);
   static bool matches(const Region& region, uint64_t key) noexcept {
@@ -114,8 +141,11 @@ class RegionTable {
 
   const uint64_t owner_;
   const bool offset_addressing_;
-  std::vector<Region> regions_;  // [kMaxRegions]
-  std::vector<Region> windows_;  // [kMaxWindows], the first free one is taken
+  std::vector<Region> regions_;           // [kMaxRegions]
+  std::vector<Region> windows_;           // [kMaxWindows], the first free one is taken
+  std::atomic<uint32_t> num_windows_{0};  // one past the highest that was ever taken
+  mutable uint32_t last_window_ = 0;      // that was found; polling thread
+  SegmentHeader* const header_;
   std::vector<uint32_t> free_;
   std::mutex mutex_;               // between control calls
   std::atomic<uint64_t> pass_{0};  // odd during a pass of the polling thread

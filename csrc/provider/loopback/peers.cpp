@@ -13,19 +13,25 @@ uint32_t max_fragment_bytes(uint64_t ring_bytes) noexcept {
   return static_cast<uint32_t>(std::min<uint64_t>(ring_bytes / 4, 64 * 1024));
 }
 
+// Traffic of lower classes keeps at most so much of a modelled link busy at a time. Too small: the
+// link stands idle between two polls. Too large: urgent writes wait for it; real NICs take turns
+// between their queue pairs after some packets.
+constexpr int64_t kLowerBacklogNs = 1'000;
+
 }  // namespace
 
 Connection::Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
-                       const std::string& own_segment, const std::string& own_waker, uint64_t seed,
-                       uint64_t stream)
+                       const std::string& own_segment, const std::string& own_waker,
+                       const Config& config, uint64_t stream, int priority)
     : id_(id),
       segment_(std::move(segment)),
       claimed_(segment_->claim(own_segment, own_waker)),
       channel_(segment_->channel(claimed_.index)),
       max_fragment_bytes_(max_fragment_bytes(segment_->layout().ring_bytes)),
+      priority_(priority),
       waker_(std::move(waker)),
       // The channel's number separates ranks with the same seed.
-      chaos_(seed, stream ^ static_cast<uint64_t>(claimed_.index) << 32),
+      chaos_(config.seed, stream ^ static_cast<uint64_t>(claimed_.index) << 32),
       writes_(segment_->layout().window),
       unsent_(segment_->layout().window),
       reads_(segment_->layout().window) {
@@ -73,7 +79,7 @@ bool Connection::pump(const SendContext& context) noexcept {
 }
 
 void Connection::pump_in_order(const SendContext& context) noexcept {
-  while (!unsent_.empty()) {
+  while (!unsent_.empty() && !gives_way(context)) {
     const uint32_t slot = unsent_[0];
     const bool sent = send_part(slot, context);
     if (writes_[slot].nothing_to_send()) unsent_.pop();  // also when its last fragment is staged
@@ -108,11 +114,12 @@ bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
     abort(write, Fragment::kAbort, {base::Code::kInvalidArgument, 0});
     return send_abort(slot);
   }
-  if (write.request.is_read) return send_read(slot, context.link);
+  if (write.request.is_read) return send_read(slot, context);
+  if (is_in_place(write.request, *kind, context)) return announce(slot, context);
   return *kind == MemoryKind::kCuda ? start_copy(slot, context) : send_fragment(slot, context);
 }
 
-bool Connection::send_read(uint32_t slot, LinkModel& link) noexcept {
+bool Connection::send_read(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& read = writes_[slot];
   const uint32_t bytes = next_bytes(read);
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
@@ -120,7 +127,7 @@ bool Connection::send_read(uint32_t slot, LinkModel& link) noexcept {
   read.read_bytes = bytes;
   read.read_at = head_;
   reads_.push(slot);
-  publish(begin_fragment(slot, bytes, Fragment::kRead, link));
+  publish(begin_fragment(slot, bytes, Fragment::kRead, context));
   return true;
 }
 
@@ -167,7 +174,7 @@ bool Connection::send_fragment(uint32_t slot, const SendContext& context) noexce
   const uint32_t bytes = next_bytes(write);
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
   if (bytes > 0) std::memcpy(next_payload(), write.request.local + write.cursor, bytes);
-  publish(begin_fragment(slot, bytes, 0, context.link));
+  publish(begin_fragment(slot, bytes, 0, context));
   return true;
 }
 
@@ -184,7 +191,7 @@ bool Connection::stage(uint32_t slot, const SendContext& context) noexcept {
   const uint32_t bytes = next_bytes(write);
   if (!has_room(kLine + align_up(bytes, kLine)) || context.copies.full()) return false;
   const std::byte* const from = write.request.local + write.cursor;
-  const Fragment fragment = begin_fragment(slot, bytes, 0, context.link);
+  const Fragment fragment = begin_fragment(slot, bytes, 0, context);
   const auto started = context.copies.start_by_ring(next_payload(), from, bytes);
   if (!started.status.ok()) {
     abort(write, Fragment::kAbort, started.status);
@@ -213,18 +220,60 @@ bool Connection::publish_staged(Copies& copies) noexcept {
 bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   const WorkRequest& request = write.request;
-  std::byte* const window =
+  const RegionTable::Window window =
       context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
-  if (!window) return stage(slot, context);
-  if (context.copies.full()) return false;
-  std::byte* const to = window + write.cursor;
+  if (!window.data) return stage(slot, context);
+  const uint32_t bytes = write.cursor_end - write.cursor;
+  if (context.copies.full(window.lent ? bytes : 0)) return false;
+  std::byte* const to = window.data + write.cursor;
   const std::byte* const from = request.local + write.cursor;
-  const Fragment fragment =
-      begin_fragment(slot, write.cursor_end - write.cursor, Fragment::kInPlace, context.link);
-  const base::Status status = context.copies.start(*this, fragment, to, from);
+  // The receiver refuses what comes through the ring.
+  if (window.lent && !is_lent(request.remote_key, bytes, context.copies))
+    return stage(slot, context);
+  const Fragment fragment = begin_fragment(slot, bytes, Fragment::kInPlace, context);
+  base::Status status{base::Code::kInvalidArgument, 0};
+  if (!window.lent)
+    status = context.copies.start(*this, fragment, to, from);
+  else if (from + bytes <= to || to + bytes <= from)
+    status = context.copies.start_lent(*this, fragment, to, from);
+  else
+    context.copies.withdraw(bytes);  // no order of copying is right for all bytes
   if (status.ok()) return true;
   abort(write, Fragment::kAbort, status);
   return send_abort(slot);
+}
+
+// Whether the owner still lends the memory; a copy of `bytes` that follows is known to it then.
+bool Connection::is_lent(uint64_t remote_key, uint64_t bytes, Copies& copies) noexcept {
+  copies.announce(bytes);
+  // seq_cst: pairs with RegionTable::remove() at the owner.
+  const auto& word = RegionTable::lent_word(segment_->header(), remote_key);
+  if (word.load(std::memory_order_seq_cst) == remote_key) return true;
+  copies.withdraw(bytes);
+  return false;
+}
+
+// Whether the timed NIC has nothing to carry: the payload is there, or nobody will look at it.
+bool Connection::is_in_place(const WorkRequest& request, MemoryKind kind,
+                             const SendContext& context) const noexcept {
+  return (context.in_place && context.regions.has_kept_window(request.remote_key)) ||
+         (context.hollow && kind == MemoryKind::kCuda);
+}
+
+// Sends what a write in place needs: its time on the link, and the header.
+bool Connection::announce(uint32_t slot, const SendContext& context) noexcept {
+  if (!has_room(kLine)) return false;
+  const OutgoingWrite& write = writes_[slot];
+  uint32_t bytes = write.cursor_end - write.cursor;
+  if (priority_ > 0) bytes = std::min(bytes, max_fragment_bytes_);
+  publish(begin_fragment(slot, bytes, Fragment::kInPlace, context));
+  return true;
+}
+
+// More urgent writes must not wait for all that lower classes have to send.
+bool Connection::gives_way(const SendContext& context) const noexcept {
+  return priority_ > 0 && context.link.on() &&
+         context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs;
 }
 
 bool Connection::publish_copied(const Fragment& fragment) noexcept {
@@ -244,7 +293,9 @@ bool Connection::send_abort(uint32_t slot) noexcept {
            .bytes = 0,
            .slot = slot,
            .imm = 0,
-           .flags = write.abort_flags});
+           .flags = write.abort_flags,
+           .flag_addr = 0,
+           .flag_value = 0});
   write.begun = true;
   return true;
 }
@@ -266,7 +317,7 @@ void Connection::give_up(uint32_t slot, base::Status status) noexcept {
 
 // Makes the header of the next `bytes` of the current piece, which count as sent from here on.
 Fragment Connection::begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags,
-                                    LinkModel& link) noexcept {
+                                    const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   Fragment fragment{.remote_addr = write.request.remote_addr,
                     .remote_key = write.request.remote_key,
@@ -276,9 +327,12 @@ Fragment Connection::begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flag
                     .bytes = bytes,
                     .slot = slot,
                     .imm = write.request.imm,
-                    .flags = flags | (write.request.has_imm ? Fragment::kHasImm : 0)};
-  if (link.on()) {
-    fragment.arrival_ns = link.transmit(now_ns(), kLine + bytes);
+                    .flags = flags | (write.request.has_imm ? Fragment::kHasImm : 0) |
+                             (write.request.has_flag ? Fragment::kHasFlag : 0),
+                    .flag_addr = write.request.flag_addr,
+                    .flag_value = write.request.flag_value};
+  if (LinkModel& link = context.link; link.on()) {
+    fragment.arrival_ns = link.transmit(context.time.now_ns(), kLine + bytes, !write.begun);
     write.complete_after_ns = fragment.arrival_ns + link.latency_ns();
   }
   write.begun = true;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "provider/loopback/chaos.h"
+#include "provider/loopback/config.h"
 #include "provider/loopback/copies.h"
 #include "provider/loopback/link_model.h"
 #include "provider/loopback/memory.h"
@@ -45,17 +46,22 @@ struct OutgoingWrite {
 struct SendContext {
   const RegionTable& regions;
   LinkModel& link;
+  const TimeSource& time;
   Copies& copies;
+  bool in_place = false;  // as in Config
+  bool hollow = false;
 };
 
 class Connection {
  public:
   // `id` is this NIC's id of the peer. Claims a channel; throws as Segment::claim() does.
+  // priority: of its traffic; above 0 it leaves room on the link for more urgent traffic.
   Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
-             const std::string& own_segment, const std::string& own_waker, uint64_t seed,
-             uint64_t stream);
+             const std::string& own_segment, const std::string& own_waker, const Config& config,
+             uint64_t stream, int priority);
 
   PeerId id() const noexcept { return id_; }
+  int priority() const noexcept { return priority_; }
   const Segment& segment() const noexcept { return *segment_; }
   bool window_full() const noexcept { return free_slots_.empty(); }
   bool has_unsent() const noexcept { return !unsent_.empty() || staged_.under_way; }
@@ -117,7 +123,11 @@ class Connection {
   void pump_shuffled(const SendContext& context) noexcept;
   bool send_part(uint32_t slot, const SendContext& context) noexcept;
   bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
-  bool send_read(uint32_t slot, LinkModel& link) noexcept;
+  bool send_read(uint32_t slot, const SendContext& context) noexcept;
+  bool is_in_place(const WorkRequest& request, MemoryKind kind,
+                   const SendContext& context) const noexcept;
+  bool announce(uint32_t slot, const SendContext& context) noexcept;
+  bool gives_way(const SendContext& context) const noexcept;
   uint32_t next_bytes(const OutgoingWrite& write) noexcept;
   std::byte* next_payload() const noexcept {
     return channel_.ring + ((head_ + kLine) & channel_.ring_mask);
@@ -125,10 +135,12 @@ class Connection {
   bool stage(uint32_t slot, const SendContext& context) noexcept;
   bool publish_staged(Copies& copies) noexcept;
   bool start_copy(uint32_t slot, const SendContext& context) noexcept;
+  bool is_lent(uint64_t remote_key, uint64_t bytes, Copies& copies) noexcept;
   bool send_abort(uint32_t slot) noexcept;
   void abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept;
   void choose_piece(OutgoingWrite& write) noexcept;
-  Fragment begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags, LinkModel& link) noexcept;
+  Fragment begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags,
+                          const SendContext& context) noexcept;
   bool has_room(uint64_t bytes) noexcept;
   void publish(const Fragment& fragment) noexcept;
 
@@ -137,6 +149,7 @@ class Connection {
   const Segment::Claimed claimed_;
   const Channel channel_;
   const uint32_t max_fragment_bytes_;
+  const int priority_;
   const Waker waker_;
   Chaos chaos_;
 

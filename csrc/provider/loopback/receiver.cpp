@@ -22,15 +22,21 @@ constexpr int64_t kLookIntervalNs = 50'000'000;
 }  // namespace
 
 Receiver::Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions,
-                   Copies& copies)
+                   Copies& copies, const TimeSource& time)
     : early_imm_(config.early_imm),
+      early_flag_(config.early_flag),
+      ordered_(config.ordered),
+      in_place_(config.in_place),
       segment_(segment),
       regions_(regions),
       copies_(copies),
+      time_(time),
       chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 4),
       incoming_(config.num_channels),
       held_(kMaxHeld) {
   active_.reserve(config.num_channels);
+  flags_.reserve(kMaxHeld);
+  late_.reserve(kMaxHeld);
   for (uint32_t i = 0; i < config.num_channels; ++i) incoming_[i].channel = segment.channel(i);
 }
 
@@ -38,7 +44,10 @@ void Receiver::poll(Output& output) noexcept {
   // acquire: pairs with Segment::claim and Segment::release.
   if (segment_.header().changes.load(std::memory_order_acquire) != seen_changes_) rescan();
   left_over_ = false;
-  if (chaos_.on()) show_held(output);
+  if (chaos_.on()) {
+    show_held(output);
+    store_held();
+  }
   const auto num = static_cast<uint32_t>(active_.size());
   if (num == 0) return;
   first_ = chaos_.on() ? chaos_.below(num) : (first_ + 1) % num;
@@ -72,6 +81,7 @@ void Receiver::attach(Incoming& incoming, uint64_t word) noexcept {
   incoming.word = word;
   incoming.tail = incoming.ack_head = 0;
   incoming.copying = false;
+  incoming.dead_since_ns = 0;
   incoming.waker = Waker(incoming.channel.claim->sender_waker);
 }
 
@@ -101,7 +111,10 @@ void Receiver::find_dead_senders() noexcept {
   if (now < next_look_ns_) return;
   next_look_ns_ = now + kLookIntervalNs;
   Incoming& incoming = incoming_[active_[next_look_++ % active_.size()]];
-  if (!platform::SharedMemory::owner_alive(incoming.channel.claim->sender_segment))
+  const Claim& claim = *incoming.channel.claim;
+  if (platform::SharedMemory::owner_alive(claim.sender_segment)) return;
+  if (incoming.dead_since_ns == 0) incoming.dead_since_ns = now;
+  if (claim.sender.has_ended() || now - incoming.dead_since_ns > kEndOfGpuWorkNs)
     begin_close(incoming);
 }
 
@@ -120,11 +133,13 @@ void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
     if (budget-- == 0 || !has_room(output)) break;
     const auto* at = channel.ring + (incoming.tail & channel.ring_mask);
     const Fragment fragment = *reinterpret_cast<const Fragment*>(at);
-    if (fragment.arrival_ns != 0 && now_ns() < fragment.arrival_ns) break;
+    if (fragment.arrival_ns != 0 && time_.now_ns() < fragment.arrival_ns) break;
     if (!well_formed(incoming, fragment)) {
       begin_close(incoming);
       break;
     }
+    if (early_flag_ && fragment.flags & Fragment::kHasFlag)  // a deliberate fault
+      store({incoming.channel.index, fragment.remote_key, fragment.flag_addr, fragment.flag_value});
     if (early_imm_ && show_early(incoming, fragment, output)) break;
     std::byte* payload = channel.ring + ((incoming.tail + kLine) & channel.ring_mask);
     if (!copy(incoming, fragment, payload)) break;
@@ -193,6 +208,15 @@ void Receiver::take(Incoming& incoming, const Fragment& fragment, std::byte* pay
 
 void Receiver::finish(Incoming& incoming, const Fragment& fragment, Code code, bool show_imm,
                       Output& output) noexcept {
+  if (code == Code::kOk && fragment.flags & Fragment::kHasFlag) {
+    const HeldFlag flag{incoming.channel.index, fragment.remote_key, fragment.flag_addr,
+                        fragment.flag_value};
+    if (chaos_.on()) {
+      flags_.push_back(flag);
+    } else if (!store(flag)) {
+      code = Code::kRemoteAccess;
+    }
+  }
   // Cannot overflow: the sender has at most `window` unacknowledged writes.
   incoming.channel.acks[incoming.ack_head++ & incoming.channel.window_mask] = {
       fragment.slot, static_cast<int32_t>(code)};
@@ -213,6 +237,7 @@ Code Receiver::place(Incoming& incoming, const Fragment& fragment, std::byte* pa
     return Code::kOk;
   }
   const bool in_place = fragment.flags & Fragment::kInPlace;
+  if (in_place && in_place_) return Code::kOk;
   if (in_place != (target.kind == MemoryKind::kCuda)) return Code::kInvalidArgument;
   if (!in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);
   return Code::kOk;
@@ -227,17 +252,53 @@ void Receiver::publish(Incoming& incoming) noexcept {
 // --- immediates ---
 
 bool Receiver::has_room(const Output& output) const noexcept {
-  return chaos_.on() ? !held_.full() : !output.full();
+  return chaos_.on() ? !held_.full() && flags_.size() < kMaxHeld : !output.full();
 }
 
 void Receiver::show(uint32_t imm, Output& output) noexcept {
+  if (chaos_.on() && ordered_ && late_.size() < kMaxHeld && chaos_.one_in(4)) {
+    late_.push_back({imm, num_polls_ + 4 * chaos_.hold_polls()});
+    return;
+  }
   if (chaos_.on()) return held_.push(imm);
   output.put_imm(imm);
 }
 
 void Receiver::show_held(Output& output) noexcept {
+  ++num_polls_;
+  std::erase_if(late_, [&](const LateImmediate& late) {
+    if (late.until > num_polls_ || output.full()) return false;
+    output.put_imm(late.imm);
+    return true;
+  });
   while (!held_.empty() && !output.full() && !chaos_.one_in(8))
     output.put_imm(held_.take(chaos_.below(held_.size())));
+}
+
+// --- flags ---
+
+// False where no memory is registered there.
+bool Receiver::store(const HeldFlag& flag) noexcept {
+  const auto target = regions_.find_remote(flag.remote_key, flag.addr, sizeof flag.value);
+  if (!target.data) return false;
+  // release: pairs with whoever reads the flag and then the payload.
+  std::atomic_ref(*reinterpret_cast<uint64_t*>(target.data))
+      .store(flag.value, std::memory_order_release);
+  return true;
+}
+
+// Any channel's oldest next.
+void Receiver::store_held() noexcept {
+  for (size_t i = 0; i < flags_.size() && !chaos_.one_in(8);) {
+    const auto same = [&](const HeldFlag& earlier) { return earlier.channel == flags_[i].channel; };
+    const auto first = std::ranges::find_if(flags_, same);
+    if (!chaos_.one_in(4)) {
+      store(*first);
+      flags_.erase(first);
+    } else {
+      ++i;
+    }
+  }
 }
 
 // mutate=early_imm, a deliberate fault: reports the immediate at the first fragment, and copies the

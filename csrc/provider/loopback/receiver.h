@@ -10,6 +10,7 @@
 #include "provider/loopback/chaos.h"
 #include "provider/loopback/config.h"
 #include "provider/loopback/copies.h"
+#include "provider/loopback/link_model.h"
 #include "provider/loopback/memory.h"
 #include "provider/loopback/output.h"
 #include "provider/loopback/pool.h"
@@ -20,11 +21,14 @@ namespace moe_p2p::provider::loopback {
 
 class Receiver {
  public:
-  Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions, Copies& copies);
+  Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions, Copies& copies,
+           const TimeSource& time);
 
   void poll(Output& output) noexcept;
   // True when the last poll left work that it had seen: no notification will arrive for it.
-  bool pending() const noexcept { return left_over_ || !held_.empty(); }
+  bool pending() const noexcept {
+    return left_over_ || !held_.empty() || !flags_.empty() || !late_.empty();
+  }
 
  private:
   // One claimed channel. Positions as in ChannelRecord.
@@ -37,7 +41,8 @@ class Receiver {
     // A GPU's copy of the payload at the tail has been started.
     bool copying = false;
     uint64_t ticket = 0;
-    base::Status refused;  // the driver refused the copy
+    base::Status refused;       // the driver refused the copy
+    int64_t dead_since_ns = 0;  // 0: the sender lived at the last look
   };
 
   void rescan() noexcept;
@@ -60,16 +65,34 @@ class Receiver {
   void show_held(Output& output) noexcept;
   bool has_room(const Output& output) const noexcept;
   static void publish(Incoming& incoming) noexcept;
+  struct HeldFlag {
+    uint32_t channel;
+    uint64_t remote_key, addr, value;
+  };
+  struct LateImmediate {
+    uint32_t imm;
+    uint64_t until;  // poll
+  };
+  bool store(const HeldFlag& flag) noexcept;
+  void store_held() noexcept;
 
   const bool early_imm_;
+  const bool early_flag_;
+  const bool ordered_;
+  const bool in_place_;  // host memory too
   Segment& segment_;
   RegionTable& regions_;
   Copies& copies_;
+  const TimeSource& time_;
   Chaos chaos_;
 
   std::vector<Incoming> incoming_;  // [channels]
   std::vector<uint32_t> active_;    // indices of attached channels, ascending
   Pool<uint32_t> held_;             // adversary: immediates held back, payload visible
+  std::vector<HeldFlag> flags_;     // adversary: likewise, a channel's in order; capacity reserved
+  std::vector<LateImmediate>
+      late_;  // adversary with flags: immediates that may come long after them
+  uint64_t num_polls_ = 0;
   uint64_t seen_changes_ = 0;
   bool left_over_ = false;
   uint32_t first_ = 0;  // active channel to poll first, so that none starves

@@ -1,13 +1,18 @@
 #include "provider/loopback/segment.h"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "base/letter.h"
 #include "base/log.h"
+#include "platform/row_copies.h"
 
 namespace moe_p2p::provider::loopback {
 
@@ -42,6 +47,34 @@ void copy_name(char (&to)[kMaxName], const std::string& name) {
   MOE_P2P_CHECK(name.size() < kMaxName, Code::kInvalidArgument, "shared memory name ", name,
                 " is longer than ", kMaxName - 1, " characters");
   std::memcpy(to, name.c_str(), name.size() + 1);
+}
+
+// A NIC that sends here.
+struct SendingNic {
+  platform::ProcessName process;
+  bool open = false;  // it has not given its channels back, before which its copies end
+};
+
+// Its copies that had begun by now. A process that is gone needs no deadline.
+bool await_copies_of(const std::string& name, const SendingNic& nic, platform::Deadline deadline) {
+  using platform::LentCopies;
+  std::shared_ptr<Segment> peer;
+  try {
+    peer = Segment::open(name);
+  } catch (const base::Error&) {  // it has closed, or was killed and somebody has cleaned up
+    if (!nic.open) return true;
+  }
+  const auto since = peer ? LentCopies::begun(peer->header().copies) : LentCopies::Begun{};
+  std::optional<platform::Deadline> gone;  // when its GPU certainly writes no more
+  while (!peer || !LentCopies::ended(peer->header().copies, since)) {
+    const auto now = platform::Clock::now();
+    if (!gone && (!peer || !peer->process_alive()))
+      gone = now + std::chrono::nanoseconds(kEndOfGpuWorkNs);
+    if (gone && (now > *gone || nic.process.has_ended())) break;
+    if (!gone && now > deadline) return false;
+    sched_yield();
+  }
+  return true;
 }
 
 }  // namespace
@@ -116,6 +149,7 @@ Segment::Claimed Segment::claim(const std::string& sender_segment,
       shm_.reserve(layout_.block(i), layout_.block_bytes());
       copy_name(channel.claim->sender_segment, sender_segment);
       copy_name(channel.claim->sender_waker, sender_waker);
+      channel.claim->sender = platform::ProcessName::own();
     } catch (...) {
       state.store(channel_word(generation, ChannelState::kFree), std::memory_order_release);
       throw;
@@ -142,6 +176,22 @@ void Segment::release(const Claimed& claimed) noexcept {
   if (state.compare_exchange_strong(word, channel_word(generation_of(word), ChannelState::kClosing),
                                     std::memory_order_acq_rel))
     header().changes.fetch_add(1, std::memory_order_release);
+}
+
+// From each NIC with a channel here, also one that has begun to leave.
+bool Segment::await_lent_copies(platform::Deadline deadline) const {
+  std::map<std::string, SendingNic> peers;
+  for (uint32_t i = 0; i < layout_.num_channels; ++i) {
+    const Channel channel = this->channel(i);
+    // acquire: pairs with the release in claim(); the name is written.
+    const uint64_t word = channel.record->state.load(std::memory_order_acquire);
+    if (state_of(word) != ChannelState::kOpen && state_of(word) != ChannelState::kClosing) continue;
+    SendingNic& nic = peers[channel.claim->sender_segment];
+    nic.process = channel.claim->sender;
+    nic.open |= state_of(word) == ChannelState::kOpen;
+  }
+  return std::ranges::all_of(
+      peers, [&](const auto& peer) { return await_copies_of(peer.first, peer.second, deadline); });
 }
 
 void Segment::close() noexcept {

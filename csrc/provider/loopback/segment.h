@@ -8,6 +8,7 @@
 #include <string>
 
 #include "platform/shm.h"
+#include "platform/wait.h"
 #include "provider/loopback/channel.h"
 #include "provider/loopback/config.h"
 
@@ -41,6 +42,11 @@ class Segment {
   // Hands a claimed channel to the receiver, which frees it at its next poll. Does nothing when the
   // receiver has already taken it back.
   void release(const Claimed& claimed) noexcept;
+
+  // Creator: waits until copies by peers into memory that it lends, and lends no more, have ended.
+  // False at the deadline. What a process that has ended left to its GPU ends with it, and a little
+  // later than its lock.
+  bool await_lent_copies(platform::Deadline deadline) const;
 
   // Creator: marks that the channels are not read any more.
   void close() noexcept;

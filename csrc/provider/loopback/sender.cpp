@@ -24,13 +24,16 @@ Completion completion_of(const WorkRequest& request, base::Status status) noexce
 
 }  // namespace
 
-Sender::Sender(const Config& config, int nic, RegionTable& regions, Copies& copies)
+Sender::Sender(const Config& config, int nic, RegionTable& regions, Copies& copies,
+               const TimeSource& time)
     : config_(config),
       stream_(static_cast<uint64_t>(nic) << 8 | 1),
-      link_(config.gbps, config.latency_us),
+      link_(config.gbps, config.latency_us, config.post_us, config.message_us),
       copies_(copies),
-      context_{regions, link_, copies},
+      time_(time),
+      context_{regions, link_, time, copies, config.in_place, config.hollow},
       chaos_(config.seed, stream_ ^ 2),
+      trace_(config.trace, nic),
       owned_(kMaxPeers),
       table_(std::make_unique<std::atomic<Connection*>[]>(kMaxPeers)),
       fail_at_(config.fail_nth),
@@ -45,7 +48,7 @@ Sender::~Sender() {
 }
 
 PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer_waker,
-                       const std::string& own_segment, const std::string& own_waker) {
+                       const std::string& own_segment, const std::string& own_waker, int priority) {
   std::lock_guard lock(mutex_);
   delete_removed();
   uint32_t index = 0;
@@ -54,7 +57,7 @@ PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer
                 " connections of this loopback NIC are in use; disconnect some");
   const PeerId id = ++num_connects_ * kMaxPeers + index;
   owned_[index] = std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()),
-                                               own_segment, own_waker, config_.seed, stream_);
+                                               own_segment, own_waker, config_, stream_, priority);
   table_[index].store(owned_[index].get(), std::memory_order_release);
   if (index >= table_end_.load(std::memory_order_relaxed))  // only written under mutex_
     table_end_.store(index + 1, std::memory_order_release);
@@ -73,6 +76,15 @@ void Sender::request_close(PeerId peer) {
   close_requests_.fetch_add(1, std::memory_order_release);
 }
 
+bool Sender::lends(PeerId peer, uint64_t remote_key) {
+  std::lock_guard lock(mutex_);
+  const Connection* connection = owned_[peer % kMaxPeers].get();
+  if (!connection || connection->id() != peer) return false;
+  const Segment& segment = connection->segment();
+  return !segment.closed() &&
+         RegionTable::lent_word(segment.header(), remote_key).load() == remote_key;
+}
+
 void Sender::fail_write(uint64_t nth) noexcept { fail_at_.store(nth, std::memory_order_relaxed); }
 
 void Sender::delete_removed() {
@@ -88,8 +100,11 @@ Connection* Sender::find(PeerId peer) const noexcept {
 
 size_t Sender::post(std::span<const WorkRequest> requests) noexcept {
   size_t count = 0;
+  trace_.begin_batch();
   while (count < requests.size() && in_flight_ < config_.max_in_flight && accept(requests[count]))
     ++count;
+  if (count < requests.size()) trace_.add(Trace::Entry::Kind::kFull, requests[count], 0);
+  copies_.launch();
   notify_touched();
   return count;
 }
@@ -115,6 +130,7 @@ bool Sender::accept(const WorkRequest& request) noexcept {
     ready_.push(completion_of(request, {code, 0}));
     return true;
   }
+  trace_.add(Trace::Entry::Kind::kPosted, request, connection->priority());
   connection->enqueue(request);
   if (!chaos_.on() && connection->pump(context_)) touch(*connection);
   return true;
@@ -146,6 +162,7 @@ void Sender::pump() noexcept {
     Connection* connection = table_[i].load(std::memory_order_acquire);
     if (connection && connection->has_unsent() && connection->pump(context_)) connection->notify();
   }
+  copies_.launch();
 }
 
 void Sender::complete_writes(Output& output) noexcept {
@@ -170,7 +187,7 @@ void Sender::reap(Connection& connection, Output& output) noexcept {
     connection.stalled_polls = 0;
     const uint32_t slot = ack->slot;
     OutgoingWrite& write = connection.write(slot);
-    if (write.complete_after_ns != 0 && now_ns() < write.complete_after_ns) return;
+    if (write.complete_after_ns != 0 && time_.now_ns() < write.complete_after_ns) return;
     const base::Status status{static_cast<Code>(ack->code), 0};
     if (write.in_use && write.reading) {
       if (!connection.land(slot, status.code, context_)) return;
@@ -180,6 +197,7 @@ void Sender::reap(Connection& connection, Output& output) noexcept {
       connection.pop_ack();
     }
     if (!write.in_use) continue;
+    trace_.add(Trace::Entry::Kind::kEnded, write.request, connection.priority());
     show(completion_of(write.request, write.status.ok() ? status : write.status), output);
     connection.finish(slot);
   }
@@ -229,6 +247,7 @@ void Sender::fail_all(Connection& connection, Code code) noexcept {
   for (uint32_t slot = 0; slot < window; ++slot) {
     OutgoingWrite& write = connection.write(slot);
     if (!write.in_use) continue;
+    trace_.add(Trace::Entry::Kind::kEnded, write.request, connection.priority());
     ready_.push(completion_of(write.request, {code, 0}));
     connection.finish(slot);
   }

@@ -13,6 +13,7 @@
 #include "provider/loopback/config.h"
 #include "provider/loopback/output.h"
 #include "provider/loopback/peers.h"
+#include "provider/loopback/trace.h"
 
 namespace moe_p2p::provider::loopback {
 
@@ -22,15 +23,18 @@ class Sender {
   // count up.
   static constexpr uint32_t kMaxPeers = 4096;
 
-  Sender(const Config& config, int nic, RegionTable& regions, Copies& copies);
+  Sender(const Config& config, int nic, RegionTable& regions, Copies& copies,
+         const TimeSource& time);
   ~Sender();  // gives all channels back
 
   // --- any thread --- The names of our own segment and waker go into the claim. Throws as
   // Connection does.
   PeerId connect(std::shared_ptr<Segment> segment, const std::string& peer_waker,
-                 const std::string& own_segment, const std::string& own_waker);
+                 const std::string& own_segment, const std::string& own_waker, int priority);
   // The polling thread then completes what is outstanding. Throws for an id that is not connected.
   void request_close(PeerId peer);
+  // As Domain::lends().
+  bool lends(PeerId peer, uint64_t remote_key);
   // As LoopbackControl::fail_write().
   void fail_write(uint64_t nth) noexcept;
 
@@ -61,8 +65,10 @@ class Sender {
   const uint64_t stream_;
   LinkModel link_;
   Copies& copies_;
+  const TimeSource& time_;
   const SendContext context_;
   Chaos chaos_;  // order of completions
+  Trace trace_;  // polling thread
 
   std::mutex mutex_;                                // between control calls
   std::vector<std::unique_ptr<Connection>> owned_;  // under mutex_

@@ -16,6 +16,8 @@ class LoopbackControl {
   virtual void kill() noexcept = 0;
   // The nth write (from 1) accepted since the NIC was opened fails with kTransport. 0: none.
   virtual void fail_write(uint64_t nth) noexcept = 0;
+  // The link model goes by this clock, in nanoseconds.
+  virtual void use_clock(int64_t (*now)()) noexcept = 0;
   // "loopback NIC 0 (seed=7)"
   virtual std::string describe() const = 0;
 };

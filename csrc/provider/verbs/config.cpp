@@ -42,7 +42,7 @@ Config parse_config(const std::string& text) {
        "traffic_class", "service_level", "pkey_index",       "mtu",           "timeout",
        "retries",       "rnr_timer",     "qps_per_peer",     "max_in_flight", "max_write_bytes",
        "receives",      "inline_bytes",  "relaxed_ordering", "dmabuf",        "host",
-       "bind",          "handshake_ms",  "library"});
+       "bind",          "handshake_ms",  "library",          "ordered_writes"});
   const auto number = [&]<typename T>(std::string_view key, T& value, uint64_t fallback,
                                       uint64_t low, uint64_t high) {
     value = static_cast<T>(settings.integer(key, fallback, low, high));
@@ -70,9 +70,16 @@ Config parse_config(const std::string& text) {
   number("receives", config.num_receives, 8192, 1, 1u << 15);
   number("inline_bytes", config.inline_bytes, 64, 0, 1024);
   number("relaxed_ordering", config.relaxed_ordering, 1, 0, 1);
+  number("ordered_writes", config.ordered_writes, 0, 0, 1);
   number("dmabuf", config.dmabuf, 1, 0, 1);
   config.handshake_timeout =
       std::chrono::milliseconds(settings.integer("handshake_ms", 10'000, 1, 3'600'000));
+  MOE_P2P_CHECK(
+      !config.ordered_writes || (config.inline_bytes >= 8 && config.max_in_flight >= 2),
+      base::Code::kInvalidArgument,
+      "verbs settings: ordered_writes=1 takes inline_bytes of at least 8 and max_in_flight of at "
+      "least 2: a flag is a write of its own; they are ",
+      config.inline_bytes, " and ", config.max_in_flight);
   const uint32_t mtu = config.mtu_bytes;
   MOE_P2P_CHECK(mtu == 0 || (mtu >= 256 && (mtu & (mtu - 1)) == 0), base::Code::kInvalidArgument,
                 "verbs settings: mtu=", mtu,

@@ -19,6 +19,10 @@
 //                       sender's NIC, which retries without end; none is lost
 //   inline_bytes=64     writes from host memory up to this size travel inside their work request
 //   relaxed_ordering=1  lets PCIe reorder payload (never after its own completion)
+//   ordered_writes=0    1: writes of one queue pair reach the peer's memory in the order in which
+//                       they were posted, so that arrival flags may follow them. RC says so, but a
+//                       fabric with adaptive routing does not keep to it, and no driver tells
+//                       (ibv_query_qp_data_in_order is about the bytes of one write)
 //   dmabuf=1            0: GPU memory through the peer memory module only
 //   host=               IP address or name at which peers reach this process; not given: all
 //   bind=               IP address of this host that listens for peers; not given: all. Announced
@@ -56,6 +60,7 @@ struct Config {
   uint32_t num_receives = 0;
   uint32_t inline_bytes = 0;
   bool relaxed_ordering = true;
+  bool ordered_writes = false;
   bool dmabuf = true;
   std::string host;
   std::string bind;

@@ -29,14 +29,18 @@ class VerbsDomain final : public Domain {
 
   const char* provider_name() const noexcept override { return "verbs"; }
   DomainLimits limits() const noexcept override;
+  bool orders_writes() const noexcept override { return nic_.config.ordered_writes; }
   base::Bytes address() const override { return control_.address().encode(); }
-  PeerId connect(std::span<const std::byte> address) override { return connect_for(address, 0); }
-  PeerId connect_for(std::span<const std::byte> address, int priority) override {
-    return control_.connect(address, priority);
+  PeerId connect(std::span<const std::byte> address) override { return connect_for(address, 0, 0); }
+  PeerId connect_for(std::span<const std::byte> address, int priority, uint64_t tag) override {
+    return control_.connect(address, priority, tag);
   }
   void disconnect(PeerId peer) override { control_.disconnect(peer); }
   MemoryKey register_memory(const MemorySpan& span) override { return memory_.add(span); }
   void unregister_memory(const MemoryKey& key) override { memory_.remove(key); }
+  bool sever(uint64_t tag, platform::Deadline deadline) override {
+    return control_.sever(tag, deadline);
+  }
   std::string failure() const override;
   uint64_t num_refused() const noexcept override { return control_.num_refused(); }
 

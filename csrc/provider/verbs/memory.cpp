@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kAccess = kAccessLocalWrite | kAccessRemoteWrite | kAccessRemoteRead;
 
-int access_of(const Nic& nic) {
-  return kAccess | (nic.config.relaxed_ordering ? kAccessRelaxedOrdering : 0);
+int access_of(const Nic& nic, const MemorySpan& span) {
+  return kAccess | (nic.config.relaxed_ordering && !span.in_order ? kAccessRelaxedOrdering : 0);
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ Owned<Mr> Registrations::register_address(const MemorySpan& span) const {
   const auto address = reinterpret_cast<uint64_t>(span.data);
   Mr* mr = nic_.api.reg_mr_iova2
                ? nic_.api.reg_mr_iova2(nic_.pd.get(), span.data, span.bytes, address,
-                                       static_cast<unsigned>(access_of(nic_)))
+                                       static_cast<unsigned>(access_of(nic_, span)))
                : nic_.api.reg_mr(nic_.pd.get(), span.data, span.bytes, kAccess);
   return {mr, nic_.api.dereg_mr};
 }
@@ -83,10 +83,10 @@ Owned<Mr> Registrations::register_dmabuf(const MemorySpan& span, std::string& wh
     why = exported.why_not();
     return none;
   }
-  Owned<Mr> mr(
-      nic_.api.reg_dmabuf_mr(nic_.pd.get(), exported.offset(), span.bytes,
-                             reinterpret_cast<uint64_t>(span.data), exported.fd(), access_of(nic_)),
-      nic_.api.dereg_mr);
+  Owned<Mr> mr(nic_.api.reg_dmabuf_mr(nic_.pd.get(), exported.offset(), span.bytes,
+                                      reinterpret_cast<uint64_t>(span.data), exported.fd(),
+                                      access_of(nic_, span)),
+               nic_.api.dereg_mr);
   if (!mr) why = error_text(errno);
   return mr;
 }

@@ -31,6 +31,10 @@ struct Slot {
   SendWr wr{};
   Sge sge{};
   uint64_t wr_id = 0;  // the caller's
+  uint64_t flag = 0;   // what a flag's write carries
+  // The write before a flag: the flag is posted behind it on the same queue pair, completes for
+  // both, and is not carried out if this is refused.
+  bool has_flag = false;
   Lane* lane = nullptr;
   Slot* next() const noexcept { return reinterpret_cast<Slot*>(wr.next); }
 };
@@ -62,11 +66,12 @@ struct Lane {
   Slot* tail = nullptr;
   uint32_t num_posted = 0;
   uint32_t num_unposted = 0;
-  bool waiting = false;  // in the Sender's list of lanes with something to post
-  bool broken = false;   // nothing more is posted to this queue pair
-  bool ending = false;   // the marker is under way
-  bool failed = false;   // a completion failed: later writes were not carried out
-  bool dead = false;     // new writes fail with `failure`
+  bool waiting = false;       // in the Sender's list of lanes with something to post
+  bool broken = false;        // nothing more is posted to this queue pair
+  bool ending = false;        // the marker is under way
+  bool failed = false;        // a completion failed: later writes were not carried out
+  bool dead = false;          // new writes fail with `failure`
+  bool refused_flag = false;  // `head` is the flag of a write that was refused
   base::Status failure;
   Lane* next_waiting = nullptr;
 };
@@ -75,6 +80,7 @@ struct Peer {
   PeerId id = 0;
   NicAddress address;
   int priority = 0;
+  uint64_t tag = 0;
   std::vector<std::unique_ptr<Lane>> lanes;
 
   // Why nothing can be sent any more, the first reason stays. Stored by the control side (release;

@@ -128,6 +128,12 @@ void Control::look() {
     if (peer->answer_by <= now)
       end_peer(*peer, Code::kPeerDead, "it did not answer when a connection had to be made anew");
   }
+  for (auto& [tag, over] : severed_) {
+    if (over) continue;
+    sessions_.sever(tag);
+    over = !holds(tag);
+  }
+  severed_one_.notify_all();
   // acquire: pairs with the release in VerbsDomain::refill.
   if (gave_up_ || changes_.receive_error.load(std::memory_order_acquire) == 0) return;
   gave_up_ = true;
@@ -155,9 +161,10 @@ void Control::read_device_events() {
 
 // --- peers that we connect to ---
 
-PeerId Control::connect(std::span<const std::byte> address, int priority) {
+PeerId Control::connect(std::span<const std::byte> address, int priority, uint64_t tag) {
   auto peer = std::make_unique<Peer>();
   peer->priority = priority;
+  peer->tag = tag;
   peer->address = NicAddress::decode(address);
   for (uint32_t i = 0; i < nic_.config.qps_per_peer; ++i) {
     auto& lane = *peer->lanes.emplace_back(std::make_unique<Lane>());
@@ -173,6 +180,8 @@ PeerId Control::connect(std::span<const std::byte> address, int priority) {
 
 PeerId Control::add(std::unique_ptr<Peer> peer) {
   const std::lock_guard lock(mutex_);
+  MOE_P2P_CHECK(!severed_.contains(peer->tag), Code::kClosed, nic_.name(),
+                ": connections of this tag were severed");
   for (size_t tried = 0; tried < PeerTable::kCapacity; ++tried) {
     const PeerId id = next_id_++;
     auto& entry = table_.entries[id % PeerTable::kCapacity];
@@ -190,7 +199,7 @@ PeerId Control::add(std::unique_ptr<Peer> peer) {
 }
 
 Bytes Control::hello_for(Peer& peer, std::span<Lane* const> lanes) const {
-  Hello hello{peer.address.nic_id, address_.label, own_port(nic_, peer.priority), {}};
+  Hello hello{peer.address.nic_id, address_.label, peer.tag, own_port(nic_, peer.priority), {}};
   for (const Lane* lane : lanes)
     hello.lanes.push_back({lane->index, lane->owner->qp_num, lane->psn});
   return hello.encode();
@@ -278,6 +287,18 @@ void Control::disconnect(PeerId id) {
   peer.link = Socket();
 }
 
+// The control thread ends what leads here, in look().
+bool Control::sever(uint64_t tag, Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  for (const auto& [id, peer] : peers_)
+    MOE_P2P_CHECK(peer->tag != tag || peer->leaving.load(std::memory_order_relaxed),
+                  Code::kInvalidArgument, nic_.name(),
+                  ": severing a peer that is connected; disconnect it first");
+  severed_.try_emplace(tag, false);
+  kick_();
+  return severed_one_.wait_until(lock, deadline, [&] { return severed_[tag]; });
+}
+
 std::string Control::peer_label(PeerId id) const {
   const std::lock_guard lock(mutex_);
   const auto found = peers_.find(id);
@@ -336,6 +357,11 @@ void Control::end_peer(Peer& peer, Code why, const char* sign) {
 
 void Control::end_peers(const char* sign) {
   for (auto& [id, peer] : peers_) end_peer(*peer, Code::kTransport, sign);
+}
+
+bool Control::holds(uint64_t tag) const {
+  return sessions_.holds(tag) ||
+         std::ranges::any_of(peers_, [&](const auto& entry) { return entry.second->tag == tag; });
 }
 
 void Control::look_at_lane(Peer& peer, Lane& lane) {

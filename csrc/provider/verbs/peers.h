@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,8 +28,9 @@ class Control {
   Control& operator=(const Control&) = delete;
 
   const NicAddress& address() const noexcept { return address_; }
-  PeerId connect(std::span<const std::byte> address, int priority);
+  PeerId connect(std::span<const std::byte> address, int priority, uint64_t tag);
   void disconnect(PeerId peer);
+  bool sever(uint64_t tag, platform::Deadline deadline);
   // "mlx5_0 of host7 (pid 12)", or "a peer that was disconnected".
   std::string peer_label(PeerId peer) const;
   uint64_t num_refused() const noexcept { return sessions_.num_refused(); }
@@ -54,6 +56,7 @@ class Control {
   void look_at_lane(Peer& peer, Lane& lane);
   void begin_repair(Peer& peer, Lane& lane);
   void end_peers(const char* sign);
+  bool holds(uint64_t tag) const;
 
   void read_device_events();
 
@@ -72,6 +75,8 @@ class Control {
   std::map<PeerId, std::unique_ptr<Peer>> peers_;
   PeerId next_id_ = 0;
   std::string first_loss_;
+  std::map<uint64_t, bool> severed_;  // by tag: nothing of it is left; stays, so that it is refused
+  std::condition_variable severed_one_;
 
   bool gave_up_ = false;  // control thread only: this NIC takes no more receives
   std::atomic<bool> stop_{false};

@@ -120,10 +120,17 @@ void make_ready_to_send(const Nic& nic, Qp& qp, const PortAddress& to, uint32_t 
                 ": starting a queue pair: ", error_text(error));
 }
 
-void break_qp(const Nic& nic, Qp& qp) noexcept {
+namespace {
+
+void move_qp(const Nic& nic, Qp& qp, QpState state) noexcept {
   QpAttr attr{};
-  attr.qp_state = kQpError;
+  attr.qp_state = state;
   static_cast<void>(nic.api.modify_qp(&qp, &attr, kMaskState));  // fails on a device that is gone
 }
+
+}  // namespace
+
+void break_qp(const Nic& nic, Qp& qp) noexcept { move_qp(nic, qp, kQpError); }
+void reset_qp(const Nic& nic, Qp& qp) noexcept { move_qp(nic, qp, kQpReset); }
 
 }  // namespace moe_p2p::provider::verbs

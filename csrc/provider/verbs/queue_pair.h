@@ -35,6 +35,8 @@ void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, cons
 void make_ready_to_send(const Nic& nic, Qp& qp, const PortAddress& to, uint32_t psn);
 // Posted work then completes as flushed.
 void break_qp(const Nic& nic, Qp& qp) noexcept;
+// When it returns, the device works on nothing of this queue pair.
+void reset_qp(const Nic& nic, Qp& qp) noexcept;
 
 uint32_t random_psn();
 

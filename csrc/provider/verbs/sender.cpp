@@ -68,8 +68,9 @@ size_t Sender::post(std::span<const WorkRequest> requests) noexcept {
   Output output({}, backlog_);  // the next poll reports what fails at once
   size_t num = 0;
   for (; num < requests.size(); ++num) {
-    if (free_ == nullptr || num_open_ == slots_.size()) break;
     const WorkRequest& request = requests[num];
+    if (free_ == nullptr || num_open_ == slots_.size()) break;
+    if (request.has_flag && free_->next() == nullptr) break;
     Peer* peer = peers_.find(request.peer);
     ++num_open_;
     if (peer == nullptr) {
@@ -94,11 +95,10 @@ void Sender::accept(Lane& lane, const WorkRequest& request) noexcept {
   Slot& slot = *free_;
   free_ = slot.next();
   slot.wr_id = request.wr_id;
-  slot.lane = &lane;
+  slot.has_flag = request.has_flag;
   slot.sge = {reinterpret_cast<uint64_t>(request.local), request.bytes,
               static_cast<uint32_t>(request.local_key)};
   SendWr& wr = slot.wr;
-  wr.next = nullptr;
   wr.num_sge = request.bytes > 0 ? 1 : 0;
   wr.opcode = request.is_read ? kOpRead : request.has_imm ? kOpWriteImm : kOpWrite;
   wr.imm_data = htonl(request.imm);
@@ -106,6 +106,26 @@ void Sender::accept(Lane& lane, const WorkRequest& request) noexcept {
   wr.send_flags = small && !(request.local_key & kCudaKey) ? unsigned{kSendInline} : 0;
   wr.remote_addr = request.remote_addr;
   wr.rkey = static_cast<uint32_t>(request.remote_key);
+  append(lane, slot);
+  if (!request.has_flag) return;
+  Slot& behind = *free_;
+  free_ = behind.next();
+  behind.wr_id = request.wr_id;
+  behind.has_flag = false;
+  behind.flag = request.flag_value;
+  behind.sge = {reinterpret_cast<uint64_t>(&behind.flag), sizeof behind.flag, 0};
+  behind.wr.num_sge = 1;
+  behind.wr.opcode = kOpWrite;
+  behind.wr.send_flags = kSendInline;
+  behind.wr.remote_addr = request.flag_addr;
+  behind.wr.rkey = wr.rkey;
+  append(lane, behind);
+}
+
+void Sender::append(Lane& lane, Slot& slot) noexcept {
+  SendWr& wr = slot.wr;
+  wr.next = nullptr;
+  slot.lane = &lane;
   if (lane.head == nullptr) {
     lane.head = &slot;
   } else {
@@ -181,7 +201,7 @@ void Sender::finish_head(Lane& lane, Status status, Output& output) noexcept {
     lane.unposted = lane.head;
     --lane.num_unposted;
   }
-  output.write(slot.wr_id, status);
+  if (!slot.has_flag) output.write(slot.wr_id, status);
   slot.lane = nullptr;
   slot.wr.next = reinterpret_cast<SendWr*>(free_);
   free_ = &slot;
@@ -190,6 +210,7 @@ void Sender::finish_head(Lane& lane, Status status, Output& output) noexcept {
 void Sender::fail_all(Lane& lane, Status status, Output& output) noexcept {
   lane.dead = true;
   lane.failure = status;
+  lane.refused_flag = false;
   while (lane.head != nullptr) finish_head(lane, status, output);
   lane.num_posted = 0;
   must_look_ = true;  // the peer may be done
@@ -222,6 +243,7 @@ void Sender::begin_break(Lane& lane, const Wc& wc, Output& output) noexcept {
   const Status status = status_of(wc.status, lane.peer->end.load(std::memory_order_acquire));
   if (wc.status != kWcFlushed) keep_failure(slot, status, wc.vendor_err);
   if (refused_only(status.code)) {
+    lane.refused_flag = slot.has_flag;
     finish_head(lane, status, output);
     --lane.num_posted;
   }
@@ -267,6 +289,7 @@ void Sender::ended(Lane& lane, Output& output) noexcept {
     fail_all(lane, end == Code::kOk ? lane.failure : Status{end, lane.failure.detail}, output);
     return;
   }
+  if (std::exchange(lane.refused_flag, false)) finish_head(lane, lane.failure, output);
   lane.num_posted = lane.num_unposted = 0;
   for (Slot* slot = lane.head; slot != nullptr; slot = slot->next()) {
     slot->wr.send_flags &= ~kSendSignaled;

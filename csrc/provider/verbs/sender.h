@@ -52,6 +52,7 @@ class Sender {
 
  private:
   void accept(Lane& lane, const WorkRequest& request) noexcept;
+  void append(Lane& lane, Slot& slot) noexcept;
   void queue_for_posting(Lane& lane) noexcept;
   void post_lane(Lane& lane, Output& output) noexcept;
   int post_chain(Lane& lane) noexcept;

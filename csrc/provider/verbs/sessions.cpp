@@ -89,7 +89,8 @@ void Sessions::serve(uint32_t session_id) {
   try {
     const Hello hello = Hello::decode(message);
     // Else it wants another NIC, whose host and port are ours by chance.
-    if (hello.nic_id == nic_id_ &&
+    session.tag = hello.tag;
+    if (hello.nic_id == nic_id_ && !severed_.contains(hello.tag) &&
         session.link.send(session.proof->seal(answer(session, hello).encode())))
       return;
   } catch (const Error& error) {  // of another version
@@ -152,7 +153,8 @@ Answer Sessions::answer(Session& session, const Hello& hello) {
       make_ready_to_receive(nic_, *qp, hello.port, lane, hello.label);
       answer.lanes.push_back({lane.lane, qp->qp_num, 0});
       const auto old = session.lanes.find(lane.lane);
-      if (old != session.lanes.end()) drain_.add(std::move(old->second.qp), old->second.has_ended);
+      if (old != session.lanes.end())
+        drain_.add(std::move(old->second.qp), old->second.has_ended, session.tag);
       session.lanes.insert_or_assign(lane.lane, Lane{std::move(qp), false});
     }
   } catch (const Error& error) {
@@ -163,7 +165,8 @@ Answer Sessions::answer(Session& session, const Hello& hello) {
 
 void Sessions::end(uint32_t session_id) {
   const auto found = sessions_.find(session_id);
-  for (auto& [index, lane] : found->second.lanes) drain_.add(std::move(lane.qp), lane.has_ended);
+  for (auto& [index, lane] : found->second.lanes)
+    drain_.add(std::move(lane.qp), lane.has_ended, found->second.tag);
   pending_.erase(session_id);
   sessions_.erase(found);
 }
@@ -172,6 +175,19 @@ void Sessions::last_receive(const void* qp) noexcept {
   drain_.last_receive(qp);
   for (auto& [id, session] : sessions_)
     for (auto& [index, lane] : session.lanes) lane.has_ended |= lane.qp.get() == qp;
+}
+
+void Sessions::sever(uint64_t tag) {
+  severed_.insert(tag);
+  std::vector<uint32_t> ids;
+  for (const auto& [id, session] : sessions_)
+    if (session.tag == tag) ids.push_back(id);
+  for (const uint32_t id : ids) end(id);
+}
+
+bool Sessions::holds(uint64_t tag) const noexcept {
+  return drain_.holds(tag) ||
+         std::ranges::any_of(sessions_, [&](const auto& one) { return one.second.tag == tag; });
 }
 
 void Sessions::end_all() {

@@ -28,6 +28,10 @@ class Sessions {
   void accept();
   void serve(uint32_t session_id);
   void end_all();
+  // Ends the sessions of a tag, and refuses later ones.
+  void sever(uint64_t tag);
+  // True while a queue pair of the tag exists.
+  bool holds(uint64_t tag) const noexcept;
   // Checks deadlines, and what has been drained.
   void look();
   void last_receive(const void* qp) noexcept;
@@ -44,6 +48,7 @@ class Sessions {
     platform::Deadline prove_by;
     std::optional<Proof> proof;  // none while pending
     std::map<uint32_t, Lane> lanes;
+    uint64_t tag = 0;
   };
   bool open(uint32_t id, Session& session, base::Bytes& message);
   void accept(Socket link);
@@ -60,6 +65,7 @@ class Sessions {
   const Secret secret_;
   std::map<uint32_t, Session> sessions_;
   std::set<uint32_t> pending_;  // the oldest first
+  std::set<uint64_t> severed_;
   uint32_t next_session_ = 0;
   bool paused_ = false;  // the listener is not watched: no descriptors are left
   std::atomic<uint64_t> num_refused_{0};

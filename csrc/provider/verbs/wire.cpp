@@ -79,6 +79,7 @@ Bytes Hello::encode() const {
   base::WireWriter writer;
   writer.put(nic_id);
   writer.put_string(label);
+  writer.put(tag);
   put_lanes(writer, port, lanes);
   return writer.take();
 }
@@ -88,6 +89,7 @@ Hello Hello::decode(std::span<const std::byte> bytes) {
   Hello hello;
   hello.nic_id = reader.get<uint64_t>();
   hello.label = reader.get_string();
+  hello.tag = reader.get<uint64_t>();
   get_lanes(reader, hello.port, hello.lanes);
   reader.expect_end();
   return hello;

@@ -39,6 +39,7 @@ struct Greeting {
 struct Hello {
   uint64_t nic_id = 0;  // of the target
   std::string label;    // of the sender
+  uint64_t tag = 0;     // of the connection, for Domain::sever(); 0: none
   PortAddress port;
   std::vector<QpAddress> lanes;  // to connect, or to connect again
 

@@ -54,6 +54,7 @@ class Job:
     topk: int
     x_dtype: torch.dtype
     routing: Callable[[int, int, int], tuple[Tensor, Tensor]]  # (step, rank, T) -> [T, K] twice
+    mirrored: bool = False  # all ranks do what rank 0 does, turned
 
     def tokens(self, step: int, counts: list[int]) -> list[Tokens]:
         """Returns every rank's input in one step; `counts` tokens of each."""
@@ -62,8 +63,13 @@ class Job:
     def tokens_of(self, step: int, rank: int, count: int) -> Tokens:
         """Returns one rank's input."""
         topk_idx, topk_weights = self.routing(step, rank, count)
-        x = torch.randn(count, self.hidden_dim, generator=_generator(step, rank))
+        seed = 0 if self.mirrored else rank
+        x = torch.randn(count, self.hidden_dim, generator=_generator(step, seed))
         return Tokens(x=x.to(self.x_dtype), topk_idx=topk_idx, topk_weights=topk_weights)
+
+    def number_of(self, expert: Tensor) -> Tensor:
+        """Returns the number by which an expert answers; in a mirror world its local one."""
+        return expert % self.topology.max_local_experts() if self.mirrored else expert
 
 
 def make_job(options: Options) -> Job:
@@ -82,12 +88,37 @@ def make_job(options: Options) -> Job:
         hidden_dim=options.hidden,
         topk=topk,
         x_dtype=options.x_dtype,
-        routing=routing,
+        routing=_turned(routing, num_experts, options.ranks) if options.mirror else routing,
+        mirrored=options.mirror > 0,
     )
 
 
-def changing_counts(step: int, world_size: int, tokens: int) -> list[int]:
-    """Token counts of the checked steps: full, then each rank in turn without any, others odd."""
+Routed = Callable[[int, int, int], tuple[Tensor, Tensor]]
+
+
+def _turned(routing: Routed, num_experts: int, num_ranks: int) -> Routed:
+    """Gives every rank the routing of rank 0, with experts turned by a rank from each to the next.
+
+    [0, 9] of 16 experts and 4 ranks: [4, 13] on rank 1, [8, 1] on rank 2.
+    """
+
+    def turned(step: int, rank: int, count: int) -> tuple[Tensor, Tensor]:
+        idx, weights = routing(step, 0, count)
+        turned_idx = (idx + rank * (num_experts // num_ranks)) % num_experts
+        return torch.where(idx < 0, idx, turned_idx), weights
+
+    return turned
+
+
+def changing_counts(
+    step: int, world_size: int, tokens: int, *, mirrored: bool = False
+) -> list[int]:
+    """Token counts of the checked steps: full, then each rank in turn without any, others odd.
+
+    mirrored: rank 0's, for all.
+    """
+    if mirrored:
+        return changing_counts(step, 2, tokens)[1:] * world_size
     if step == 0:
         return [tokens] * world_size
     generator = _generator(step, world_size)

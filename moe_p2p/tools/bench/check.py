@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import Dispatched, reference
+from moe_p2p.options import INT10_BLOCK
 from moe_p2p.reference import Received, Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
@@ -45,7 +46,7 @@ def apply_experts(
     expert = experts_of_rows(job, rank, counts)
     rows = x[: len(expert)]
     wide = rows.float() if scales is None else reference.dequantize(rows, scales[: len(expert)])
-    e = expert.to(torch.float32)[:, None] / job.topology.num_experts
+    e = job.number_of(expert).to(torch.float32)[:, None] / job.topology.num_experts
     return answer(wide, e).to(options.x_dtype)
 
 
@@ -73,9 +74,11 @@ def expect(
     )
     received = [reference.dispatch(routing, r) for r in range(job.topology.world_size)]
     y = [_answers(job, options, r, got) for r, got in enumerate(received)]
-    out = reference.combine(routing, rank, y, out_dtype=options.x_dtype)
+    out = reference.combine(
+        routing, rank, y, out_dtype=options.x_dtype, combine_dtype=options.combine_dtype
+    )
     magnitude = reference.combine(routing, rank, [a.abs() for a in y], out_dtype=torch.float32)
-    bound = _BOUND * torch.finfo(options.x_dtype).eps * magnitude
+    bound = bound_of(magnitude, options)
     return Expected(received=received[rank], y=y[rank], out=out, bound=bound)
 
 
@@ -119,7 +122,7 @@ def closed_form(job: Job, options: Options, tokens: Tokens) -> tuple[Tensor, Ten
         wide = reference.dequantize(*reference.quantize(tokens.x))
     out, magnitude = torch.zeros_like(wide), torch.zeros_like(wide)
     for k in range(tokens.topk_idx.shape[1]):
-        e = tokens.topk_idx[:, k, None].float() / job.topology.num_experts
+        e = job.number_of(tokens.topk_idx[:, k, None]).float() / job.topology.num_experts
         part = tokens.topk_weights[:, k, None] * answer(wide, e)
         out += part
         magnitude += part.abs()
@@ -148,7 +151,7 @@ def verify_by_rank(
     rows = got.x if got.scales is None else (got.x, got.scales)
     y = answer_by_rank(job, rank, rows, got.row_topk, got.row_weights).to(options.x_dtype)
     y[int(got.offsets[-1]) :] = 0  # rows past the count hold arbitrary values
-    out = comm.combine(y, got)
+    out = comm.combine(y, got, **system.combining)
     finish(comm.config.device)
     return verify_sums("moe_p2p by rank", job, options, tokens=tokens, got=out)
 
@@ -161,7 +164,8 @@ def answer_by_rank(
     local_idx [R, K]: experts of this rank, -1: another rank's.
     """
     wide = reference.dequantize(*received) if isinstance(received, tuple) else received.float()
-    e = (local_idx + job.topology.local_experts(rank)[0]).float() / job.topology.num_experts
+    expert = job.number_of(local_idx + job.topology.local_experts(rank)[0])
+    e = expert.float() / job.topology.num_experts
     w = torch.where(local_idx >= 0, weights, 0)
     answers = [w[:, k, None] * answer(wide, e[:, k, None]) for k in range(e.shape[1])]
     return functools.reduce(Tensor.add_, answers)
@@ -172,15 +176,28 @@ def verify_sums(
 ) -> list[str]:
     """Reports combined rows [T, H] further than `steps` of x_dtype from the closed form."""
     out, magnitude = closed_form(job, options, tokens)
-    found = beyond_rounding(got, out, magnitude, options.x_dtype, steps=steps)
+    found = beyond_rounding(got, out, bound_of(magnitude, options, steps))
     return [f"{name}: {text}" for text in found]
 
 
-def beyond_rounding(
-    got: Tensor, want: Tensor, magnitude: Tensor, dtype: torch.dtype, *, steps: float = _BOUND
-) -> list[str]:
-    """Reports where `got` is further than `steps` of dtype, times magnitude, from `want`."""
-    bound = steps * torch.finfo(dtype).eps * magnitude
+def bound_of(magnitude: Tensor, options: Options, steps: float = _BOUND) -> Tensor:
+    """How far from the exact sum one may be whose terms have this magnitude, [T, H].
+
+    A 10-bit integer is as far away as the largest value of its block allows, half of 1 / 511 of it
+    for each of up to 8 partial sums: less than 4 steps of bfloat16.
+    """
+    dtype = options.x_dtype
+    if options.combine_dtype:
+        dtype = torch.bfloat16
+        blocks = magnitude.reshape(
+            *magnitude.shape[:-1], magnitude.shape[-1] // INT10_BLOCK, INT10_BLOCK
+        )
+        magnitude = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)
+    return steps * torch.finfo(dtype).eps * magnitude
+
+
+def beyond_rounding(got: Tensor, want: Tensor, bound: Tensor) -> list[str]:
+    """Reports where `got` is further than `bound` from `want`."""
     beyond = ~((got.float() - want).abs() <= bound)  # NaN is beyond
     if not bool(beyond.any()):
         return []

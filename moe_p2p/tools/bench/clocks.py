@@ -89,11 +89,11 @@ class GpuClock:
 
     def measure(self, systems: Sequence[Calls], watch: Watch) -> list[Timed]:
         seconds, flushed = self._options.seconds, self._flushed
-        timed = measure(systems, self._align, seconds=seconds, flushed=flushed, watch=watch)
+        timed = measure(systems, self.align, seconds=seconds, flushed=flushed, watch=watch)
         self._probe.check()
         return timed
 
-    def _align(self) -> None:
+    def align(self) -> None:
         if self._hosts is not None:
             self._hosts.meet()
         self._probe.barrier()

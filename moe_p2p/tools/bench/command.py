@@ -18,12 +18,13 @@ import torch
 
 from moe_p2p import env, errors
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import conformance, kv, megatron, report, worker
+from moe_p2p.tools.bench import conformance, kv, megatron, report, weights, worker
 from moe_p2p.tools.bench.options import Options, parse
 from moe_p2p.tools.bench.plot import plot
 from moe_p2p.tools.bench.report import Row
 
-OF_THEIR_OWN = {"kv": kv.main, "megatron": megatron.main}  # with options of their own
+# With options of their own.
+OF_THEIR_OWN = {"kv": kv.main, "megatron": megatron.main, "weights": weights.main}
 
 
 def main(arguments: list[str]) -> int:
@@ -75,7 +76,7 @@ def _main(worlds: list[Options], each: Callable[..., Any], *, is_first: bool) ->
 
 
 def _start(function: Callable[[Options], Any], options: Options) -> Any:
-    return launch.run_ranks(function, options, num_ranks=options.ranks)[0]
+    return launch.run_ranks(function, options, num_ranks=options.processes)[0]
 
 
 def _join(function: Callable[[Options], Any], options: Options) -> Any:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched
+from moe_p2p.nics.transport import SOFTWARE
+from moe_p2p.options import COMBINE_DTYPES
 from moe_p2p.reference import Tokens
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.check import answer, answer_by_rank, beyond_rounding
+from moe_p2p.tools.bench.check import answer, answer_by_rank, beyond_rounding, bound_of
 from moe_p2p.tools.bench.conformance_faults import faults
 from moe_p2p.tools.bench.conformance_halves import Halves
 from moe_p2p.tools.bench.conformance_ranks import LAYOUTS, SOON_S, TYPES, Call, Ranks, Wrong
@@ -39,7 +41,17 @@ def run(options: Options) -> Wrong:
         ranks = Ranks(options, rank)
         ranks.set_deadline()
         try:
-            for part in (world, payloads, unusual, halves, graphs, training, masks, faults):
+            for part in (
+                world,
+                payloads,
+                integers,
+                unusual,
+                halves,
+                graphs,
+                training,
+                masks,
+                faults,
+            ):
                 part(ranks)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -49,7 +61,7 @@ def run(options: Options) -> Wrong:
 def world(ranks: Ranks) -> None:
     """Says what is here."""
     with ranks.make() as comm:
-        ranks.is_software = comm.engine.provider == "loopback"
+        ranks.is_software = comm.engine.provider in SOFTWARE
         nics = f"{len(comm.counters())} {comm.engine.provider} NICs a rank"
     nodes, hosts = f"nodes of {ranks.options.ranks_per_node}", ranks.options.hosts
     where = "CPUs" if ranks.options.device == "cpu" else torch.cuda.get_device_name()
@@ -64,6 +76,15 @@ def payloads(ranks: Ranks) -> None:
     with ranks.make(chunk_tokens=-(-ranks.options.tokens[0] // 3)) as comm:
         for layout in LAYOUTS:
             ranks.line(f"{layout}, calls of three steps", ranks.steps, comm, layout=layout)
+
+
+def integers(ranks: Ranks) -> None:
+    """Partial sums that travel as 10-bit integers."""
+    with ranks.make() as comm:
+        for layout in LAYOUTS:
+            for sent in COMBINE_DTYPES:
+                how = {"layout": layout, "combine_dtype": sent}
+                ranks.line(f"{layout}, combine sends {sent}", ranks.steps, comm, **how)
 
 
 def unusual(ranks: Ranks) -> None:
@@ -143,7 +164,7 @@ def training(ranks: Ranks) -> None:
 
 
 def _gradients(ranks: Ranks, comm: AllToAll, layout: str, step: int) -> Wrong:
-    """Compares gradients of tokens and weights with those of a model without communication."""
+    """Compares gradients of tokens and weights with a model's that does not communicate."""
     call = ranks.call(step, kind="fp32", layout=layout)
     x, weights = (call.given[name].requires_grad_() for name in ("x", "topk_weights"))
     got = comm.dispatch(**call.given)
@@ -161,11 +182,12 @@ def _gradients(ranks: Ranks, comm: AllToAll, layout: str, step: int) -> Wrong:
         "x": (present * (answer(torch.ones(1), e) - answer(torch.zeros(1), e))).sum(1) * grad.abs(),
         "topk_weights": (answers * grad[:, None]).abs().sum(-1),
     }
+    exact = replace(ranks.options, dtype="fp32")
     pairs = {"x": (x, alone), "topk_weights": (weights, weights_alone)}
     return [
         f"gradient of {name}: {text}"
         for name, (mine, want) in pairs.items()
-        for text in beyond_rounding(mine.grad.cpu(), want.grad, sizes[name], torch.float32)
+        for text in beyond_rounding(mine.grad.cpu(), want.grad, bound_of(sizes[name], exact))
     ]
 
 

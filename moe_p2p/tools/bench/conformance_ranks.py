@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched, DispatchOptions, errors, reference
+from moe_p2p.options import CombineDtype
 from moe_p2p.reference import Tokens
 from moe_p2p.tools.bench.cases import Job, changing_counts, make_job
 from moe_p2p.tools.bench.check import Expected, compare_rows, compare_sums, expect
@@ -50,6 +51,7 @@ class Call:
     y: Tensor  # [R, H] rows of combine
     expected: Expected
     job: Job
+    combine_dtype: CombineDtype | None = None
 
 
 class Ranks:
@@ -110,14 +112,15 @@ class Ranks:
         gone: bool = False,
         full: bool = False,
         change: Callable[[Tokens, int], Tokens] | None = None,
+        combine_dtype: CombineDtype | None = None,
         **how: Any,
     ) -> Call:
         """gone: the last rank has no tokens, and no rank has any for its experts.
 
-        change: makes other tokens out of those of a rank.
+        change: makes other tokens out of a rank's.
         """
         dtype, quantization = TYPES[kind]
-        options = replace(self.options, dtype=dtype)
+        options = replace(self.options, dtype=dtype, combine_dtype=combine_dtype)
         job, (most,) = make_job(options), options.tokens
         counts = changing_counts(0 if full else step, self.size, most)
         if gone:
@@ -137,7 +140,7 @@ class Ranks:
         given = {name: getattr(mine, name) for name in GIVEN_NAMES}
         y = expected.y.to(options.device)
         given["options"] = DispatchOptions(**quantization, **how)
-        return Call(given=given, y=y, expected=expected, job=job)
+        return Call(given=given, y=y, expected=expected, job=job, combine_dtype=combine_dtype)
 
     @staticmethod
     def _with_gaps(tokens: Tokens, step: int, lost: Tensor) -> Tokens:
@@ -158,7 +161,8 @@ class Ranks:
     def whole(self, comm: AllToAll, call: Call) -> Wrong:
         got = comm.dispatch(**call.given)
         found = self.rows(call, got)
-        return found + self.sums(call, comm.combine(call.y, got))
+        out = comm.combine(call.y, got, combine_dtype=call.combine_dtype)
+        return found + self.sums(call, out)
 
     def each_step(self, check: Callable[[int], Wrong]) -> Wrong:
         steps = range(self.options.checks)

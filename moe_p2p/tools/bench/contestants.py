@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,7 @@ class Entry:
     tokens: Tokens  # of this rank, on its device
     experts: Experts | None
     group: dist.ProcessGroup | None  # of the baselines; None: there are none
+    ranks: Any = None  # the group of the package; None: the default one
     stack: ExitStack  # closes them
     notes: list[str]  # what was left out, with the reason
 
@@ -91,7 +93,10 @@ class Entry:
                 self.notes.append(f"{what}: left out, {sum(plan.values()) >> 20} MiB of regions")
                 return None
         try:
-            return MoeP2p(options, self.job, chunk_tokens=chunk_tokens, num_sms=num_sms or None)
+            limit = num_sms or None
+            return MoeP2p(
+                options, self.job, chunk_tokens=chunk_tokens, num_sms=limit, group=self.ranks
+            )
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError) as error:
             self.notes.append(f"{what}: left out, {error}")
             return None
@@ -105,31 +110,31 @@ class Entry:
         calls = system_calls(system, options, self.tokens, experts=self.experts)
         yield Contestant(calls=calls, wrong=wrong, system=system)
         if options.device == "cuda" and options.hosts == 1 and deep_ep.missing() is None:
-            api = self._api("deep_ep", "deep_ep", self.group)
+            api = self._api("deep_ep", "deep_ep")
             for calls, wrong in deep_ep.systems(api, self.notes):
                 yield Contestant(calls=calls, wrong=wrong)
 
-    def through_deep_ep(self, interface: str, group: dist.ProcessGroup) -> Iterator[Contestant]:
+    def through_deep_ep(self, interface: str) -> Iterator[Contestant]:
         """Yields AllToAll itself, the shim, and another module if one was named."""
         num_sms = None if interface == "low-latency" else deep_ep.NORMAL_SMS
         yield self._all_to_all(interface, num_sms=num_sms)
         for name in (OURS, self.options.deep_ep_module):
             if name is None:
                 continue
-            api = replace(self._api(name, name, group), cached=True, num_sms=num_sms)
+            api = replace(self._api(name, name), cached=True, num_sms=num_sms)
             if name == OURS:
                 api = replace(api, low_latency_tokens=self.options.tokens[0])
             for calls, wrong in deep_ep.systems(api, self.notes, interfaces=[interface]):
                 yield Contestant(calls=calls, wrong=wrong)
 
-    def _api(self, module: str, label: str, group: dist.ProcessGroup) -> deep_ep.Api:
+    def _api(self, module: str, label: str) -> deep_ep.Api:
         return deep_ep.Api(
             module=importlib.import_module(module),
             label=label,
             options=self.options,
             job=self.job,
             tokens=self.tokens,
-            group=group,
+            group=self.group if self.ranks is None else self.ranks,
             stack=self.stack,
         )
 
@@ -139,7 +144,7 @@ class Entry:
         Low-latency: rows by expert, quantized inside. Others: by rank, quantized by the caller.
         """
         options, tokens = self.options, self.tokens
-        system = MoeP2p(options, self.job, num_sms=num_sms)
+        system = MoeP2p(options, self.job, num_sms=num_sms, group=self.ranks)
         self.stack.callback(system.close)
         if interface == "low-latency":
             options = replace(options, layout="padded")
@@ -158,7 +163,8 @@ class Entry:
         options, (tokens,), wrong = self.options, self.options.tokens, []
         most = min(tokens, CHECKED_TOKENS) if options.device == "cuda" else tokens
         for step in steps:
-            everyone = self.job.tokens(step, changing_counts(step, options.ranks, most))
+            counts = changing_counts(step, options.ranks, most, mirrored=self.job.mirrored)
+            everyone = self.job.tokens(step, counts)
             expected = expect(self.job, options, self.rank, everyone)
             mine = on_device(everyone[self.rank], options.device)
             found = verify(system, mine, expected, exact=exact)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import reference
@@ -43,7 +42,7 @@ class Api:
     options: Options
     job: Job
     tokens: Tokens  # of this rank
-    group: dist.ProcessGroup
+    group: Any  # a ProcessGroup, or what has its rank(), size() and get_group_store()
     stack: ExitStack  # destroys buffers
     low_latency_tokens: int = LOW_LATENCY_TOKENS  # limit of low-latency calls
     cached: bool = False  # V1 normal dispatches by the handle of an earlier call
@@ -125,7 +124,8 @@ def low_latency(api: Api) -> Exchange | str:
         dispatch()
         rows = state[0]  # [E / n, n * T, H], with scales when fp8
         wide = reference.dequantize(rows[0], rows[1].contiguous()) if fp8 else rows.float()
-        e = job.topology.local_experts(rank).to(wide.device)[:, None, None].float() / experts
+        numbers = job.number_of(job.topology.local_experts(rank)).to(wide.device)
+        e = numbers[:, None, None].float() / experts
         return combine_of(answer(wide, e).to(torch.bfloat16))
 
     dispatch()
@@ -162,6 +162,8 @@ def normal(api: Api) -> Exchange | str:
     api.stack.callback(buffer.destroy)
     experts, idx = job.topology.num_experts, tokens.topk_idx.to(module.topk_idx_t)
     x = _as_sent(options, tokens)
+    # Counts of ranks that are not there cannot be had, so there is room for the worst case.
+    worst = {"num_worst_tokens": options.ranks * len(idx)} if job.mirrored else {}
     state: list[Any] = []
     out: Tensor = torch.empty(0)
 
@@ -174,6 +176,7 @@ def normal(api: Api) -> Exchange | str:
             num_tokens_per_expert=per_expert,
             topk_idx=idx,
             topk_weights=tokens.topk_weights,
+            **worst,
         )
         return state
 

@@ -1,6 +1,6 @@
 """Least time of the job on this machine: bytes of the busiest rank over measured links.
 
-Nothing here touches a device. Bytes are those of slots, partial rows and headers as they are sent,
+Nothing here touches a device. It counts bytes of slots, partial rows and headers as they are sent,
 one copy per (token, rank) inside a node and one per (token, node) between nodes.
 
 Shapes: W ranks, L ranks per node, N = W / L nodes, T tokens of a rank, K top-k.
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_p2p.reference import Topology
+from moe_p2p.options import CombineDtype
+from moe_p2p.reference import Topology, int10
 from moe_p2p.reference.wire import LINE, align, slot_head_bytes
 
 
@@ -52,18 +53,32 @@ class Sizes:
     """Bytes as they are sent."""
 
     slot: int  # a token in dispatch
-    row: int  # a partial sum in combine
+    row: int  # a partial sum in combine, within a node
+    far_row: int  # between nodes
     payload: PhaseBytes  # of a token, without heads and padding
 
     @staticmethod
-    def of(hidden_dim: int, *, topk: int, item: int, quantize: bool) -> Sizes:
-        """item: bytes of a value, in dispatch unless it is quantized, and in combine."""
+    def of(
+        hidden_dim: int,
+        *,
+        topk: int,
+        item: int,
+        quantize: bool,
+        combine_dtype: CombineDtype | None = None,
+    ) -> Sizes:
+        """item: bytes of a value, in dispatch unless it is quantized, and in combine.
+
+        combine_dtype: of AllToAll.combine.
+        """
         values = hidden_dim * (1 if quantize else item)
         scales = 4 * -(-hidden_dim // 128) if quantize else 0
+        packed = int10.row_bytes(hidden_dim)
+        sums = hidden_dim * 10 // 8 + hidden_dim // 16 if combine_dtype else hidden_dim * item
         return Sizes(
             slot=align(slot_head_bytes(topk) + align(values, 16) + align(scales, 16), LINE),
-            row=align(hidden_dim * item, LINE),
-            payload=PhaseBytes(dispatch=values + scales, combine=hidden_dim * item),
+            row=align(packed if combine_dtype == "int10" else hidden_dim * item, LINE),
+            far_row=align(packed if combine_dtype else hidden_dim * item, LINE),
+            payload=PhaseBytes(dispatch=values + scales, combine=sums),
         )
 
 
@@ -140,7 +155,7 @@ def nic_bytes(
     counts = align(4 * local * (topology.max_local_experts() + 1), LINE)
     empty = LINE if num_steps > 1 else 0
     dispatch = sent.sum(1) * sizes.slot + num_steps * others * (LINE + counts + empty)
-    combine = back * sizes.row + num_steps * others * (LINE + empty)
+    combine = back * sizes.far_row + num_steps * others * (LINE + empty)
     return (
         PhaseBytes(dispatch=int(dispatch.max()), combine=int(combine.max())),
         PhaseBytes(dispatch=int(dispatch.sum()), combine=int(combine.sum())),

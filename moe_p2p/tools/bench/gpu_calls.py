@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, DispatchOptions
+from moe_p2p import Dispatched, DispatchOptions
 from moe_p2p.reference import Layout, Tokens
 from moe_p2p.tools.bench.gpu_layer import Experts
 from moe_p2p.tools.bench.options import Options
@@ -35,6 +35,7 @@ class Calls:
     num_sms: int = 0  # its limit; 0: not limited
     layout: str = "grouped"
     layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
+    experts: Callable[[], Tensor] | None = None  # alone, on rows of an earlier dispatch
     halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # report.HALVES
     # (name of a way) -> out, answer and rows of its last run; None: not kept.
     last: Callable[[str], dict[str, Tensor]] | None = None
@@ -69,8 +70,9 @@ def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 class Halves:
     """The halves of a pair, called in this order."""
 
-    def __init__(self, comm: AllToAll, y: Tensor, given: dict[str, Any]) -> None:
-        self._comm, self._y, self._given = comm, y, given
+    def __init__(self, system: MoeP2p, y: Tensor, given: dict[str, Any]) -> None:
+        self._comm, self._y, self._given = system.all_to_all, y, given
+        self._combining = system.combining
 
     def dispatch_send(self) -> None:
         self._sent = self._comm.dispatch_send(**self._given)
@@ -79,7 +81,7 @@ class Halves:
         self._received = self._comm.dispatch_recv(self._sent)
 
     def combine_send(self) -> None:
-        self._answered = self._comm.combine_send(self._y, self._received)
+        self._answered = self._comm.combine_send(self._y, self._received, **self._combining)
 
     def combine_recv(self) -> None:
         self._out = self._comm.combine_recv(self._answered)
@@ -93,7 +95,7 @@ class Halves:
 
 
 def alone(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of a dispatch without a combine, from those of another dispatch."""
+    """Returns arguments of a dispatch without a combine, made from another dispatch's."""
     rest = {name: value for name, value in given.items() if name not in ("layout", "quantize")}
     options = DispatchOptions(
         layout=given["layout"], quantize=given.get("quantize", False), solo=True
@@ -125,19 +127,23 @@ def package_calls(
     def combine() -> Tensor:
         nonlocal out
         assert received is not None
-        out = system.combine(y) if reuses else comm.combine(y, received)
+        out = system.combine(y) if reuses else comm.combine(y, received, **system.combining)
         return out
 
     def layer() -> Tensor:
         nonlocal out
         assert experts is not None
         got = dispatch()
-        out = comm.combine(experts(got.x, got.scales, got.counts), got)
+        out = comm.combine(experts(got.x, got.scales, got.counts), got, **system.combining)
         return out
+
+    def alone_experts() -> Tensor:
+        assert experts is not None
+        return experts(first.x, first.scales, first.counts)
 
     combine()
     finish(comm.config.device)
-    halves = Halves(comm, y, given)
+    halves = Halves(system, y, given)
 
     def last(what: str) -> dict[str, Tensor]:
         rows, sums = halves.last() if what in HALVES else (received, out)
@@ -155,6 +161,7 @@ def package_calls(
         combine=combine,
         capturable=True,
         layer=None if experts is None else layer,
+        experts=None if experts is None else alone_experts,
         halves=halves.by_name() if halved else {},
         chunk_tokens=comm.config.step_tokens,
         num_steps=system.num_steps,

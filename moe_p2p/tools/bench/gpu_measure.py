@@ -57,7 +57,8 @@ def measure(
         timed += _apart(parts, align, watch, seconds=seconds, flushed=flushed)
     layers = {c: c.layer for c in systems if c.layer is not None}
     timed += _chained("layer", layers, align, watch, seconds=seconds, replayed=False)
-    ways: dict[str, Mapping[Calls, Run]] = {"pair": pairs, "layer": layers}
+    experts = {c: c.experts for c in systems if c.experts is not None}
+    ways: dict[str, Mapping[Calls, Run]] = {"pair": pairs, "layer": layers, "experts": experts}
     for what, runs in ways.items():
         capturable = {c: run for c, run in runs.items() if c.capturable}
         timed += _chained(what, capturable, align, watch, seconds=seconds, replayed=True)

@@ -5,7 +5,8 @@ figures of each: a whole request without compute, by several systems, and the ti
 token (TTFT) of a model whose layers take the time of kv_compute.py. Systems take turns. The bytes
 of every system are compared at decode, after each page size.
 
-`signals`: KVSignals; `by layer`: KVSending.layer after each layer; `at the end`: after the last.
+`signals`: KVSignals; `graph`, on GPUs: the same, replayed from a CUDA graph of the pass; `by
+layer`: KVSending.layer after each layer; `at the end`: after the last.
 Spans of a layer, by a clock that both processes share (time.monotonic); times of a GPU are matched
 with it before and after, and the error is printed:
     signal   its bytes are there -> `signal` has returned (a kernel on a GPU: 0), `layer` is called
@@ -40,7 +41,7 @@ SPANS = ("signal", "post", "wire", "arrival")
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Of one page size. Milliseconds: medians, and the least. Spans of a layer: p50 and p99."""
+    """Of one page size. Milliseconds: medians, and the least. Spans of a layer: p50, p99, p99.9."""
 
     page_kib: float
     system: str
@@ -53,7 +54,7 @@ class Figure:
     least_ttft_ms: float | None = None
     overhead_percent: float | None = None  # of the compute alone
     writes: int | None = None
-    spans_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    spans_us: dict[str, tuple[float, ...]] = field(default_factory=dict)
     wrong_bytes: int = 0
 
 
@@ -101,7 +102,7 @@ def _figures(options: Options, measured: Measured) -> list[Figure]:
                 overhead_percent=(statistics.median(ttft) / alone - 1) * 100 if ttft else None,
                 writes=measured.writes.get(system),
                 spans_us={
-                    name: (_at(times, 50) * 1e6, _at(times, 99) * 1e6)
+                    name: tuple(_at(times, percent) * 1e6 for percent in (50, 99, 99.9))
                     for name, times in spans.items()
                 },
                 wrong_bytes=measured.wrong_bytes.get(system, 0),
@@ -110,8 +111,8 @@ def _figures(options: Options, measured: Measured) -> list[Figure]:
     return figures
 
 
-def _at(values: list[float], percent: int) -> float:
-    return sorted(values)[(len(values) - 1) * percent // 100]
+def _at(values: list[float], percent: float) -> float:
+    return sorted(values)[int((len(values) - 1) * percent / 100)]
 
 
 # --- output ---
@@ -137,14 +138,16 @@ def text(options: Options, measured: list[Measured], figures: list[Figure]) -> s
             f"{each.page_kib:>3g} KiB {each.system:16}{each.num_pages:>8,}"
             + "".join(f"{cell:>12}" for cell in cells)
         )
-    lines.append("\nspans of a layer, us: p50 (p99)" + "".join(f"{name:>26}" for name in SPANS))
+    spans = "".join(f"{name:>26}" for name in SPANS)
+    lines.append(f"\n{'spans of a layer, us: p50 (p99, p99.9)':38}{spans}")
     for each in figures:
         if each.spans_us:
             shown = tuple(
-                f"{p50:,.1f} ({p99:,.1f})" for p50, p99 in (each.spans_us[name] for name in SPANS)
+                f"{p50:,.1f} ({p99:,.0f}, {p999:,.0f})"
+                for p50, p99, p999 in (each.spans_us[name] for name in SPANS)
             )
             lines.append(
-                f"{each.page_kib:>3g} KiB {each.system:23}" + "".join(f"{c:>26}" for c in shown)
+                f"{each.page_kib:>3g} KiB {each.system:30}" + "".join(f"{c:>26}" for c in shown)
             )
     return "\n".join(lines)
 
@@ -156,6 +159,8 @@ def _cell(value: float | None, form: str, unit: str = "") -> str:
 def _title(options: Options) -> str:
     where = torch.cuda.get_device_name() if options.device == "cuda" else _cpu_name()
     link = f", link model {options.gbps:g} Gbit/s" if options.gbps else ""
+    if options.timed:
+        link = f", timed NIC {options.timed}"
     return (
         f"moe_p2p {version.__version__} KV transfer on {where}: {options.layers} layers of "
         f"{options.layer_bytes / KIB:g} KiB, {options.tokens} tokens{link}; "
@@ -223,6 +228,12 @@ def _parse(arguments: list[str]) -> Options:
         "rank of Qwen3-235B, on CPUs an eighth as wide (2; 0)",
     )
     add("--gbps", type=float, help="link model of all NICs of a side, 0: none (0; 400)")
+    add(
+        "--timed",
+        choices=["cx7", "efa"],
+        default="",
+        help="over the timed NIC instead: also its latency, and its time for each write",
+    )
     add("--systems", default=",".join(kv_systems.NAMES), help="beside ours (%(default)s)")
     add("--json", default="bench_out/kv.json", help="figures ('': none)")
     add("--plot", default="bench_out/kv.png", help="PNG ('': none)")

@@ -6,8 +6,9 @@ finds what it shows at moments of the host's.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from moe_p2p.errors import require
 HIDDEN, Q_HEADS, HEAD, EXPERTS, TOPK, FFN = 4096, 16, 128, 128, 8, 384
 NARROWER = 8  # on CPUs: hidden, heads, experts
 MATCHES = 20  # exchanges; the narrowest counts
+LIMIT_S = 60.0
+CLOCK_ERRORS: list[float] = []  # of this process, one a run on a GPU
 
 
 class Compute:
@@ -92,8 +95,10 @@ def between(before: Match, after: Match) -> Match:
     return Match(middle, apart + max(before.error_s, after.error_s))
 
 
-def event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def event(*, external: bool = False) -> Any:
+    """external: also of a captured graph, where each replay records it anew."""
+    more = {"external": True} if external else {}
+    return torch.cuda.Event(enable_timing=True, **more)  # type: ignore[no-untyped-call]
 
 
 class GpuClock:
@@ -116,3 +121,87 @@ class GpuClock:
             after = time.monotonic()
             exchanges.append((before, self.seconds(word), after))
         return narrowest(exchanges)
+
+
+def computed(
+    compute: Compute | None, num_layers: int, signal: Callable[[int], None] | None = None
+) -> Iterator[tuple[float, float]]:
+    """Yields after each layer: when its bytes were there, and when `signal` of it had returned. On
+    a GPU `signal` is a kernel behind the layer's, so the two are one."""
+    if compute is not None and compute.on_gpu:
+        yield from _on_gpu(compute, num_layers, signal)
+        return
+    for layer in range(num_layers):
+        if compute is not None:
+            compute.layer()
+        ready = time.monotonic()
+        if signal is not None:
+            signal(layer)
+        yield ready, time.monotonic()
+
+
+def _on_gpu(
+    compute: Compute, num_layers: int, signal: Callable[[int], None] | None
+) -> Iterator[tuple[float, float]]:
+    """With `signal` this thread launches all, as a forward pass does, and times are read when it is
+    over. Without, another thread launches, and the caller gets each layer when it is computed."""
+    clock, events = GpuClock(), [event() for _ in range(num_layers)]
+    launched = [threading.Event() for _ in events]
+    before = clock.match()
+
+    def launch_all() -> None:
+        torch.cuda.set_device(compute.device)  # each thread has a device of its own
+        for layer, end in enumerate(events):
+            compute.layer()
+            end.record()
+            if signal is not None:
+                signal(layer)
+            launched[layer].set()
+
+    thread = threading.Thread(target=launch_all)
+    if signal is not None:
+        launch_all()
+    else:
+        thread.start()
+    for end, flag in zip(events, launched, strict=True):
+        require(flag.wait(LIMIT_S), f"a layer was not launched within {LIMIT_S} s")
+        end.synchronize()  # without Python's lock, which the launching thread needs
+        at = clock.seconds(end) + before.offset_s
+        yield at, at
+    if signal is None:
+        thread.join()
+    CLOCK_ERRORS.append(between(before, clock.match()).error_s)
+
+
+class Captured:
+    """A pass of all layers with their signals, as one CUDA graph. Its events are of the graph."""
+
+    def __init__(self, compute: Compute, num_layers: int, signal: Callable[[int], None]) -> None:
+        self.compute = compute
+        self.events = [event(external=True) for _ in range(num_layers)]
+        compute.layer()  # libraries set themselves up
+        synchronize(compute.device)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            for layer, end in enumerate(self.events):
+                compute.layer()
+                end.record()
+                signal(layer)
+        self.graph.replay()  # outside of a step: sends nothing
+        synchronize(compute.device)
+
+    def replayed(self) -> Iterator[tuple[float, float]]:
+        clock = GpuClock()
+        before = clock.match()
+        self.graph.replay()
+        # An event that a replay records is not to be asked before it: it shows the one before.
+        synchronize(self.compute.device)
+        for end in self.events:
+            at = clock.seconds(end) + before.offset_s
+            yield at, at
+        CLOCK_ERRORS.append(between(before, clock.match()).error_s)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

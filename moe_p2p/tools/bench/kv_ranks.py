@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,19 +17,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from moe_p2p import Engine, env, kv
+from moe_p2p import Engine, EngineConfig, env, kv
 from moe_p2p.errors import require
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import kv_systems
-from moe_p2p.tools.bench.kv_compute import Compute, GpuClock, between, event
+from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.bench.kv_compute import (
+    CLOCK_ERRORS,
+    LIMIT_S,
+    Captured,
+    Compute,
+    computed,
+    synchronize,
+)
 from moe_p2p.transfers import Report
 
-LIMIT_S = 60.0
 LOOPBACK_NICS = 2  # of an engine that is not told otherwise
 FREE = 0xEE  # in memory of decode that nothing was written to
 GROUP = "kv"
-OURS = ("signals", "by layer", "at the end")
+OURS = ("signals", "graph", "by layer", "at the end")  # graph: signals of a replayed CUDA graph
+SIGNALLED = ("signals", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,7 @@ class Options:
     repeats: int
     compute_ms: float
     gbps: float
+    timed: str
     systems: tuple[str, ...]
     json: str
     plot: str
@@ -84,9 +92,7 @@ class Sent:
 
 def exchange(mine: Any) -> list[Any]:
     """What both ranks gave, by rank."""
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, mine)
-    return both
+    return everyones(mine)
 
 
 def run(options: Options) -> list[Measured]:
@@ -95,7 +101,7 @@ def run(options: Options) -> list[Measured]:
         if options.device == "cuda":
             device = torch.device("cuda", launch.device_index())
             torch.cuda.set_device(device)
-        if options.gbps:
+        if options.gbps and not options.timed:
             env.model_link(f"gbps={options.gbps / LOOPBACK_NICS:g}")
         compute = Compute(options.tokens, options.compute_ms, device)
         found = []
@@ -106,12 +112,21 @@ def run(options: Options) -> list[Measured]:
         return found
 
 
+def _config(options: Options) -> EngineConfig | None:
+    """None: what the environment says, else the software NIC."""
+    if not options.timed:
+        return None
+    nics = {"cx7": 1, "efa": 2}[options.timed]  # of a GPU's 400 Gbit/s
+    settings = f"preset={options.timed}"
+    return EngineConfig(transport="timed", transport_settings=settings, nics_per_rank=nics)
+
+
 @contextlib.contextmanager
 def opened(options: Options, case: Case, rank: int, device: torch.device) -> Iterator[Side]:
     """One side of a pair of workers, and of the other systems, connected."""
     gpu = device.index if device.type == "cuda" else None
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(Engine(label=f"rank {rank}", gpu=gpu))
+        engine = stack.enter_context(Engine(_config(options), label=f"rank {rank}", gpu=gpu))
         side = Side(options, case, rank, engine, device)
         store = TCPStore(
             "127.0.0.1",
@@ -173,6 +188,7 @@ class Side:
         else:
             self.worker = kv.KVSender(engine, cache, instance="prefill")
             self.signals = kv.KVSignals(self.worker)
+        self.captured: Captured | None = None
         self.systems: list[kv_systems.System] = []
         self.notes: list[str] = []
         self.names = itertools.count()
@@ -188,8 +204,8 @@ class Side:
         sending.stats = stats = _Reports(sending.request, "sender", time.monotonic())
         _until(lambda: sending.flights[0].state == "open", "decode has not opened a request")
         sent = Sent(time.monotonic(), 0.0)
-        if how == "signals":
-            self._signalled(compute, sending, sent)
+        if how in SIGNALLED:
+            self._signalled(compute, sending, sent, in_graph=how == "graph")
         else:
             layers = computed(compute, self.options.layers)
             for layer, (ready, _) in enumerate(list(layers) if how == "at the end" else layers):
@@ -202,16 +218,31 @@ class Side:
         sent.reports = sorted(stats.reports, key=lambda report: report.first_post_at or 0.0)
         return sent
 
-    def _signalled(self, compute: Compute | None, sending: kv.KVSending, sent: Sent) -> None:
+    def _signalled(
+        self, compute: Compute | None, sending: kv.KVSending, sent: Sent, *, in_graph: bool
+    ) -> None:
         """The engine's thread sends a layer when it sees the word that `signal` writes."""
-        signals = self.signals
+        signals, layers = self.signals, self.options.layers
         assert signals is not None
+        graph = self._graph(compute) if in_graph and compute is not None else None
         with signals.step([(sending, None)]):
-            for ready, called in computed(
-                compute, self.options.layers, lambda layer: signals.signal(layer, self.memory)
-            ):
+            if graph is not None:
+                times = graph.replayed()
+            else:
+                times = computed(compute, layers, lambda at: signals.signal(at, self.memory))
+            for ready, called in times:
                 sent.ready.append(ready)
                 sent.called.append(called)
+
+    def _graph(self, compute: Compute) -> Captured:
+        """The whole pass, signals included, captured once."""
+        signals = self.signals
+        assert signals is not None
+        if self.captured is None:
+            self.captured = Captured(
+                compute, self.options.layers, lambda at: signals.signal(at, self.memory)
+            )
+        return self.captured
 
     def send_by(self, system: kv_systems.System, compute: Compute | None) -> Sent:
         sent = Sent(time.monotonic(), 0.0)
@@ -250,7 +281,7 @@ class Side:
     def clear(self) -> None:
         if self.rank:
             self.memory.fill_(FREE)
-            _synchronize(self.memory.device)
+            synchronize(self.memory.device)
 
     def wrong_bytes(self) -> int:
         return int((self.memory != self.expected.view(-1)).sum()) if self.rank else 0
@@ -268,59 +299,10 @@ class _Reports(KVTransferStats):
         self.reports.append(report)
 
 
-def computed(
-    compute: Compute | None, num_layers: int, signal: Callable[[int], None] | None = None
-) -> Iterator[tuple[float, float]]:
-    """Yields after each layer: when its bytes were there, and when `signal` of it had returned. On
-    a GPU `signal` is a kernel behind the layer's, so the two are one."""
-    if compute is not None and compute.on_gpu:
-        yield from _on_gpu(compute, num_layers, signal)
-        return
-    for layer in range(num_layers):
-        if compute is not None:
-            compute.layer()
-        ready = time.monotonic()
-        if signal is not None:
-            signal(layer)
-        yield ready, time.monotonic()
-
-
-def _on_gpu(
-    compute: Compute, num_layers: int, signal: Callable[[int], None] | None
-) -> Iterator[tuple[float, float]]:
-    """Another thread launches; this one waits for the event of each layer."""
-    clock, events = GpuClock(), [event() for _ in range(num_layers)]
-    launched = [threading.Event() for _ in events]
-    before = clock.match()
-
-    def launch_all() -> None:
-        torch.cuda.set_device(compute.device)  # each thread has a device of its own
-        for layer, end in enumerate(events):
-            compute.layer()
-            end.record()
-            if signal is not None:
-                signal(layer)
-            launched[layer].set()
-
-    thread = threading.Thread(target=launch_all)
-    thread.start()
-    for end, flag in zip(events, launched, strict=True):
-        require(flag.wait(LIMIT_S), f"a layer was not launched within {LIMIT_S} s")
-        while not end.query():
-            pass
-        at = clock.seconds(end) + before.offset_s
-        yield at, at
-    thread.join()
-    CLOCK_ERRORS.append(between(before, clock.match()).error_s)
-
-
-CLOCK_ERRORS: list[float] = []  # of this process, one a run on a GPU
-
-
 def _measure(options: Options, side: Side, compute: Compute) -> Measured:
     measured = Measured(side.case, notes=side.notes)
     runs: list[tuple[str, Callable[[Compute | None], Sent]]] = [
-        (how, functools.partial(side.send, how)) for how in OURS
+        (how, functools.partial(side.send, how)) for how in OURS if how != "graph" or compute.on_gpu
     ]
     runs += [(each.name, functools.partial(side.send_by, each)) for each in side.systems]
     for repeat in range(options.repeats + 1):
@@ -329,8 +311,8 @@ def _measure(options: Options, side: Side, compute: Compute) -> Measured:
         _compute_alone(side, compute, times)
         for name, call in runs:
             for given in (None, compute):
-                if given is None and name == "at the end":
-                    continue  # the same as by layer
+                if given is None and name in ("at the end", "graph"):
+                    continue  # the same as by layer, or signals
                 _one(side, name, call, given, times)
     if CLOCK_ERRORS:
         measured.notes.append(
@@ -375,7 +357,7 @@ def _one(
     ended = seen[-1] if ours else sent.ended
     times.ttft_s.setdefault(name, []).append(ended - sent.began)
     if ours and name != "at the end":
-        _spans(sent, seen, times.spans_s.setdefault(name, {}), signalled=name == "signals")
+        _spans(sent, seen, times.spans_s.setdefault(name, {}), signalled=name in SIGNALLED)
 
 
 def _spans(
@@ -401,8 +383,3 @@ def _until(ready: Callable[[], bool], why: str) -> None:
     while not ready():
         require(time.monotonic() < deadline, f"waited {LIMIT_S} s: {why}")
         time.sleep(0.0001)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

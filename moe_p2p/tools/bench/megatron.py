@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Options:
     systems: tuple[str, ...]  # the first is what others are compared with
     json: str
     plot: str
+    kernels: str  # folder of compiled kernels; "": the usual ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ def main(arguments: list[str]) -> int:
     if reason := megatron_layer.find():
         print(f"bench: {reason}")
         return 2
+    with tempfile.TemporaryDirectory(prefix="moe_p2p_kernels_") as folder:
+        return _run(replace(options, kernels=folder) if options.kernels else options)
+
+
+def _run(options: Options) -> int:
     if env.launched():
         figures = run(options)
         first = env.rank() == 0
@@ -87,6 +94,8 @@ def run(options: Options) -> list[Figure]:
     """One rank."""
     if reason := megatron_layer.find():
         raise RuntimeError(reason)
+    if options.kernels:
+        env.use_cache_folder(Path(options.kernels))
     local = env.local_world_size()
     with launch.process_group(megatron_layer.backend(options.device, local)):
         if options.device == "cuda":
@@ -210,6 +219,14 @@ def _parse(arguments: list[str]) -> Options:
     add("--shared", type=int, default=0, help="width of shared experts, 0: none (0)")
     add("--steps", type=int, help="timed after the first (5; 20)")
     add("--systems", default=",".join(SYSTEMS), help="compared with the first (%(default)s)")
+    add(
+        "--empty-cache",
+        dest="kernels",
+        action="store_const",
+        const="empty",
+        default="",
+        help="compile kernels anew, for the first step (the usual cache)",
+    )
     add("--json", default="bench_out/megatron.json", help="figures ('': none)")
     add("--plot", default="bench_out/megatron.png", help="PNG ('': none)")
     given = vars(parser.parse_args(arguments))
@@ -270,6 +287,7 @@ def _title(options: Options) -> str:
     return (
         f"Megatron-Core {version} MoE layer, EP{options.ranks} on {where}: {options.tokens} "
         f"tokens, hidden {options.hidden}, top-{options.topk} of {options.experts}"
+        + (", empty kernel cache" if options.kernels else "")
     )
 
 

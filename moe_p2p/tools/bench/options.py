@@ -11,6 +11,8 @@ import torch
 
 from moe_p2p import env
 from moe_p2p.config import Wait
+from moe_p2p.nics.transport import TIMED
+from moe_p2p.options import COMBINE_DTYPES, INT10_BLOCK, CombineDtype
 
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -29,15 +31,18 @@ class Options:
     topk: int = 8
     experts: int = 64
     dtype: DType = "bf16"  # fp8: bf16 rows quantized by dispatch, combined in bf16
+    combine_dtype: CombineDtype | None = None  # of combine's partial sums; None: x's
     routing: str = "uniform"  # or "skewed"
     trace: str | None = None  # file of a recorded routing; overrides topk, experts and routing
     checks: int = 4  # compared steps per token count
     seconds: float = 6.0  # of timing per token count
     nics: int = 2  # per rank; 0: the nearest
     hosts: int = 1  # each with as many ranks; several need torchrun
+    transport: str = "auto"
+    preset: str = "cx7"  # of the timed NIC
     gbps: float = 0.0  # link model of one NIC; 0: as fast as memory
     latency_us: float = 0.0
-    part_bytes: int = 2 << 20  # of the configuration
+    part_bytes: int | None = None  # of the configuration
     seed: int = 0  # not 0: the software NIC reorders what it may
     wait: Wait = "sleep"
     timeout_s: float = 30.0
@@ -53,9 +58,15 @@ class Options:
     # auto: padded up to 512 tokens, grouped above
     layout: Literal["auto", "padded", "grouped", "by_rank"] = "auto"
     flush: bool = False  # clear the caches before each part that is measured apart
-    layer: bool = False  # dispatch, experts and combine too
+    layer: str = ""  # dispatch, experts and combine too: "given", or a name of LAYERS
     halves: bool = False  # of dispatch and combine, each by itself
     ffn: int = 2048  # width of an expert of the layer
+    gemm: str = "auto"  # the layer's products (gpu_layer.experts_of)
+    mirror: int = 0  # GPUs, each rank 0 of a mirror world of `ranks`; 0: a GPU for each rank
+
+    @property
+    def processes(self) -> int:
+        return self.mirror or self.ranks
 
     @property
     def x_dtype(self) -> torch.dtype:
@@ -71,6 +82,9 @@ class Options:
 
     @property
     def transport_settings(self) -> str:
+        if self.transport == TIMED:
+            latency = f",latency_us={self.latency_us:g}" if self.latency_us else ""
+            return f"preset={self.preset},gbps={self.gbps:g}{latency}"
         if self.seed:
             return f"seed={self.seed}"
         if (self.gbps or self.latency_us) and self.hosts == 1:
@@ -104,7 +118,19 @@ DEEP_EP: dict[str, Any] = {
     "plot": "bench_out/deep_ep.png",
 }
 GBPS_OF_A_GPU = 400.0  # default rate of all NICs of a GPU between emulated nodes
-_CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "halves", "ffn")
+NICS_OF_A_GPU = {"cx7": 1, "efa": 2}  # 400 Gbit/s together
+_CUDA_ONLY = {"chunks": "chunk-tokens", "sms": "num-sms"}  # fields, and their options
+_CUDA_ONLY |= {
+    name: name for name in ("layout", "flush", "layer", "halves", "ffn", "gemm", "mirror")
+}
+MIRROR_GPUS = 2  # most of a mirror world
+# Layers with a name: hidden size, experts of a token, experts, width of an expert. Those of MegaMoE
+# are in gpu_layer.PUBLISHED_US, with its figures.
+LAYERS: dict[str, dict[str, int]] = {
+    "deepseek-v3": {"hidden": 7168, "topk": 8, "experts": 256, "ffn": 2048},
+    "mega-4096": {"hidden": 4096, "topk": 6, "experts": 256, "ffn": 2048},
+    "mega-7168": {"hidden": 7168, "topk": 6, "experts": 384, "ffn": 3072},
+}
 
 
 def parse(arguments: list[str]) -> list[Options]:
@@ -129,11 +155,15 @@ def parse(arguments: list[str]) -> list[Options]:
         base |= CHECK
     if sweep:
         base["tokens"] = SWEEP
+    base |= LAYERS.get(given.get("layer", ""), {})
     for name in _CUDA_ONLY:
         if device == "cpu" and name in given:
-            parser.error(f"--{name.replace('_', '-')} is for GPUs")
-    machines = _machines(parser, base, given, device)
-    worlds = _worlds(parser, base, given, machines, check=check)
+            parser.error(f"--{_CUDA_ONLY[name]} is for GPUs")
+    if "mirror" in given:
+        worlds = _mirrored(parser, base, given)
+    else:
+        machines = _machines(parser, base, given, device)
+        worlds = _worlds(parser, base, given, machines, check=check)
     options = [
         Options(**_completed(base | given | {"ranks": ranks, "ranks_per_node": local}, given))
         for ranks, local in worlds
@@ -141,6 +171,23 @@ def parse(arguments: list[str]) -> list[Options]:
     for each in options:
         _refuse_nonsense(parser, each)
     return options
+
+
+def _mirrored(
+    parser: argparse.ArgumentParser, base: dict[str, Any], given: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Returns the only world of --mirror; sets how many GPUs play it."""
+    ranks = given["mirror"]
+    if ranks < 2:
+        parser.error(f"--mirror {ranks}: a world of 2 ranks or more")
+    refused = {"ranks", "ranks_per_node", "check", "deep_ep_module"} & given.keys()
+    if refused or env.launched():
+        name = "torchrun" if not refused else f"--{min(refused).replace('_', '-')}"
+        parser.error(f"--mirror starts its own ranks of the package, alike: not with {name}")
+    given["mirror"] = min(MIRROR_GPUS, torch.cuda.device_count())
+    base["baseline"] = False  # other libraries need all ranks
+    given["baseline"] = False
+    return [(ranks, ranks)]
 
 
 def _machines(
@@ -210,7 +257,12 @@ def _completed(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         base[key] = base[key] or None
     on_cuda, local = base["device"] == "cuda", base["ranks"] // base["hosts"]
     emulated = on_cuda and base["hosts"] == 1 and base["ranks_per_node"] < local
-    if emulated and not base["check"] and not given.keys() & {"gbps", "seed"}:
+    if base.get("transport") == TIMED:
+        if "nics" not in given:
+            base["nics"] = NICS_OF_A_GPU[base["preset"]]
+        if "gbps" not in given:
+            base["gbps"] = GBPS_OF_A_GPU / NICS_OF_A_GPU[base["preset"]]
+    elif emulated and not base["check"] and not given.keys() & {"gbps", "seed"}:
         base["gbps"] = GBPS_OF_A_GPU / base["nics"]
     if emulated and "wait" not in given:
         base["wait"] = "spin"  # the proxies have work, and cores: a GPU comes with several
@@ -239,15 +291,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--topk", type=int, help="experts per token (8)")
     add("--experts", type=int, help="experts of all ranks (64; 256)")
     add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="type that is sent (bf16; fp8)")
+    kinds = "what combine sends, instead of values of x's type (x's type)"
+    add("--combine-dtype", choices=COMBINE_DTYPES, help=kinds)
     add("--routing", choices=["uniform", "skewed"], help="how experts are chosen (uniform)")
     add("--trace", metavar="FILE", help="replay a routing that the demo recorded")
     add("--checks", type=int, help="steps compared with the reference, per token count (4)")
     add("--seconds", type=float, help="of timing per token count (6; 0.5 for each measurement)")
     add("--nics", type=int, help="NICs per rank (2)")
+    add(
+        "--transport",
+        metavar="NAME",
+        help="auto, or one by name; timed: nothing is copied between nodes, a model of a NIC's "
+        "times releases what arrives (auto)",
+    )
+    add("--preset", choices=list(NICS_OF_A_GPU), help="NIC that --transport timed models (cx7)")
     add("--gbps", type=float, help="Gbit/s of a NIC, 0: not known (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
     add(
-        "--part-bytes", type=int, help="least bytes of a part of a step's send, 0: no parts (2 MiB)"
+        "--part-bytes",
+        type=int,
+        help="least bytes of a part of a step's send, 0: no parts (as tuned, else 2 MiB)",
     )
     add("--seed", type=int, help="not 0: software NICs reorder writes at random, by this seed (0)")
     add(
@@ -264,7 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
     add(
         "--api",
-        choices=["all_to_all", "deep_ep", "kv", "megatron"],
+        choices=["all_to_all", "deep_ep", "kv", "megatron", "weights"],
         help="the calls that are timed (all_to_all); kv: KV pages from prefill to decode; "
         "megatron: training steps of Megatron-Core's MoE layer; both have options of their own "
         "(--api kv --help)",
@@ -296,11 +359,19 @@ def _parser() -> argparse.ArgumentParser:
     gpu("--layout", choices=layouts, help="auto: padded up to 512 tokens, grouped above (auto)")
     flush = "empty the GPU's caches before dispatch and combine are timed by themselves"
     gpu("--flush", action="store_const", const=True, help=flush)
-    layer = "also time a layer: dispatch, experts, combine"
-    gpu("--layer", action="store_const", const=True, help=layer)
+    layer = "also time a layer: dispatch, experts, combine; a name gives its sizes"
+    gpu("--layer", nargs="?", const="given", choices=["given", *LAYERS], help=layer)
     halves = "also time send and receive of dispatch and combine, each by itself"
     gpu("--halves", action="store_const", const=True, help=halves)
+    gpu(
+        "--mirror",
+        type=int,
+        metavar="W",
+        help="measure rank 0 of W ranks on two GPUs, or one that is its own partner (no)",
+    )
     gpu("--ffn", type=int, help="width of an expert of the layer (2048)")
+    gemm = "products of the layer: triton, torch, MODULE:FUNCTION (auto: the faster of the first)"
+    gpu("--gemm", metavar="NAME", help=gemm)
     return parser
 
 
@@ -330,6 +401,11 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
             f"--hidden {options.hidden}: a row of {options.dtype} is {row_bytes} bytes, must be a "
             "positive multiple of 16"
         )
+    if options.combine_dtype and options.hidden % INT10_BLOCK:
+        parser.error(
+            f"--combine-dtype {options.combine_dtype}: --hidden {options.hidden} must be a "
+            f"multiple of {INT10_BLOCK}"
+        )
     if options.deep_ep_module and options.api != "deep_ep":
         parser.error("--deep-ep-module is for --api deep_ep")
     if options.deep_ep_module and not _is_there(options.deep_ep_module):
@@ -338,10 +414,19 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error(f"--dtype {options.dtype}: DeepEP's calls take fp8 and bf16")
     if options.layer and options.layout == "by_rank":
         parser.error("--layer needs rows by expert: --layout padded or grouped")
+    if options.gemm not in ("auto", "triton", "torch"):
+        module, _, function = options.gemm.partition(":")
+        if not function or not _is_there(module):
+            parser.error(f"--gemm {options.gemm}: no module {module} with a function behind ':'")
     if any(tokens < 1 for tokens in options.tokens):
         parser.error("--tokens must be at least 1")
     if options.check and options.api == "deep_ep":
         parser.error("--check is of AllToAll's own calls: not with --api deep_ep")
+    timed = options.transport == TIMED
+    if timed and (options.hosts > 1 or options.seed):
+        parser.error("--transport timed is for the ranks of one host, in order: no --seed")
+    if not timed and options.preset != "cx7":
+        parser.error("--preset is of --transport timed")
     if options.hosts > 1 and (options.seed or options.latency_us):
         parser.error("--seed, --latency-us are of the software NIC, which reaches one host")
     if options.seed and (options.gbps or options.latency_us):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,13 +39,24 @@ HOST_OF_CALLS = (
     "host: until the calls of an eager pair return, of pairs in a row; host alone: of one, the "
     "device idle before"
 )
+# Until a waiting block sees a word that was stored into its own GPU's memory.
+FLAG_US = 0.5
 HOST_BOUND = 0.5  # of an eager pair: longer host work means that the GPU mostly waits
 SAME_WORK = (
     "each system is given the same and returns the same rows: low-latency by expert, quantized "
     "inside; normal and v2 by rank, quantized by the caller"
 )
+MIRROR = (
+    "mirrored: each GPU is rank 0 of all ranks and its partner plays the others; without skew of "
+    "many ranks and without several senders to one GPU (docs/gpu.md); floor: bytes of all ranks "
+    "over the push bandwidth of this run"
+)
 HALVES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
-WAYS = ("pair graph", "pair eager", "dispatch", "combine", *HALVES, "layer graph", "layer eager")
+# "experts": alone; what they leave of a layer is the pair's share.
+WAYS = (
+    *("pair graph", "pair eager", "dispatch", "combine", *HALVES),
+    *("layer graph", "layer eager", "experts graph"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +107,7 @@ class Row:
     interface: str = ""  # DeepEP's: low-latency, normal or v2
     ranks: int
     ranks_per_node: int
+    mirrored_on: int = 0  # GPUs that play all ranks (docs/gpu.md, "The mirror world"); 0: none do
     tokens: int  # of each rank
     chunk_tokens: int
     num_steps: int
@@ -126,15 +138,20 @@ class Row:
     correct: bool
     compared: str = ""  # what `correct` compares
     wrong: list[str] = field(default_factory=list)  # its errors
+    hops: dict[str, float] = field(default_factory=dict)  # of a pair over the timed NIC, hops.py
 
     @property
     def on_cuda(self) -> bool:
         return self.machine.device != "cpu"
 
     @property
+    def of_layer(self) -> bool:
+        return self.what.split()[0] in ("layer", "experts")
+
+    @property
     def percent_of_push(self) -> float | None:
         """NVLink bytes over the time, as a percentage of what a push alone reaches."""
-        if not self.links.push_gbs or self.ranks_per_node < self.ranks or "layer" in self.what:
+        if not self.links.push_gbs or self.ranks_per_node < self.ranks or self.of_layer:
             return None
         if self.system != "moe_p2p" or "receive" in self.what:
             return None  # others send other bytes, a receiving half sends none
@@ -167,6 +184,8 @@ class Row:
         flat = asdict(self)
         for name in ("spread", "links", "machine"):
             flat |= flat.pop(name)
+        if not self.hops:
+            del flat["hops"]
         percent, limit = self.percent_of_push, self.limit_us
         return flat | {
             "arrival_us": round(self.links.arrival_us, 2),
@@ -261,10 +280,20 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         *_wire(pair),
         *((what, spread(what)) for what in HALVES),
         ("layer", spread("layer graph") or spread("layer eager")),
+        ("experts", spread("experts graph")),
+        ("pair's share", pair_share(ways)),
         ("host", _us(pair.host_us) if pair.interface else None),
         ("host alone", _us(pair.host_alone_us)),
         ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
     ]
+
+
+def pair_share(ways: Mapping[str, Row]) -> str | None:
+    """Returns the part of a layer that its experts do not take, both in graphs."""
+    if not {"layer graph", "experts graph"} <= ways.keys():
+        return None
+    experts = ways["experts graph"].spread.p50_us
+    return f"{(1 - experts / ways['layer graph'].spread.p50_us) * 100:.0f}%"
 
 
 def _host(eager: Row | None) -> list[tuple[str, str | None]]:
@@ -300,6 +329,9 @@ def headline(rows: Iterable[Row]) -> Row | None:
 def title(row: Row) -> str:
     nodes, hosts = row.ranks // row.ranks_per_node, row.machine.hosts
     world = f"{row.ranks} GPUs ({row.machine.device})" if row.on_cuda else f"{row.ranks} CPU ranks"
+    if row.mirrored_on:
+        world = f"mirrored EP{row.ranks} on {row.mirrored_on} GPU{'s' * (row.mirrored_on > 1)}"
+        world += f" of {row.machine.device}"
     if nodes > 1:
         emulated = "" if nodes == hosts else " emulated"
         world += f", {nodes}{emulated} nodes of {row.ranks_per_node}, {row.nics} NICs a rank"
@@ -326,6 +358,25 @@ def links_line(links: Links) -> str:
     return "; ".join(parts)
 
 
+def flags_text(row: Row) -> str:
+    """Returns what arrival flags would save of a pair over the timed NIC, computed."""
+    saved = 2 * (row.links.arrival_us - FLAG_US)
+    return (
+        "computed, not in these figures: with arrival flags in GPU memory (docs/protocol.md) a "
+        f"pair takes {saved:.2f} us less, two arrivals through the relay block of "
+        f"{row.links.arrival_us:.2f} us against {FLAG_US} us each for a word of the GPU's own "
+        "memory"
+    )
+
+
+def hops_text(row: Row) -> str:
+    """Returns the hops of a pair and their sum beside its time."""
+    total = sum(row.hops.values())
+    parts = "; ".join(f"{name} {us:.2f}" for name, us in row.hops.items())
+    whole = row.spread.p50_us
+    return f"hops, us: {parts}; sum {total:.2f}, {total / whole - 1:+.1%} of the pair's {whole:.2f}"
+
+
 def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Returns the printed text of a world."""
     first = rows[0]
@@ -336,6 +387,9 @@ def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     lines.append(f"microseconds, p50 unless said: {BOUNDARY[device]}")
     if first.on_cuda:
         lines.append(HOST_OF_CALLS if first.interface else HOST)
+    lines += [f"T {row.tokens}: {hops_text(row)}" for row in rows if row.hops]
+    if first.hops and first.links.arrival_us > FLAG_US:
+        lines.append(flags_text(first))
     if first.interface:
         lines.append(SAME_WORK)
     if any(row.system == "torch" for row in rows):

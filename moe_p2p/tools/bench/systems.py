@@ -41,6 +41,12 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
+def transport_of(options: Options) -> str:
+    if options.transport == "auto" and options.transport_settings:
+        return "loopback"  # they are its own
+    return options.transport
+
+
 def make_config(
     options: Options, job: Job, *, chunk_tokens: int | None = None, num_sms: int | None = None
 ) -> AllToAllConfig:
@@ -54,7 +60,7 @@ def make_config(
         combine_dtype=options.x_dtype,
         part_bytes=options.part_bytes,
         ranks_per_node=options.ranks_per_node,
-        transport="loopback" if options.transport_settings else "auto",  # they are its own
+        transport=transport_of(options),
         nics_per_rank=options.nics or None,
         transport_settings=options.transport_settings,
         timeout_s=options.timeout_s,
@@ -92,10 +98,13 @@ class MoeP2p:
         *,
         chunk_tokens: int | None = None,
         num_sms: int | None = None,
+        group: Any = None,
     ) -> None:
+        """group: of AllToAll; None: the default group."""
         self._quantize = options.quantize
+        self.combining: dict[str, Any] = {"combine_dtype": options.combine_dtype}  # of combine
         made = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
-        self.all_to_all = AllToAll(None, made)
+        self.all_to_all = AllToAll(group, made)
         config = self.all_to_all.config
         self.num_steps = -(-max(options.tokens) // config.step_tokens)
         self.reuses = not config.on_gpu and self.num_steps <= config.steps_in_flight
@@ -131,10 +140,10 @@ class MoeP2p:
     def combine(self, y: Tensor) -> Tensor:
         assert self.received is not None, "combine follows dispatch"
         if not self.reuses:
-            out = self.all_to_all.combine(y, self.received)
+            out: Tensor = self.all_to_all.combine(y, self.received, **self.combining)
             finish(self.all_to_all.config.device)
             return out
-        pending = self.all_to_all.combine_send(y, self.received)
+        pending = self.all_to_all.combine_send(y, self.received, **self.combining)
         num_tokens = self.received.topk_idx.shape[0]
         out = self.all_to_all.combine_recv(pending, out=self._out.get(num_tokens))
         self._out[num_tokens] = out

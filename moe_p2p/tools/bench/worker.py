@@ -8,6 +8,7 @@ spans, gpu_last.py compares after timing).
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,16 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_p2p import errors
+from moe_p2p import errors, tuned
+from moe_p2p.rendezvous.mirror import MirrorGroup
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import deep_ep, floors
+from moe_p2p.tools.bench import deep_ep, floors, hops, report
 from moe_p2p.tools.bench.cases import make_job
 from moe_p2p.tools.bench.clocks import CpuClock, GpuClock, make_clock
 from moe_p2p.tools.bench.contestants import Contestant, Entry, wrong_anywhere
 from moe_p2p.tools.bench.floors import Bounds
+from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.bench.gpu_calls import Calls, on_device
 from moe_p2p.tools.bench.gpu_last import Inputs, Watch
-from moe_p2p.tools.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts
+from moe_p2p.tools.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts, published
 from moe_p2p.tools.bench.gpu_measure import Timed
 from moe_p2p.tools.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options
 from moe_p2p.tools.bench.progress import Progress, bar
@@ -75,22 +78,27 @@ class World:
     """Shared by the measurements of a run. rows and notes are its results."""
 
     def __init__(self, options: Options, rank: int, clock: CpuClock | GpuClock) -> None:
-        self.options, self.rank, self.clock = options, rank, clock
+        self.options, self.rank, self.clock = options, 0 if options.mirror else rank, clock
         self.job = make_job(options)
         on_cuda = options.device == "cuda"
         self.machine = Machine.here(on_cuda=on_cuda, hosts=options.hosts)
         self.rows: list[Row] = []
-        self.notes: list[str] = []
+        found = tuned.find()
+        self.notes: list[str] = [f"with values of {found.path}"] if found.path else []
         through = options.api == "deep_ep"
         emulated = on_cuda and options.ranks_per_node < options.ranks // options.hosts
+        self.mirror = _mirror_of(options, rank) if options.mirror else None
         self.group: dist.ProcessGroup | None = None
-        if through or (options.baseline and not emulated):
+        if self.mirror is not None:
+            self.notes.append(report.MIRROR)
+        elif through or (options.baseline and not emulated):
             self.group = dist.new_group(backend="nccl") if on_cuda else dist.group.WORLD
         if options.baseline and emulated:
             self.notes.append("no baselines: theirs would not pass the links between these nodes")
         if self.group is not None and on_cuda and (reason := deep_ep.missing()) and not through:
             self.notes.append(f"no DeepEP: {reason}")
-        self.experts = make_experts(options, self.job, rank) if options.layer else None
+        self.experts = make_experts(options, self.job, self.rank) if options.layer else None
+        self.notes += published(options)
 
     def measure(self, interface: str, tokens: int, progress: Progress) -> None:
         options = replace(self.options, tokens=(tokens,))
@@ -107,6 +115,7 @@ class World:
                 tokens=inputs.tokens,
                 experts=self.experts,
                 group=self.group,
+                ranks=self.mirror,
                 stack=stack,
                 notes=self.notes,
             )
@@ -119,6 +128,7 @@ class World:
             progress.set_description(f"{interface} T {tokens}: timing")
             calls = [one.calls for one in found]
             timed = self.clock.measure(calls, watch)
+            apart = self._hops(options, inputs, counted) if hops.can_be_taken_apart(options) else {}
             hosts = self.clock.host_times(calls) if interface else {}
             for one in found:
                 one.wrong.extend(watch.wrong.get(one.calls, []))
@@ -127,6 +137,11 @@ class World:
                     one.wrong.extend(entry.check(one.system, after, exact=one.package is not None))
                 of_one = [each for each in timed if each.calls is one.calls]
                 rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
+                if one.package is not None:
+                    rows = [
+                        replace(row, hops=apart) if row.what == "pair graph" else row
+                        for row in rows
+                    ]
                 if interface:
                     us, alone_us = hosts[one.calls]
                     through: dict[str, Any] = {"host_us": us, "host_alone_us": alone_us}
@@ -135,6 +150,13 @@ class World:
             finish(options.device)
             dist.barrier()  # no rank closes what another still uses
 
+    def _hops(
+        self, options: Options, inputs: Inputs, counted: dict[Calls, dict[str, int]]
+    ) -> dict[str, float]:
+        assert isinstance(self.clock, GpuClock)
+        bytes_of_phases = next(iter(counted.values()))
+        return hops.measure(options, self.job, inputs.tokens, self.clock.align, bytes_of_phases)
+
     def _timed_steps(self, interface: str) -> list[int]:
         """Returns the routings: one if a graph or an earlier call's layout holds it."""
         several = self.options.device == "cpu" and not interface
@@ -142,8 +164,7 @@ class World:
 
     def _found(self, entry: Entry, interface: str) -> list[Contestant]:
         if interface:
-            assert self.group is not None
-            return [*entry.through_deep_ep(interface, self.group)]
+            return [*entry.through_deep_ep(interface)]
         found = [*entry.packages()]
         errors.require(bool(found), f"nothing to measure: {'; '.join(self.notes)}")
         found += entry.baselines()
@@ -156,7 +177,11 @@ class World:
             [job.routing(step, rank, tokens)[0] for rank in range(options.ranks)],
             job.topology,
             floors.Sizes.of(
-                job.hidden_dim, topk=job.topk, item=job.x_dtype.itemsize, quantize=options.quantize
+                job.hidden_dim,
+                topk=job.topk,
+                item=job.x_dtype.itemsize,
+                quantize=options.quantize,
+                combine_dtype=options.combine_dtype,
             ),
             num_steps=calls.num_steps,
             push_gbs=self.clock.links.push_gbs,
@@ -183,13 +208,15 @@ class World:
         nics = len(one.package.all_to_all.counters()) if one.package else options.nics
         rows = []
         for each in timed:
-            phase = "pair" if "layer" in each.what else each.what.split()[0]
+            phase = each.what.split()[0]
+            phase = "pair" if phase in ("layer", "experts") else phase
             rows.append(
                 Row(
                     system=calls.system.split()[0] if options.api == "deep_ep" else calls.system,
                     what=each.what,
                     ranks=options.ranks,
                     ranks_per_node=options.ranks_per_node,
+                    mirrored_on=options.mirror,
                     tokens=options.tokens[0],
                     chunk_tokens=calls.chunk_tokens,
                     num_steps=calls.num_steps,
@@ -222,6 +249,11 @@ class World:
                 )
             )
         return rows
+
+
+def _mirror_of(options: Options, rank: int) -> MirrorGroup:
+    key = f"bench.{everyones(secrets.token_hex(8))[0]}"
+    return MirrorGroup(options.ranks, place=rank, count=options.mirror, key=key)
 
 
 def _compare_layers(found: list[Contestant]) -> None:

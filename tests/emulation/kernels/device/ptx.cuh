@@ -129,6 +129,22 @@ inline Vec ld_nc_v4(const void* p) { return *static_cast<const Vec*>(p); }
 inline Vec ld_na_v4(const void* p) { return *static_cast<const Vec*>(p); }
 inline void st_na_v4(void* p, const Vec& v) { *static_cast<Vec*>(p) = v; }
 
+struct alignas(8) Pair {
+  u32 word[2];
+};
+inline Pair ld_na_v2(const void* p) { return *static_cast<const Pair*>(p); }
+inline void st_na_v2(void* p, const Pair& v) { *static_cast<Pair*>(p) = v; }
+inline u32 ld_na_u32(const void* p) { return *static_cast<const u32*>(p); }
+inline void st_na_u32(void* p, u32 v) { *static_cast<u32*>(p) = v; }
+inline Pair ld_relaxed_sys_v2(const void* p) {
+  const auto* words = static_cast<const u32*>(p);
+  emulation::moe_p2p_pause();
+  return {{ld_word(words), ld_word(words + 1)}};
+}
+inline void st_relaxed_sys_v2(void* p, const Pair& v) {
+  for (int i = 0; i < 2; ++i) st_word(static_cast<u32*>(p) + i, v.word[i]);
+}
+
 inline Vec ld_relaxed_sys_v4(const void* p) {
   const auto* words = static_cast<const u32*>(p);
   emulation::moe_p2p_pause();
@@ -152,6 +168,7 @@ inline u64 globaltimer_ns() {
 inline void griddepcontrol_wait(Site site = Site::current()) {
   if (orders(site)) emulation::moe_p2p_wait_for_kernels();
 }
+inline void use(u32) {}
 inline void griddepcontrol_launch_dependents() { emulation::moe_p2p_let_next_begin(); }
 inline void bar_sync(i32 id, i32 num_threads) {
   emulation::moe_p2p_meet(id, static_cast<unsigned>(num_threads), true);

@@ -1,0 +1,390 @@
+"""One rank of benchmarks/host_turns.py: a process that imports the package of one tree.
+
+It obeys commands, one JSON object a line on its standard input, and answers each with one line. All
+ranks of a tree get the same commands, so they make the same calls. Only names that trees of other
+commits have too are imported from the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from obeying import obey, take_output
+from torch import Tensor
+
+DEADLINE_S = 60.0
+PAIRS = 40  # of one measurement: their launches fit into a stream's queue, so no launch waits
+FLUSH_BYTES = 256 << 20  # leaves nothing of a call in a GPU's caches
+SEED = 5
+NUM_SMS = 24
+OPS = (
+    *("dispatch", "dispatch_inference", "dispatch_counted", "dispatch_send", "dispatch_recv"),
+    *("combine", "combine_inference", "combine_out", "combine_send", "combine_recv", "release"),
+    *("count_routing", "share_counts", "all_to_all_agree"),
+)
+Call = Callable[[], object]
+
+
+class Place:
+    """A rank, its inputs, and what its calls need. Communicators are made at their first call."""
+
+    def __init__(self, rank: int, world: int, key: str) -> None:
+        from moe_p2p.deep_ep import Buffer  # first: of a tree that is not built, this fails
+
+        self.rank, self.world = rank, world
+        self.on_gpu = torch.cuda.is_available()
+        self.device = "cuda" if self.on_gpu else "cpu"
+        self.shape = (7168, 256, 8) if self.on_gpu else (128, 64, 8)  # H, E, K
+        self.file = Path(tempfile.gettempdir()) / key
+        store = dist.FileStore(str(self.file), world)
+        alone = self.on_gpu and torch.cuda.device_count() >= world
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if alone else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=DEADLINE_S),
+        )
+        self.one = torch.zeros(1, device=self.device if alone else "cpu")
+        self.flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1 << 20, dtype=torch.uint8)
+        self.flush = self.flush.to(self.device)
+        self.buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+        Buffer.num_sms = NUM_SMS
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H], topk_idx, topk_weights [T, K], the same in every run."""
+        hidden, experts, topk = self.shape
+        torch.manual_seed(SEED + self.rank)
+        x = torch.randn(tokens, hidden).bfloat16()
+        chosen = torch.rand(tokens, experts).topk(topk).indices
+        return x.to(self.device), chosen.to(self.device), torch.rand(tokens, topk).to(self.device)
+
+    def rows(self, *lead: int) -> Tensor:
+        return torch.zeros(*lead, self.shape[0], dtype=torch.bfloat16, device=self.device)
+
+    def in_fp8(self, x: Tensor) -> Any:
+        """As DeepEP's callers give it; on CPUs x itself."""
+        if not self.on_gpu:
+            return x
+        scales = torch.ones(len(x), self.shape[0] // 128, device=x.device)
+        return x.to(torch.float8_e4m3fn), scales
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+# --- pairs, each a dispatch and its combine ---
+
+
+def all_to_all(place: Place, tokens: int) -> Call:
+    from moe_p2p import AllToAll, AllToAllConfig
+
+    hidden, experts, topk = place.shape
+    config = AllToAllConfig(
+        num_experts=experts, hidden_dim=hidden, topk=topk, max_tokens=tokens, device=place.device
+    )
+    made, (x, idx, weights) = AllToAll(None, config), place.inputs(tokens)
+    y = place.rows(experts // place.world, place.world * tokens)
+
+    def pair() -> object:
+        return made.combine(y, made.dispatch(x, idx, weights, quantize=True))
+
+    return pair
+
+
+def low_latency(place: Place, tokens: int) -> Call:
+    buffer, (x, idx, weights) = place.buffer, place.inputs(tokens)
+    experts = place.shape[1]
+    y = place.rows(experts // place.world, place.world * tokens)
+
+    def pair() -> object:
+        handle = buffer.low_latency_dispatch(x, idx, tokens, experts)[2]
+        return buffer.low_latency_combine(y, idx, weights, handle)
+
+    return pair
+
+
+def _with_layout(place: Place, given: Any, idx: Tensor, weights: Tensor) -> tuple[Any, Any]:
+    """V1's layout and the dispatch that waits for the counts: rows and handle."""
+    per_rank, _, per_expert, in_rank, _ = place.buffer.get_dispatch_layout(idx, place.shape[1])
+    got, _, _, _, handle, _ = place.buffer.dispatch(
+        given,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=idx,
+        topk_weights=weights,
+    )
+    return got, handle
+
+
+def normal_counted(place: Place, tokens: int) -> Call:
+    """Layout, dispatch that waits for the counts, combine."""
+    buffer, (x, idx, weights) = place.buffer, place.inputs(tokens)
+    given, rows = place.in_fp8(x), list[Tensor]()
+
+    def pair() -> object:
+        got, handle = _with_layout(place, given, idx, weights)
+        if not rows:
+            rows.append(place.rows(len(got[0] if isinstance(got, tuple) else got)))
+        return buffer.combine(rows[0], handle)
+
+    return pair
+
+
+def normal_cached(place: Place, tokens: int) -> Call:
+    buffer, (x, idx, weights) = place.buffer, place.inputs(tokens)
+    given = place.in_fp8(x)
+    got, handle = _with_layout(place, given, idx, weights)
+    y = place.rows(len(got[0] if isinstance(got, tuple) else got))
+
+    def pair() -> object:
+        buffer.dispatch(given, handle=handle)
+        return buffer.combine(y, handle)
+
+    return pair
+
+
+def _v2(place: Place, tokens: int, sync: bool) -> Call:
+    from moe_p2p.deep_ep import ElasticBuffer
+
+    buffer = ElasticBuffer(
+        dist.group.WORLD,
+        num_max_tokens_per_rank=tokens,
+        hidden=place.shape[0],
+        num_topk=place.shape[2],
+        explicitly_destroy=True,
+    )
+    (x, idx, weights), rows = place.inputs(tokens), list[Tensor]()
+    given = place.in_fp8(x)
+
+    def pair() -> object:
+        got, _, _, handle, _ = buffer.dispatch(
+            given, idx, weights, num_experts=place.shape[1], num_sms=NUM_SMS, do_cpu_sync=sync
+        )
+        if not rows:
+            rows.append(place.rows(len(got[0] if isinstance(got, tuple) else got)))
+        return buffer.combine(rows[0], handle)
+
+    return pair
+
+
+def v2(place: Place, tokens: int) -> Call:
+    return _v2(place, tokens, False)
+
+
+def v2_counted(place: Place, tokens: int) -> Call:
+    return _v2(place, tokens, True)
+
+
+def megatron(place: Place, tokens: int) -> Call:
+    """Dispatch of a training step and its combine as integrations/megatron.py makes them."""
+    from moe_p2p import DispatchOptions
+    from moe_p2p.pool import AllToAllPool, config_of
+    from moe_p2p.row_counts import SizeExchange
+
+    hidden, experts, topk = place.shape
+    pool, sizes = AllToAllPool(dist.group.WORLD), SizeExchange()
+    options = DispatchOptions(layout="grouped", solo=True)
+    config = config_of(
+        num_experts=experts,
+        hidden_dim=hidden,
+        topk=topk,
+        max_tokens=1 << 20,
+        device=place.device,
+    )
+    made, (x, idx, weights) = pool.get(config), place.inputs(tokens)
+
+    def pair() -> object:
+        found = sizes.ask(made, idx)
+        got = made.dispatch(
+            x,
+            idx,
+            weights,
+            options=options,
+            max_tokens=found.max_tokens,
+            capacity=found.capacity,
+        )
+        return made.combine(got.x, got, weighted=False)
+
+    return pair
+
+
+CALLS = {
+    each.__name__: each
+    for each in (
+        *(all_to_all, low_latency, normal_counted, normal_cached, v2, v2_counted, megatron),
+    )
+}
+
+
+# --- measurements ---
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[tuple[list[str], list[Any]]]:
+    """Collects names and results of the package's ops while it is open."""
+    names, results = list[str](), list[Any]()
+    before: list[tuple[Any, Any]] = []
+    for name in OPS:
+        overload = getattr(getattr(torch.ops.moe_p2p, name, None), "default", None)
+        if overload is None:  # of another commit
+            continue
+        before.append((overload, overload._op))
+
+        def call(*given: Any, name: str = name, real: Any = overload._op, **more: Any) -> Any:
+            names.append(name)
+            results.append(real(*given, **more))
+            return results[-1]
+
+        overload._op = call
+    try:
+        yield names, results
+    finally:
+        for overload, real in before:
+            overload._op = real
+
+
+def allocations_of(results: Any) -> dict[int, tuple[int, str]]:
+    """Bytes and device of each memory that tensors of the results lie in, by address."""
+    found: dict[int, tuple[int, str]] = {}
+    if isinstance(results, Tensor):
+        storage = results.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes(), results.device.type
+    elif isinstance(results, (list, tuple)):
+        for each in results:
+            found |= allocations_of(each)
+    return found
+
+
+def frames_of(pair: Call) -> int:
+    """Python functions that one pair enters."""
+    entered = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        pair()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+class Worker:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._made: dict[tuple[str, int], Call] = {}
+        self._floors: dict[tuple[str, int], Call] = {}
+
+    def make(self, calls: str, tokens: int) -> dict[str, int]:
+        """Returns how many ops, allocations and Python functions a pair has."""
+        key = calls, tokens
+        with torch.no_grad():
+            pair = self._made[key] = CALLS[calls](self._place, tokens)
+            pair()
+            pair()
+            with watched() as (names, results):
+                pair()
+            made = allocations_of(results)
+            results.clear()
+            frames = frames_of(pair)
+        self._place.wait()
+        self._floors[key] = self._floor(len(names), list(made.values()))
+        return {"ops": len(names), "allocations": len(made), "frames": frames}
+
+    def _floor(self, num_ops: int, allocations: list[tuple[int, str]]) -> Call:
+        """The same number of ops without arguments, of allocations and of launches."""
+        package, on_gpu = torch.ops.moe_p2p, self._place.on_gpu
+        op = package.take_interrupt.default if hasattr(package, "take_interrupt") else None
+
+        def pair() -> object:
+            if op is None:  # of an older tree: its pairs are measured all the same
+                raise RuntimeError("no floor: this tree has no op without arguments and work")
+            kept = [torch.empty(n, dtype=torch.uint8, device=where) for n, where in allocations]
+            for _ in range(num_ops):
+                op()
+                if on_gpu:
+                    torch.cuda._sleep(1)
+            return kept
+
+        return pair
+
+    def host(self, calls: str, tokens: int, way: str) -> float:
+        """Microseconds of the host for a pair. way: "plain", "default device" or "floor"."""
+        place, key = self._place, (calls, tokens)
+        pair = self._floors[key] if way == "floor" else self._made[key]
+        place.wait()
+        dist.all_reduce(torch.zeros(1, device="cpu"))
+        if way == "default device":
+            torch.set_default_device(place.device)
+        try:
+            with torch.no_grad():
+                pair()
+                began = time.perf_counter()
+                for _ in range(PAIRS):
+                    pair()
+                spent = time.perf_counter() - began
+        finally:
+            torch.set_default_device(None)
+        place.wait()
+        return spent / PAIRS * 1e6
+
+    def span(self, calls: str, tokens: int, times: int) -> float:
+        """Median microseconds of a pair from its begin to its end on the GPU, behind an all-reduce
+        that lines the ranks up, with nothing of it in the GPU's caches. On CPUs of the host."""
+        place, pair = self._place, self._made[calls, tokens]
+        spans = list[float]()
+        events = [
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] if place.on_gpu else []
+            for _ in range(times)
+        ]
+        with torch.no_grad():
+            for i in range(times):
+                place.flush.zero_()
+                if not place.one.is_cuda:
+                    place.wait()
+                dist.all_reduce(place.one)
+                began = time.perf_counter()
+                if place.on_gpu:
+                    events[i][0].record()
+                pair()
+                if place.on_gpu:
+                    events[i][1].record()
+                spans.append((time.perf_counter() - began) * 1e6)
+        place.wait()
+        if place.on_gpu:
+            spans = [begin.elapsed_time(end) * 1e3 for begin, end in events]
+        return float(torch.tensor(spans).median())
+
+    def leave(self) -> None:
+        self._place.file.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Arguments: rank, number of ranks, key of the run."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    rank, world, key = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    answers_to = take_output()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    obey(answers_to, functools.cache(lambda: Worker(Place(rank, world, key))))
+
+
+if __name__ == "__main__":
+    main()

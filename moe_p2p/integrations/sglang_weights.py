@@ -1,0 +1,262 @@
+"""Weight updates of SGLang, by its own session of begin, update and end.
+
+    sglang.launch_server ... --custom-weight-loader moe_p2p.integrations.sglang_weights.load
+
+    updates = SglangUpdates(engine, fleet, tp=8)     beside trainer 0; engine: sglang.Engine
+    updates.open()                                   while trainers make their WeightTrainer
+    updates.send(version, lambda: trainer.update(version), requests="keep")
+
+What happens in SGLang's scheduler processes happens in `load`, which SGLang calls between forward
+passes as the loader of a session; errors come back through the store, because one that is raised
+there would end the server. In shadow mode SGLang generates while bytes move, and pauses for a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_p2p import log
+from moe_p2p.errors import ProtocolError, make, require
+from moe_p2p.integrations import required
+from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
+from moe_p2p.weights.board import Board, Deadline
+
+LOADER = f"{__name__}.load"
+# Requests in flight: what becomes of them, and SGLang's word for it.
+Requests = Literal["keep", "retract", "abort"]
+PAUSES: dict[str, str] = {"keep": "in_place", "retract": "retract", "abort": "abort"}
+_STRUCTS = "sglang.srt.managers.io_struct"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+# --- in each scheduler process ---
+
+_workers: dict[int, EngineWeights] = {}  # by model; one, unless tests have several ranks
+
+
+@functools.lru_cache(maxsize=16)
+def _board(fleet: Fleet, rank: int) -> Board:
+    return Board(fleet.store(), f"{fleet.name}/sglang")
+
+
+def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
+    """SGLang's loader of weights, for a payload of `SglangUpdates`; it raises nothing."""
+    call = json.loads(bytes(named[0][1].cpu().tolist()))
+    fleet, error = Fleet(**call["fleet"]), ""
+    board = _board(fleet, call["rank"])
+    try:
+        _do(model, call, fleet)
+    except Exception as failed:
+        log.warning(f"weight update, {call['do']}: {failed}")
+        error = str(failed) or repr(failed)
+    board.put(f"{call['number']} {call['rank']}", {"error": error})
+
+
+def _do(model: Any, call: dict[str, Any], fleet: Fleet) -> None:
+    if call["do"] == "open":
+        old = _workers.pop(id(model), None)
+        if old is not None:
+            old.close()
+        first = next(model.parameters())
+        _workers[id(model)] = EngineWeights(
+            model, model.load_weights, fleet, call["rank"], call["world_size"],
+            direct=call["direct"], device=first.device,
+        )  # fmt: skip
+        return
+    worker = _workers.get(id(model))
+    require(worker is not None, "SglangUpdates.open must be called before")
+    assert worker is not None
+    step: dict[str, Callable[[], object]] = {
+        "begin": worker.begin,
+        "settle": worker.settle,
+        "commit": worker.commit,
+        "check": worker.require_clean,
+    }
+    step[call["do"]]()
+
+
+def why_dirty() -> str:
+    """Of this process; "": its tensors are one version."""
+    for worker in _workers.values():
+        try:
+            worker.require_clean()
+        except ProtocolError as error:
+            return str(error)
+    return ""
+
+
+def guard_continue(scheduler: Any) -> None:
+    """scheduler: SGLang's class. It stays paused while the process is dirty, and logs why."""
+    resume = scheduler.continue_generation
+    if hasattr(resume, "guarded"):
+        return
+
+    @functools.wraps(resume)
+    def continue_generation(self: Any, recv_req: Any) -> Any:
+        why = why_dirty()
+        if why:
+            log.warning(f"generation stays paused: {why}")
+            return None
+        return resume(self, recv_req)
+
+    continue_generation.guarded = True  # type: ignore[attr-defined]
+    scheduler.continue_generation = continue_generation
+
+
+def plugin() -> None:
+    """Part of the entry point `sglang.srt.plugins`."""
+    module = sys.modules.get(_SCHEDULER)
+    if module is not None:
+        guard_continue(module.Scheduler)
+
+
+# --- beside trainer 0 ---
+
+
+class SglangUpdates:
+    """One SGLang engine. engine: has `loop` and `tokenizer_manager`, as sglang.Engine.
+
+    tp: its ranks. first, world_size: where they are among generators of the fleet. direct: False
+    where layers are quantized: SGLang's session restores and repacks them, and so loads all.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        fleet: Fleet,
+        *,
+        tp: int = 1,
+        first: int = 0,
+        world_size: int | None = None,
+        direct: bool = True,
+    ) -> None:
+        self._engine, self.fleet, self._ranks = engine, fleet, range(first, first + tp)
+        self._world_size, self._direct = world_size or tp, direct
+        self._number = 0
+        self._structs = required(_STRUCTS, "sglang")
+
+    def open(self) -> None:
+        """Returns when trainers and all ranks of the engine are connected."""
+        self._paused("open")
+
+    def send(
+        self, version: int, update: Callable[[], object], *, requests: Requests = "keep"
+    ) -> None:
+        """update: runs `WeightTrainer.update(version)` of this process's trainer; others run
+        theirs at the same time. requests: what becomes of those in flight."""
+        require(requests in PAUSES, f"requests is {requests!r}, must be one of {', '.join(PAUSES)}")
+        in_place = self.fleet.mode == "in_place"
+        if in_place:
+            self._pause(requests)
+            self._session("begin")
+        else:
+            self._paused("begin")
+        try:
+            update()
+        finally:
+            failed = sys.exc_info()[1]
+            if not in_place:
+                self._pause("keep" if failed else requests)
+            try:
+                if failed:
+                    with contextlib.suppress(ProtocolError):
+                        self._session("settle")  # it failed, too, and the session is over
+                else:
+                    self._session("commit", version=version, flush=requests != "keep")
+            finally:
+                if not failed or not in_place:
+                    self.resume()
+
+    def resume(self) -> None:
+        """Raises ProtocolError, and SGLang stays paused, while a rank's tensors are a mix."""
+        self._session("check")
+        structs = self._structs
+        self._run(self._manager.continue_generation(
+            structs.ContinueGenerationReqInput(torch_empty_cache=False)))  # fmt: skip
+
+    @property
+    def _manager(self) -> Any:
+        return self._engine.tokenizer_manager
+
+    def _run(self, coroutine: Any) -> Any:
+        return self._engine.loop.run_until_complete(coroutine)
+
+    def _pause(self, requests: Requests) -> None:
+        mode = PAUSES[requests]
+        self._run(self._manager.pause_generation(self._structs.PauseGenerationReqInput(mode=mode)))
+
+    def _paused(self, do: str) -> None:
+        """Without a pause SGLang waits for requests in flight."""
+        self._pause("keep")
+        try:
+            self._session(do)
+        finally:
+            self.resume() if do != "begin" or self.fleet.mode == "shadow" else None
+
+    def _session(self, do: str, *, version: int | None = None, flush: bool = False) -> None:
+        """`load` on every rank, in a session where SGLang has to restore and repack layers."""
+        structs, self._number = self._structs, self._number + 1
+        serializer = required("sglang.srt.utils", "sglang").MultiprocessingSerializer
+        held = [self._payload(do, rank) for rank in self._ranks]  # until the call has returned
+        payloads = [serializer.serialize([("moe_p2p", each)]) for each in held]
+        with self._opened():
+            good, text = self._run(self._manager.update_weights_from_tensor(
+                structs.UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=payloads,
+                    load_format=LOADER,
+                    flush_cache=flush,
+                    weight_version=None if version is None else str(version),
+                    selector="target",
+                ), None))[:2]  # fmt: skip
+        self._raise_errors(do)
+        if not good:
+            raise make(ProtocolError, f"SGLang's {do}: {text}")
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        structs = self._structs
+        self._run(self._manager.begin_weight_update(
+            structs.BeginWeightUpdateReqInput(selector="target"), None))  # fmt: skip
+        try:
+            yield
+        finally:
+            self._run(self._manager.end_weight_update(structs.EndWeightUpdateReqInput(), None))
+
+    def _payload(self, do: str, rank: int) -> Tensor:
+        call = {"do": do, "number": self._number, "rank": rank, "world_size": self._world_size,
+                "direct": self._direct, "fleet": asdict(self.fleet)}  # fmt: skip
+        # SGLang sends tensors of GPUs to its processes; its pickler may refuse others.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.tensor(list(json.dumps(call).encode()), dtype=torch.uint8, device=device)
+
+    def _raise_errors(self, do: str) -> None:
+        keys = {f"{self._number} {rank}": f"generator {rank}" for rank in self._ranks}
+        found = _board(self.fleet, -1).wait(keys, Deadline(self.fleet.timeout_s))
+        errors = [each["error"] for each in found.values() if each["error"]]
+        if errors:
+            raise make(ProtocolError, f"{do}: {errors[0]}")
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Runs `open` beside the set-up of the trainer in this process, which waits for it."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="SGLang").start()
+    return future

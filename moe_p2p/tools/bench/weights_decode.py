@@ -1,0 +1,220 @@
+"""`bench --api weights --decode N`: pairs of dispatch and combine while weights move.
+
+Two ranks, each a node of its own, with one engine each: the communicator's traffic is class 0 of
+it, weights are class 2, or class 0 too ("same class": what happens without priorities). Each pair
+is timed from before dispatch until the GPU is done. Ways take turns, in rounds; a way whose pairs
+take so long that its time is up ends with fewer.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig
+from moe_p2p.errors import require
+from moe_p2p.tools import launch
+from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.transfers import Request
+
+HIDDEN, TOPK, EXPERTS, TOKENS = 7168, 8, 256, 32
+WAYS: dict[str, int | None] = {"alone": None, "with priorities": 2, "same class": 0}
+ROUNDS = 10
+AT_ONCE = 20  # pairs between two looks at the time
+PENDING = 2  # writes of weights at a time
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    device: str
+    pairs: int  # of each way, at most
+    way_s: float = 40.0  # of each way, in all rounds
+    transport: str
+    transport_settings: str
+    hidden: int = HIDDEN
+    experts: int = EXPERTS
+    weights_mib: int = 64  # of a write
+    json: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Microseconds of a pair on rank 0. gbytes_per_s: of weights, from rank 0."""
+
+    name: str
+    p50_us: float
+    p99_us: float
+    gbytes_per_s: float
+    pairs: int
+    allowed_us: float | None = None  # p99 alone, and 10% or 10 us more, whichever is more
+    wrong: int = 0
+
+
+def run(options: Options) -> list[Way]:
+    with launch.process_group() as (rank, world_size):
+        require(world_size == 2, f"--decode has 2 ranks, not {world_size}")
+        device = torch.device("cpu")
+        if options.device == "cuda":
+            device = torch.device("cuda", launch.device_index())
+            torch.cuda.set_device(device)
+        config = EngineConfig(
+            transport=options.transport, transport_settings=options.transport_settings
+        )
+        gpu = device.index if device.type == "cuda" else None
+        with Engine(config, label=f"rank {rank}", gpu=gpu) as engine:
+            return _Decode(options, rank, engine, device).ways()
+
+
+class _Decode:
+    def __init__(self, options: Options, rank: int, engine: Engine, device: torch.device) -> None:
+        self.options, self.rank, self.device = options, rank, device
+        self.engine = engine
+        config = AllToAllConfig(
+            num_experts=options.experts,
+            hidden_dim=options.hidden,
+            topk=TOPK,
+            max_tokens=TOKENS,
+            ranks_per_node=1,
+            device=device.type,
+        )
+        self.comm = AllToAll(None, config, engine=engine)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(TOKENS, options.hidden, generator=generator)
+        scores = torch.rand(TOKENS, options.experts, generator=generator)
+        weights, experts = scores.softmax(-1).topk(TOPK, -1)
+        self.x = x.bfloat16().to(device)
+        self.experts, self.weights = experts.to(device), weights.to(device)
+        self.expected = self.x.float() * weights.sum(-1, keepdim=True).to(device)
+        size = options.weights_mib << 20
+        self.source = torch.full((size,), rank + 1, dtype=torch.uint8, device=device)
+        self.target = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.memory, inbox = engine.register(self.source), engine.register(self.target)
+        both = everyones(inbox.descriptor)
+        self.regions = {p: engine.resolve(both[1 - rank], priority=p) for p in (0, 2)}
+        self.requests: list[Request] = []
+        self.sent = 0
+
+    def pair(self) -> Tensor:
+        got = self.comm.dispatch(self.x, self.experts, self.weights)
+        return self.comm.combine(got.x, got)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def move(self, priority: int | None) -> None:
+        """Keeps writes of weights under way."""
+        if priority is None:
+            return
+        for request in [each for each in self.requests if each.done()]:
+            request.wait(LIMIT_S)
+            self.requests.remove(request)
+            self.sent += self.source.numel()
+        while len(self.requests) < PENDING:
+            region = self.regions[priority]
+            self.requests.append(self.engine.write(self.memory, region, priority=priority))
+
+    def stop(self) -> None:
+        for request in self.requests:
+            request.wait(LIMIT_S)
+            self.sent += self.source.numel()
+        self.requests.clear()
+
+    def ways(self) -> list[Way]:
+        times: dict[str, list[float]] = {name: [] for name in WAYS}
+        rates: dict[str, list[float]] = {name: [] for name in WAYS}
+        wrong = dict.fromkeys(WAYS, 0)
+        for _ in range(50):  # warm-up
+            self.pair()
+        for number in range(ROUNDS):
+            for name, priority in WAYS.items():
+                self.target.zero_()
+                self.synchronize()
+                dist.barrier()
+                self.sent, began = 0, time.monotonic()
+                out = self._round(times[name], priority)
+                moved, took = self.sent, time.monotonic() - began
+                rates[name].append(moved / took / 1e9)
+                self.stop()
+                dist.barrier()
+                wrong[name] += self._wrong(out, priority)
+                self._say(number, name, len(times[name]), time.monotonic() - began)
+        self.comm.close()
+        return self._ways(times, rates, wrong)
+
+    def _round(self, times: list[float], priority: int | None) -> Tensor:
+        """Both ranks make as many pairs: rank 0 says whether its time is up."""
+        left, end = -(-self.options.pairs // ROUNDS), self.options.way_s / ROUNDS
+        began, over = time.monotonic(), False
+        while left and not over:
+            for _ in range(min(left, AT_ONCE)):
+                self.move(priority)
+                start = time.monotonic()
+                out = self.pair()
+                self.synchronize()
+                times.append((time.monotonic() - start) * 1e6)
+            left -= min(left, AT_ONCE)
+            over = everyones(time.monotonic() - began > end)[0]
+        return out
+
+    def _say(self, number: int, name: str, pairs: int, took_s: float) -> None:
+        if self.rank == 0:
+            print(
+                f"round {number + 1} of {ROUNDS}, {name}: {pairs:,} pairs, {took_s:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _wrong(self, out: Tensor, priority: int | None) -> int:
+        # bf16 rounds three times on the way: 3 * 2^-9 of the largest partial sum.
+        differs = not torch.allclose(out.float(), self.expected, rtol=2e-2, atol=2e-2)
+        lost = priority is not None and bool((self.target != 2 - self.rank).any())
+        return int(differs) + int(lost)
+
+    def _ways(
+        self, times: dict[str, list[float]], rates: dict[str, list[float]], wrong: dict[str, int]
+    ) -> list[Way]:
+        found: list[Way] = []
+        for name, each in times.items():
+            ordered = sorted(each)
+            alone = found[0].p99_us if found else None
+            found.append(
+                Way(
+                    name,
+                    ordered[len(ordered) // 2],
+                    ordered[(len(ordered) - 1) * 99 // 100],
+                    sum(rates[name]) / len(rates[name]),
+                    len(each),
+                    None if alone is None else alone + max(0.1 * alone, 10.0),
+                    wrong[name],
+                )
+            )
+        return found
+
+
+def text(options: Options, ways: list[Way]) -> str:
+    lines = [
+        f"pairs of dispatch and combine beside weights, 2 nodes of 1 rank, T {TOKENS}, "
+        f"H {options.hidden}, up to {options.pairs:,} of each way, transport {options.transport} "
+        f"{options.transport_settings}",
+        f"{'weights':18}{'pairs':>8}{'p50, us':>12}{'p99, us':>12}{'allowed p99':>14}"
+        f"{'weights, GB/s':>16}",
+    ]
+    for way in ways:
+        allowed = "-" if way.allowed_us is None else f"{way.allowed_us:.1f}"
+        lines.append(
+            f"{way.name:18}{way.pairs:>8,}{way.p50_us:>12.1f}{way.p99_us:>12.1f}{allowed:>14}"
+            f"{way.gbytes_per_s:>16.2f}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(options: Options, ways: list[Way]) -> dict[str, Any]:
+    return {"options": asdict(options), "ways": [asdict(way) for way in ways]}

@@ -1,0 +1,74 @@
+"""What a generator has of one attempt: immediates counted, sums compared. Used by generator.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_p2p.engine import Engine
+from moe_p2p.errors import ProtocolError, make
+from moe_p2p.weights import attempt
+from moe_p2p.weights.attempt import Keys
+from moe_p2p.weights.board import Board
+from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights.plan import Write
+
+
+class Arrivals:
+    """name: of the generator. nics: of each trainer."""
+
+    def __init__(
+        self, engine: Engine, board: Board, inbox: Inbox, name: str, nics: Mapping[int, int]
+    ) -> None:
+        self._engine, self._board, self._inbox = engine, board, inbox
+        self._name, self._nics = name, nics
+        self._expected: Sequence[Write] = ()
+        self._counts: dict[int, int] = {}  # immediates by trainer
+
+    def begin(self, expected: Sequence[Write]) -> None:
+        self._expected, self._counts = expected, {}
+
+    def _sources(self) -> list[int]:
+        return sorted({write.source_rank for write in self._expected})
+
+    def _count(self, keys: Keys) -> int | None:
+        """Returns how many immediates the attempt has; None until all trainers have said so."""
+        for trainer in self._sources() if not self._counts else ():
+            theirs: dict[str, Any] | None = self._board.get(keys.requests(trainer))
+            if theirs is None:
+                self._counts.clear()
+                return None
+            self._counts[trainer] = int(theirs.get(self._name, 0)) * self._nics[trainer]
+        return sum(self._counts.values())
+
+    def counted(self, keys: Keys) -> bool:
+        """Returns whether all immediates have arrived, and so all bytes."""
+        expected = self._count(keys)
+        if expected is None:
+            return False
+        counted = self._engine.imm_value(attempt.immediate(keys.attempt))
+        if counted > expected:
+            text = f"counted {counted} immediates, the trainers sent {expected}"
+            raise make(ProtocolError, text)
+        if counted == expected and expected:  # for kernels that follow
+            self._engine.wait_imm(attempt.immediate(keys.attempt), expected)
+        return counted == expected
+
+    def checked(self, keys: Keys) -> bool:
+        """Compares sums; False until the trainers have given theirs."""
+        for trainer in self._sources():
+            theirs = self._board.get(keys.sent(trainer))
+            if theirs is None:
+                return False
+            ours = self._inbox.sums(w for w in self._expected if w.source_rank == trainer)
+            wrong = [name for name, each in ours.items()
+                     if theirs.get(self._name, {}).get(name) != each]  # fmt: skip
+            if wrong:
+                text = f"what trainer {trainer} wrote to {', '.join(wrong)} is not what it sent"
+                raise make(ProtocolError, text)
+        return True
+
+    def missing(self, keys: Keys) -> str:
+        late = [f"trainer {i}" for i in self._sources() if self._board.get(keys.sent(i)) is None]
+        counted = self._engine.imm_value(attempt.immediate(keys.attempt))
+        return f"{counted} immediates counted; not done: {', '.join(late) or 'none'}"

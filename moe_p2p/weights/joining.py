@@ -1,0 +1,198 @@
+"""How a generator gets the current version from others that have the same tensors. Used by
+generator.py, by ranks that join a fleet that runs, and by those that an update left out.
+
+A peer lends its live tensors for reading and does nothing else for it. Beside them lies a word of
+two numbers, a count and the version; the count is odd while the tensors change. A reader
+that finds the same even count before and after has read that version.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.engine import Engine
+from moe_p2p.errors import MoeP2pError, TimeoutError, make
+from moe_p2p.transfers import Memory, Region, Request
+from moe_p2p.weights import pieces
+from moe_p2p.weights.attempt import PRIORITY
+from moe_p2p.weights.board import Board, Deadline
+from moe_p2p.weights.layout import Param, WeightLayout
+from moe_p2p.weights.maxima import settle
+from moe_p2p.weights.presence import Presence
+
+_WORD_BYTES = 16
+_LEAST_END_S = 1.0
+
+
+def signature(layout: WeightLayout, rank: int, tensors: Mapping[str, Tensor]) -> str:
+    """Equal for ranks whose tensors hold the same elements in the same places."""
+    found = hashlib.sha256()
+    for each in layout.params:
+        for position in (i for i, other in enumerate(each.ranks) if other == rank):
+            blocks = each.blocks
+            row = (each.name, each.tensor, each.offset, each.dtype, blocks, each.finalize)
+            found.update(repr((row, _held(_plain(each), position))).encode())
+    shapes = sorted((name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items())
+    found.update(repr(shapes).encode())
+    return found.hexdigest()[:32]
+
+
+def _plain(param: Param) -> tuple[Any, ...]:
+    return (param.shape, param.mesh, param.placements, param.window, param.order, param.strides,
+            param.part)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _held(how: tuple[Any, ...], position: int) -> str:
+    shape, mesh, placements, window, order, strides, part = how
+    ranks = range(torch.Size(mesh).numel())
+    param = Param("-", shape, "uint8", ranks, mesh, placements, window, "", 0, order, strides,
+                  part=part)  # fmt: skip
+    return repr(pieces.held(param, position))
+
+
+class Lent:
+    """A generator's live tensors, for others to read; shut until the first version."""
+
+    def __init__(self, engine: Engine, tensors: Mapping[str, Tensor]) -> None:
+        self._engine = engine
+        device = next(iter(tensors.values())).device if tensors else "cpu"
+        self._word = torch.tensor([1, -1], dtype=torch.int64, device="cpu").to(device)
+        self._count = 1
+        self._memory = {name: engine.register(each) for name, each in tensors.items()
+                        if each.numel()}  # fmt: skip
+        self._of_word = engine.register(self._word)
+
+    def address(self) -> dict[str, Any]:
+        tensors = {name: each.descriptor.hex() for name, each in self._memory.items()}
+        return {"address": self._engine.address.hex(), "tensors": tensors,
+                "word": self._of_word.descriptor.hex()}  # fmt: skip
+
+    def shut(self) -> None:
+        """Before the tensors change, in the order of the caller's stream."""
+        if not self._count % 2:
+            self._count += 1
+            self._word[0:1].fill_(self._count)
+
+    def close(self) -> None:
+        """Who has read before finds an odd count, or no memory."""
+        self.shut()
+        for each in (*self._memory.values(), self._of_word):
+            each.unregister()
+        self._memory.clear()
+
+    def open(self, version: int) -> None:
+        self._word[1:2].fill_(version)
+        self._count += 1
+        self._word[0:1].fill_(self._count)
+
+
+class Reader:
+    """places: memory, first byte and size of each tensor that is read into."""
+
+    def __init__(self, engine: Engine, places: Mapping[str, tuple[Memory, int, int]]) -> None:
+        self._engine, self._places = engine, places
+        device = next(iter(places.values()))[0].tensor.device if places else "cpu"
+        word = torch.zeros(2, dtype=torch.int64, device=device)
+        settle([word, *(memory.tensor for memory, _, _ in places.values())])
+        self._into = engine.register(word)
+
+    def read(self, lent: Mapping[str, Any], deadline: Deadline) -> int | None:
+        """The version that was read; None where the peer's changed meanwhile, or it is gone."""
+        peer, requests = None, list[Request]()
+        try:
+            address = bytes.fromhex(lent["address"])
+            peer = self._engine.connect(address, priority=PRIORITY)
+
+            def resolve(descriptor: str) -> Region:
+                return self._engine.resolve(bytes.fromhex(descriptor), peer, priority=PRIORITY)
+
+            word = resolve(lent["word"])
+            before = self._word(word, deadline)
+            if before[0] % 2:
+                return None
+            for name, (memory, offset, nbytes) in self._places.items():
+                region = resolve(lent["tensors"][name])
+                requests.append(
+                    self._engine.read(
+                        memory, region, nbytes=nbytes, offset=offset, priority=PRIORITY
+                    )
+                )
+            for request in requests:
+                request.wait(deadline.left)
+            return before[1] if self._word(word, deadline) == before else None
+        except (MoeP2pError, KeyError):
+            return None
+        finally:
+            if peer is not None:
+                with suppress(RuntimeError):
+                    peer.disconnect()
+            _end(requests, max(deadline.left, _LEAST_END_S))
+
+    def close(self) -> None:
+        with suppress(RuntimeError):
+            self._into.unregister()
+
+    def _word(self, region: Region, deadline: Deadline) -> list[int]:
+        request = self._engine.read(self._into, region, nbytes=_WORD_BYTES, priority=PRIORITY)
+        request.wait(deadline.left)
+        return [int(each) for each in self._into.tensor.tolist()]
+
+
+def _end(requests: Sequence[Request], timeout_s: float) -> None:
+    """What a peer may still answer lands where an update would: raises rather than go on then."""
+    until = time.monotonic() + timeout_s
+    for request in requests:
+        with suppress(RuntimeError):  # TimeoutError too
+            request.wait(max(until - time.monotonic(), 0.0))
+    late = sum(not request.done() for request in requests)
+    if late:
+        text = f"a peer may still answer {late} reads of its version: start this generator anew"
+        raise make(TimeoutError, text)
+
+
+def newest(board: Board, presence: Presence, who: str, alike: str) -> list[str]:
+    """Generators with the newest version, of those with the signature `alike`; each reader has
+    another first one, so that they do not all read from the same peer."""
+    there = sorted(presence.members().items())
+    peers = [
+        other
+        for other, each in there
+        if each.get("signature") == alike and not each["joining"] and other != who
+    ]
+    runs = {other: board.get(f"{other} runs") for other in peers}
+    version = max((each for each in runs.values() if each is not None), default=None)
+    found = [other for other in peers if version is not None and runs[other] == version]
+    first = zlib.crc32(who.encode()) % max(len(found), 1)
+    return [*found[first:], *found[:first]]
+
+
+def read_one(
+    engine: Engine,
+    board: Board,
+    peers: Sequence[str],
+    places: Mapping[str, tuple[Memory, int, int]],
+    deadline: Deadline,
+) -> int | None:
+    """Reads from the first of `peers` that has a version; None: none has."""
+    if not peers:
+        return None
+    reader = Reader(engine, places)
+    try:
+        for who in peers:
+            lent = board.get(f"{who} live")
+            version = None if lent is None else reader.read(lent, deadline)
+            if version is not None:
+                return version
+        return None
+    finally:
+        reader.close()

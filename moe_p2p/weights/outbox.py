@@ -1,0 +1,283 @@
+"""What a trainer has to send: its tensors, their conversions, and writes to all replicas.
+
+Used by trainer.py, which agrees with others on what is sent to whom; nothing here reads the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.engine import Engine
+from moe_p2p.errors import TimeoutError, make
+from moe_p2p.weights import attempt
+from moe_p2p.weights.board import Deadline
+from moe_p2p.weights.conversion import Conversions
+from moe_p2p.weights.layout import WeightLayout
+from moe_p2p.weights.maxima import MaximaExchange, synchronize
+from moe_p2p.weights.plan import Maxima, WeightPlan, weight_plan
+from moe_p2p.weights.sending import Batch, Prepared, Replica, Sender, sums
+
+_GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
+Sending = dict[str, list[Prepared]]  # by generator
+
+
+class Outbox:
+    """device, watermark: as of `WeightTrainer`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        plan: WeightPlan,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        watermark: int | None,
+    ) -> None:
+        self._engine, self._rank, self._device, self._watermark = engine, rank, device, watermark
+        self._source, self._tensors, self._lost = plan.source, tensors, frozenset[int]()
+        self.sender = Sender(engine, rank)
+        self._replicas = {"": Replica("", plan.target.digest, plan, rank)}
+        self._registered: dict[str, Any] = {}
+        self._ring: Any = None
+        self._exchange: MaximaExchange | None = None
+        self._met = ""
+        self._grouped: tuple[object, list[tuple[list[int], Batch]]] = ((), [])
+        self._deadline: Deadline | None = None
+        self._stop: Callable[[list[str]], None] = lambda missing: None
+        self.totals = {"bytes_written": 0, "requests": 0, "staging_bytes": 0}
+        self.seconds = {"convert": 0.0, "submit": 0.0, "wait": 0.0}  # of the last update
+        self._prepare()
+
+    # --- replicas ---
+
+    def digest(self, replica: str) -> str:
+        return self._replicas[replica].digest if replica in self._replicas else ""
+
+    def targets(self, replica: str) -> set[int]:
+        """Returns the ranks of this replica that the trainer writes to."""
+        prepared = self._replicas[replica].prepared(self._numbers)
+        return {each.write.target_rank for each in prepared}
+
+    def add(self, replica: str, layout: WeightLayout) -> None:
+        alike = [each for each in self._replicas.values() if each.digest == layout.digest]
+        plan = alike[0].plan if alike else weight_plan(self._source, layout).without(self._lost)
+        self._replicas[replica] = Replica(replica, layout.digest, plan, self._rank)
+        self._prepare()
+
+    def without(self, lost: frozenset[int]) -> None:
+        """Plans anew without the lost trainers: others send their shares."""
+        if lost == self._lost:
+            return
+        self._lost = lost
+        self._replicas = {
+            name: Replica(name, each.digest, each.plan.without(lost), self._rank)
+            for name, each in self._replicas.items()
+        }
+        self._prepare()
+
+    def _prepare(self) -> None:
+        plans = {each.digest: each.plan for each in self._replicas.values()}
+        known = {} if self._ring is None else self._conversions.number
+        if self._ring is None or any(
+            copy.tensor not in known for plan in plans.values() for copy in plan.copies(self._rank)
+        ):
+            self._convert_for(list(plans.values()))
+        self._grouped = (), []
+        writes = [e.write for r in self._replicas.values() for e in r.prepared(self._numbers)]
+        sources = {**self._tensors, **self._conversions.staged}
+        attempt.check_rows(f"trainer {self._rank}", writes, sources, 0)
+        for name in dict.fromkeys(each.source_tensor for each in writes):
+            staged = self._conversions.staged.get(name)
+            if staged is not None:
+                at = int(staged.storage_offset()) * staged.element_size()
+                self.sender.places[name] = self._ring, at
+            elif name not in self._registered:
+                self._registered[name] = self._engine.register(self._tensors[name])
+                self.sender.places[name] = self._registered[name], 0
+
+    def _convert_for(self, plans: list[WeightPlan]) -> None:
+        if self._ring is not None:
+            self._ring.unregister()
+        self._conversions = Conversions(
+            plans, self._rank, self._tensors, device=self._device, watermark=self._watermark
+        )
+        self._numbers = self._conversions.number
+        buffer = self._conversions.buffer
+        self._ring = self._engine.register(buffer) if len(buffer) else _Nothing()
+        self._exchange = None
+        for each in self._replicas.values():
+            each.forget()
+
+    # --- maxima ---
+
+    @property
+    def era(self) -> str:
+        """A text that is equal on trainers which share the same blocks with the same trainers."""
+        text = repr((sorted(self._lost), sorted({each.digest for each in self._replicas.values()})))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def exchange(self) -> tuple[str, MaximaExchange]:
+        """Returns the era and its exchange."""
+        if self._exchange is None or self._met != self.era:
+            if self._exchange is not None:
+                self._exchange.close()
+            found: dict[Maxima, None] = {}
+            for plan in {each.digest: each.plan for each in self._replicas.values()}.values():
+                found |= dict.fromkeys(plan.maxima(self._rank))
+            self._exchange = MaximaExchange(
+                self._engine, self._rank, found, self._conversions.grids
+            )
+            self._met = self.era
+        return self._met, self._exchange
+
+    def merge_maxima(self, number: int, names: set[str] | None) -> None:
+        self._conversions.maxima(self._conversions.batches(names))
+        _, exchange = self.exchange()
+        exchange.run(number, self._until)
+
+    @contextmanager
+    def bounded(self, stop: Callable[[list[str]], None], deadline: Deadline) -> Iterator[None]:
+        """Bounds all waits inside: by the deadline, and by stop(missing ranks), which may raise."""
+        self._stop, self._deadline = stop, deadline
+        yield
+
+    def _until(
+        self, condition: Callable[[], bool], trainers: tuple[int, ...], may_wait: bool
+    ) -> None:
+        assert self._deadline is not None
+        grace_s = _GRACE * self._deadline.timeout_s if may_wait else 0.0
+        deadline = self._deadline.later(grace_s)
+        who, pause = [f"trainer {i}" for i in trainers], 1e-4
+        while not condition():
+            if pause > 2e-3:
+                self._stop(who)
+            if not deadline.left:
+                limit = deadline.timeout_s
+                raise make(TimeoutError, f"within {limit:g} s no maxima of {', '.join(who)}")
+            time.sleep(pause)
+            pause = min(pause * 1.3, 0.01)
+
+    # --- bytes ---
+
+    def sending(self, members: Mapping[str, tuple[str, int]], names: set[str] | None) -> Sending:
+        """Returns the writes of an update. members: replica and rank of each generator in it."""
+        who = {place: generator for generator, place in members.items()}
+        found: Sending = {}
+        for name in dict.fromkeys(replica for replica, _ in members.values()):
+            for each in self._replicas[name].prepared(self._numbers):
+                generator = who.get((name, each.write.target_rank))
+                if generator and (names is None or each.write.name in names):
+                    found.setdefault(generator, []).append(each)
+        return found
+
+    def groups(self, sending: Sending, names: set[str] | None) -> list[tuple[list[int], Batch]]:
+        """Returns batches of copies with the writes that follow each; own tensors' writes first."""
+        key = (names is None, *((who, self.sender.generation(who)) for who in sending))
+        if names is None and self._grouped[0] == key:
+            return self._grouped[1]
+        by_copy: dict[int, list[tuple[str, Prepared]]] = {}
+        for generator, writes in sending.items():
+            for each in writes:
+                by_copy.setdefault(each.copy, []).append((generator, each))
+        found = [(list[int](), self.sender.grouped(by_copy.pop(-1, [])))]
+        for batch in self._conversions.batches(names):
+            batch = [number for number in batch if number in by_copy]
+            chosen = [pair for number in batch for pair in by_copy[number]]
+            if batch:
+                found.append((batch, self.sender.grouped(chosen)))
+        self._grouped = key, found
+        return found
+
+    def send(
+        self,
+        groups: list[tuple[list[int], Batch]],
+        imm: int,
+        verify: bool,
+        reached: Callable[[str], None],
+    ) -> dict[str, dict[str, int]]:
+        """Converts and writes, batch by batch; returns sums by generator and its tensor."""
+        assert self._deadline is not None
+        found: dict[str, dict[str, int]] = {}
+        tensors = {**self._tensors, **self._conversions.staged}
+        self.seconds = {"convert": 0.0, "submit": 0.0, "wait": 0.0}
+        on_gpu = [each for each in self._tensors.values() if each.is_cuda]
+        if on_gpu:  # values that kernels are still writing
+            synchronize(on_gpu[0])
+        for batch, chosen in groups:
+            if batch:
+                self._convert(batch)
+            self._submit(chosen, imm)
+            if verify:
+                sums(chosen.groups, tensors, found)
+        reached("converted")
+        reached("submitted")
+        began = time.monotonic()
+        self.sender.finish(None, self._deadline.left)
+        self.seconds["wait"] += time.monotonic() - began
+        reached("written")
+        return found
+
+    def _convert(self, batch: list[int]) -> None:
+        assert self._deadline is not None
+        began = time.monotonic()
+        after = max(self._conversions.places[number].after for number in batch)
+        if after >= 0:
+            self.sender.finish(after, self._deadline.left)
+        self._stop([])
+        middle = time.monotonic()
+        self._conversions.convert(batch)
+        synchronize(self._conversions.buffer)
+        used = self._conversions.high_water(batch, self.sender.oldest())
+        self.totals["staging_bytes"] = max(self.totals["staging_bytes"], used)
+        self.seconds["wait"] += middle - began
+        self.seconds["convert"] += time.monotonic() - middle
+
+    def _submit(self, chosen: Batch, imm: int) -> None:
+        began = time.monotonic()
+        self.sender.write(chosen, imm)
+        self.totals["bytes_written"] += sum(group.nbytes for group in chosen.groups)
+        self.totals["requests"] += len(chosen.groups)
+        self.seconds["submit"] += time.monotonic() - began
+
+    def cancel(self, timeout_s: float) -> None:
+        others = self._exchange.take_requests() if self._exchange else []
+        self.sender.cancel(others, timeout_s)
+
+    # --- what changed ---
+
+    def checksums(self) -> dict[str, int]:
+        return {name: attempt.whole_sum(each) for name, each in self._tensors.items()}
+
+    def parameters_in(self, tensors: Collection[str]) -> list[str]:
+        """Returns names of the plan's parameters of which `tensors` hold a part on this rank."""
+        there = set(self._replicas[""].plan.names)
+        return sorted({
+            each.name for each in self._source.params
+            if each.tensor in tensors and self._rank in each.ranks and each.name in there
+        })  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing of it is registered any more. Idempotent."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            with suppress(RuntimeError):
+                exchange.close()
+        for each in (self._ring or _Nothing(), *self._registered.values()):
+            with suppress(RuntimeError):  # the engine may be closed
+                each.unregister()
+        self._registered.clear()
+        self._ring = None
+
+
+class _Nothing:
+    """A ring without bytes."""
+
+    def unregister(self) -> None:
+        """Does nothing."""

@@ -1,0 +1,151 @@
+// The timed NIC: what arrives when, by a clock of the test. That it keeps the contract for memory
+// that no window names is in provider_contract_*.
+#include "provider/loopback/timed.h"
+
+#include "provider/loopback/link_model.h"
+#include "provider/loopback/test_hooks.h"
+#include "provider_table.h"
+
+namespace moe_p2p::provider_test {
+namespace {
+
+using provider::LoopbackControl;
+using provider::loopback::LinkModel;
+using provider::loopback::parse_timed_config;
+
+int64_t test_time = 0;
+int64_t read_test_time() { return test_time; }
+
+// Two NICs that go by test_time, and memory at both; the target is mapped at the source.
+struct TimedPair {
+  explicit TimedPair(const std::string& settings, size_t bytes = 1 << 20)
+      : a("timed", settings), b("timed", settings), source(a, bytes), target(b, bytes) {
+    test_time = 1'000'000;
+    for (Node* node : {&a, &b})
+      dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+    a.domain->map_remote(target.key.remote_key, target.span());
+    peer = a.connect(b);
+  }
+  ~TimedPair() { a.domain->map_remote(target.key.remote_key, {}); }
+
+  WorkRequest write(uint64_t wr_id, size_t bytes) const {
+    return make_write(wr_id, peer, source, 0, target, 0, bytes);
+  }
+  // Polls both NICs until nothing moves any more at this time.
+  void poll_at(int64_t time) {
+    test_time = time;
+    for (int quiet = 0; quiet < 4; ++quiet)
+      if (a.poll() + b.poll() != 0) quiet = 0;
+  }
+
+  Node a, b;
+  Memory source, target;
+  PeerId peer = 0;
+};
+
+constexpr const char* kPlain = "gbps=8,latency_us=10,post_us=0,mwrites=1000000";  // 1 byte per ns
+constexpr int64_t kStart = 1'000'000, kHeader = 64;
+
+TEST_CASE("timed: an immediate comes when the model says, its completion one way later") {
+  TimedPair pair(kPlain);
+  pair.a.post(with_imm(pair.write(1, 50'000), 7));
+  const int64_t arrives = kStart + 50'000 + kHeader + 10'000;
+  pair.poll_at(arrives - 1);
+  CHECK(pair.b.imms.empty());
+  pair.poll_at(arrives);
+  CHECK(pair.b.imms == std::vector<uint32_t>{7});
+  CHECK(pair.a.done.empty());
+  pair.poll_at(arrives + 9'999);
+  CHECK(pair.a.done.empty());
+  pair.poll_at(arrives + 10'000);
+  CHECK(pair.a.code(1) == Code::kOk);
+}
+
+TEST_CASE("timed: a write to a window carries nothing, any other its payload") {
+  TimedPair pair(kPlain);
+  Memory other(pair.b, 4096);
+  fill(pair.source.data.first(4096), 3);
+  pair.a.post(pair.write(1, 4096));
+  pair.a.post(make_write(2, pair.peer, pair.source, 0, other, 0, 4096));
+  pair.poll_at(kStart + 1'000'000);
+  CHECK(pair.a.code(1) == Code::kOk);
+  CHECK(pair.a.code(2) == Code::kOk);
+  CHECK(all_zero(pair.target.data));
+  CHECK(holds(other.data, 3));
+}
+
+TEST_CASE("timed: a write that does not fit is refused") {
+  TimedPair pair(kPlain, 4096);
+  Memory large(pair.a, 1 << 20);
+  WorkRequest request = pair.write(1, 4096);
+  request.local = large.data.data();
+  request.local_key = large.key.local_key;
+  request.bytes = 8192;
+  pair.a.post(with_imm(request, 1));
+  pair.poll_at(kStart + 1'000'000);
+  CHECK(pair.a.code(1) == Code::kRemoteAccess);
+  CHECK(pair.b.imms.empty());
+}
+
+TEST_CASE("timed: each write costs a post and keeps the link for a message at least") {
+  LinkModel posts(8, 10, /*post_us=*/0.5, /*message_us=*/0);
+  CHECK(posts.transmit(kStart, 0) == kStart + 500 + 10'000);
+  CHECK(posts.transmit(kStart, 0) == kStart + 1'000 + 10'000);
+  CHECK(posts.transmit(kStart, 100, /*first=*/false) == kStart + 1'100 + 10'000);
+  LinkModel messages(8, 10, 0, /*message_us=*/2);
+  CHECK(messages.transmit(kStart, 64) == kStart + 2'000 + 10'000);
+  CHECK(messages.transmit(kStart, 3'000) == kStart + 5'000 + 10'000);
+  CHECK(messages.backlog_ns(kStart + 1'000) == 4'000);
+}
+
+TEST_CASE("timed: urgent writes wait for little of what lower classes send") {
+  TimedPair pair(kPlain, 16 << 20);
+  const PeerId lower = pair.a.domain->connect_for(pair.b.domain->address(), 2, 0);
+  WorkRequest bulk = pair.write(1, 16 << 20);
+  bulk.peer = lower;
+  pair.a.post(with_imm(bulk, 1));
+  pair.poll_at(kStart + 100'000);
+  const int64_t posted = test_time;
+  pair.a.post(with_imm(pair.write(2, 1'000), 2));
+  // Behind one fragment of 64 KiB, and what was on the link before it.
+  int64_t time = posted;
+  while (pair.b.imms.empty() && time < posted + 1'000'000) pair.poll_at(time += 1'000);
+  CHECK(pair.b.imms == std::vector<uint32_t>{2});
+  CHECK(time - posted <= 65'536 + kHeader + 1'000 + 1'000 + kHeader + 10'000 + 1'000);
+  // The lower class has all of the link but that: 16 MiB at 1 byte per ns.
+  while (pair.b.imms.size() < 2 && time < kStart + 30'000'000) pair.poll_at(time += 1'000);
+  CHECK(pair.b.imms.size() == 2);
+  CHECK(time - kStart <= (16 << 20) * 1.01 + 20'000);
+}
+
+TEST_CASE("timed: hollow writes of GPU memory take their time and carry nothing") {
+  const std::string settings = base::concat(kPlain, ",hollow=1");
+  Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
+  a.maps_windows = false;
+  Memory source(a, 4096), target(b, 4096);
+  fill(source.data, 3);
+  const PeerId peer = a.connect(b);
+  a.post(with_imm(make_write(1, peer, source, 0, target, 0, 4096), 5));
+  CHECK(pump({&a, &b}, [&] { return b.imms.size() == 1 && a.done.size() == 1; }));
+  CHECK(a.code(1) == Code::kOk);
+  CHECK(all_zero(target.data));
+}
+
+TEST_CASE("timed: settings") {
+  const auto cx7 = parse_timed_config(""), efa = parse_timed_config("preset=efa,latency_us=9");
+  CHECK(cx7.gbps == 400);
+  CHECK(cx7.latency_us == doctest::Approx(2.7));
+  CHECK(efa.gbps == 200);
+  CHECK(efa.latency_us == 9);
+  CHECK(efa.post_us > cx7.post_us);
+  CHECK(efa.message_us > cx7.message_us);
+  CHECK(parse_timed_config("ring_kib=16").ring_bytes == 16 << 10);
+  CHECK(contains(text_of_error([] { parse_timed_config("preset=cx8"); }), "preset"));
+  CHECK(contains(text_of_error([] { parse_timed_config("seed=7"); }), "seed"));
+  CHECK(Node("timed", "").domain->needs_gpu_flush());
+  CHECK_FALSE(Node("timed", "flush=0").domain->needs_gpu_flush());
+  CHECK(std::string(Node("timed", "").domain->provider_name()) == "timed");
+}
+
+}  // namespace
+}  // namespace moe_p2p::provider_test

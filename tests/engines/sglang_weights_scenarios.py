@@ -1,0 +1,279 @@
+"""Scenarios of weight updates with SGLang's own session, loader, pause and continue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from tests.engines import absent, packages
+from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.support.tp_model import TpModel, checkpoint
+
+scenario = Scenarios()
+TP = 2
+local = threading.local()  # a thread is a scheduler process
+
+
+def begin() -> None:
+    found = packages.find("sglang")
+    assert found is not None
+    sys.path[:0] = [str(found), str(packages.dependencies())]
+    absent.stand_in(f"{absent.SGLANG} setproctitle uvicorn")
+    from sglang.srt.managers import scheduler, tp_worker
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.model_executor.model_runner_components import weight_updater as of_runner
+
+    from moe_p2p.integrations import sglang_weights
+
+    def parallel() -> Any:
+        return types.SimpleNamespace(
+            tp_rank=local.rank, tp_group=types.SimpleNamespace(cpu_group=None)
+        )
+
+    for module in (tp_worker, weight_updater, of_runner):
+        module.get_parallel = parallel
+    for module in (tp_worker, of_runner):
+        module.monkey_patch_torch_reductions = lambda: None  # for tensors of GPUs alone
+    of_runner.get_model = lambda: types.SimpleNamespace(weight_cache_mode="off")
+    torch.distributed.barrier = lambda **_: local.barrier.wait(20)
+    torch.cuda.current_device = lambda: 0  # asked for a device that CPU tensors do not have
+    of_runner._unwrap_tensor = lambda tensor, **_: tensor
+    assert scheduler.Scheduler is not None
+    sglang_weights.plugin()
+
+
+class Rank:
+    """One of SGLang's scheduler processes, as far as weights go."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier) -> None:
+        from sglang.srt.managers import tp_worker
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.managers.scheduler_components.weight_updater import (
+            SchedulerWeightUpdaterManager,
+        )
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+        from moe_p2p.integrations import sglang_weights
+
+        local.rank, local.barrier = rank, barrier
+        self.model = TpModel(rank, TP)
+        runner = types.SimpleNamespace(weight_updater=WeightUpdater(
+            tp_rank=rank, device="cpu", gpu_id=0, model_config=None,
+            custom_weight_loaders={sglang_weights.LOADER: None}, get_model=lambda: self.model,
+            update_model_fields=None, recapture_cuda_graph=None,
+            get_model_runner=None))  # fmt: skip
+        worker = types.SimpleNamespace(weight_update_runners=lambda: [("target", runner)])
+        worker.deserialize_own_rank = types.MethodType(
+            tp_worker.BaseTpWorker.deserialize_own_rank, worker
+        )
+        self.versions, self.flushed = list[str](), list[bool]()
+        self.scheduler = Scheduler.__new__(Scheduler)
+        self.scheduler.record_weight_version_change = self._version
+        self.scheduler._engine_paused, self.scheduler._pause_started_at = False, None
+        self.scheduler._pause_intervals = []
+        self.scheduler.disaggregation_mode = None
+        self.scheduler.disagg_decode_prealloc_queue = None
+        self.updater = SchedulerWeightUpdaterManager(
+            tp_worker=worker, draft_worker=None, memory_saver_adapter=None,
+            flush_cache=lambda **_: self.flushed.append(True) or True,
+            is_fully_idle=lambda **_: True, scheduler=self.scheduler)  # fmt: skip
+
+    def _version(self, *, new_version: str | None) -> None:
+        if new_version is not None:
+            self.versions.append(new_version)
+
+
+class Manager:
+    """SGLang's TokenizerManager: each call reaches all ranks, in their order of calls."""
+
+    def __init__(self) -> None:
+        self.barrier, self.calls = threading.Barrier(TP), list[str]()
+        self.pools = [ThreadPoolExecutor(1) for _ in range(TP)]
+        self.ranks = [self.pools[i].submit(Rank, i, self.barrier).result(60) for i in range(TP)]
+
+    def on_all(self, what: str, call: Any) -> list[Any]:
+        self.calls.append(what)
+        running = [
+            pool.submit(call, rank) for pool, rank in zip(self.pools, self.ranks, strict=True)
+        ]
+        return [each.result(60) for each in running]
+
+    async def begin_weight_update(self, obj: Any, _: Any) -> None:
+        assert all(
+            each.success
+            for each in self.on_all("begin", lambda rank: rank.updater.begin_weight_update(obj))
+        )
+
+    async def end_weight_update(self, obj: Any, _: Any) -> None:
+        assert all(
+            each.success
+            for each in self.on_all("end", lambda rank: rank.updater.end_weight_update(obj))
+        )
+
+    async def update_weights_from_tensor(self, obj: Any, _: Any) -> tuple[bool, str]:
+        assert all(rank.scheduler._engine_paused for rank in self.ranks)  # or SGLang would wait
+        done = self.on_all("update", lambda rank: rank.updater.update_weights_from_tensor(obj))
+        return all(each.success for each in done), done[0].message
+
+    async def pause_generation(self, obj: Any) -> None:
+        def pause(rank: Rank) -> None:
+            if obj.mode == "in_place":
+                rank.scheduler.pause_generation(obj)
+            rank.scheduler._engine_paused = True  # others have queues of requests to go through
+
+        self.on_all(f"pause {obj.mode}", pause)
+
+    async def continue_generation(self, obj: Any) -> None:
+        self.on_all("continue", lambda rank: rank.scheduler.continue_generation(obj))
+
+    def hold(self, version: int | None) -> bool:
+        return all(rank.model.holds(version) for rank in self.ranks)
+
+    @property
+    def paused(self) -> list[bool]:
+        return [rank.scheduler._engine_paused for rank in self.ranks]
+
+
+class World:
+    """One trainer with whole tensors, and one SGLang engine of two ranks."""
+
+    def __init__(self, **how: Any) -> None:
+        from moe_p2p import Engine
+        from moe_p2p.integrations import sglang_weights
+        from moe_p2p.integrations.engine_weights import Fleet
+        from moe_p2p.weights import Param, WeightLayout, WeightTrainer
+
+        direct = how.pop("direct", True)
+        fleet = Fleet(host="127.0.0.1", port=free_port(), timeout_s=20, **how)
+        self.store = fleet.store(serves=True)
+        self.manager = Manager()
+        engine = types.SimpleNamespace(
+            loop=asyncio.new_event_loop(), tokenizer_manager=self.manager
+        )
+        self.updates = sglang_weights.SglangUpdates(engine, fleet, tp=TP, direct=direct)
+        opened = sglang_weights.in_thread(self.updates.open)
+        self.values = checkpoint(0)
+        layout = WeightLayout(
+            tuple(Param(n, tuple(t.shape), "bfloat16", (0,)) for n, t in self.values.items()), 1
+        )
+        self.engine = Engine(label="trainer")
+        try:
+            self.trainer = WeightTrainer(
+                self.engine, self.store, layout, 0, self.values, timeout_s=20
+            )
+        finally:
+            opened.result(60)  # its error is the cause
+
+    def send(self, version: int, requests: Any = "keep") -> None:
+        self.updates.send(
+            version, lambda: self.trainer.update(version, checkpoint(version)), requests=requests
+        )
+
+    def fail(self, version: int) -> None:
+        def update() -> None:
+            self.trainer.update(version, {"none": torch.zeros(1)})
+
+        self.updates.send(version, update)
+
+    def close(self) -> None:
+        from moe_p2p.integrations import sglang_weights
+
+        for worker in sglang_weights._workers.values():
+            worker.close()
+        sglang_weights._workers.clear()
+        self.trainer.close()
+        self.engine.close()
+
+
+@contextlib.contextmanager
+def world(**how: Any) -> Any:
+    made = World(**how)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@scenario
+def bytes_move_beside_generation_and_a_pause_changes_all_ranks() -> None:
+    with world() as w:
+        seen = []
+        real = w.trainer.update
+
+        def update(*given: Any) -> None:
+            seen.append(list(w.manager.paused))
+            real(*given)
+
+        w.trainer.update = update
+        w.manager.calls.clear()
+        for version in (1, 2):
+            w.send(version)
+            assert w.manager.hold(version)
+        assert seen == [[False] * TP] * 2  # not paused while bytes move
+        session = ["begin", "update", "end"]
+        around = ["pause in_place", *session, *session, "continue"]  # the call, and the check
+        assert w.manager.calls == 4 * around  # bytes move between
+        assert w.manager.paused == [False] * TP
+        assert [rank.versions for rank in w.manager.ranks] == [["1", "2"]] * TP
+        assert not any(rank.flushed for rank in w.manager.ranks)
+
+
+@scenario
+def requests_are_kept_retracted_or_aborted() -> None:
+    with world() as w:
+        for version, (ours, theirs) in enumerate(
+            (("keep", "in_place"), ("retract", "retract"), ("abort", "abort")), 1
+        ):
+            w.manager.calls.clear()
+            w.send(version, ours)
+            assert f"pause {theirs}" in w.manager.calls
+            assert w.manager.hold(version)
+        assert [len(rank.flushed) for rank in w.manager.ranks] == [2, 2]  # not where kept
+        refused(lambda: w.send(4, "drop"), "must be one of keep, retract, abort")
+
+
+@scenario
+def what_sglang_repacks_goes_through_its_loader() -> None:
+    with world(direct=False) as w:
+        w.send(1)
+        assert w.manager.hold(1)
+        assert [rank.model.loads for rank in w.manager.ranks] == [1] * TP
+
+
+@scenario
+def a_failed_update_keeps_the_version_and_generation() -> None:
+    with world() as w:
+        w.send(1)
+        refused(lambda: w.fail(2), "none of this trainer's")
+        assert w.manager.hold(1)
+        assert w.manager.paused == [False] * TP
+        w.send(3)
+        assert w.manager.hold(3)
+
+
+@scenario
+def in_place_sglang_stays_paused_while_a_rank_is_dirty() -> None:
+    with world(mode="in_place") as w:
+        refused(lambda: w.fail(1), "none of this trainer's")
+        assert w.manager.paused == [True] * TP
+        refused(w.updates.resume, "dirty, a mix of versions", "trainer 0")
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        asked = ContinueGenerationReqInput(torch_empty_cache=False)  # by anybody
+        asyncio.new_event_loop().run_until_complete(w.manager.continue_generation(asked))
+        assert w.manager.paused == [True] * TP
+        scenario.expect_logged("generation stays paused", "dirty")
+        w.send(2)
+        assert w.manager.paused == [False] * TP
+        assert w.manager.hold(2)
+
+
+if __name__ == "__main__":
+    scenario.main(begin)

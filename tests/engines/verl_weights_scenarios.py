@@ -1,0 +1,161 @@
+"""Scenarios of weight updates with verl's own registry and CheckpointEngineManager."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+import types
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engines import absent, packages
+from tests.engines.scenarios import Scenarios, refused
+from tests.support.tp_model import checkpoint
+
+scenario = Scenarios()
+ACTORS = 2
+
+
+def begin() -> None:
+    found = packages.find("verl")
+    assert found is not None
+    sys.path[:0] = [str(found), str(packages.dependencies())]
+    absent.stand_in("ray verl.single_controller verl.utils verl.workers")
+    verl = types.ModuleType("verl")  # its __init__ reads a file that is no Python
+    verl.__path__ = [str(found / "verl")]
+    sys.modules["verl"] = verl
+    waits = types.ModuleType("verl.utils.ray_utils")
+    waits.auto_await = lambda call: call  # verl's runs coroutines where nobody awaits them
+    sys.modules["verl.utils.ray_utils"] = waits
+    base = importlib.import_module("verl.checkpoint_engine.base")
+    base.ray.get = lambda futures: [each.result(60) for each in futures]
+    base.ray.util.get_node_ip_address = lambda: "127.0.0.1"
+    base.import_external_libs = importlib.import_module  # verl's own does no more
+    base.RayWorkerGroup = lambda worker_handles, **_: Group(worker_handles)
+
+
+class Group:
+    """A worker group of verl: methods of its engines, each in a thread; ray.get waits."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self.engines, self.world_size = engines, len(engines)
+        self.pool = ThreadPoolExecutor(len(engines) or 1)
+        self.update: Any = None
+
+    def execute_checkpoint_engine(self, method: list[str], **how: list[Any]) -> list[Future[Any]]:
+        return [
+            self.pool.submit(getattr(engine, name), **{k: v[i] for k, v in how.items()})
+            for i, (engine, name) in enumerate(zip(self.engines, method, strict=True))
+        ]
+
+    def update_weights(self, global_steps: int, **_: Any) -> list[Future[Any]]:
+        return [self.pool.submit(Group.run, engine, self.update, global_steps)
+                for engine in self.engines]  # fmt: skip
+
+    @staticmethod
+    def run(engine: Any, weights: Any, step: int) -> Any:
+        if weights is not None:
+            return asyncio.run(engine.send_weights(weights(), step))
+
+        async def receive() -> dict[str, Tensor]:
+            return {n: t.clone() async for n, t in engine.receive_weights(step)}
+
+        engine.got = asyncio.run(receive())
+        return None
+
+
+class Replica:
+    """What the manager asks of a rollout replica; calls are kept."""
+
+    def __init__(self, engines: list[Any]) -> None:
+        self.workers, self.calls = engines, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(**_: Any) -> None:
+            self.calls.append(name)
+
+        return call
+
+
+def manager(bucket_size: int, replicas: int = 2) -> Any:
+    from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
+
+    config = types.SimpleNamespace(
+        backend="moe_p2p", custom_backend_module="moe_p2p.integrations.verl_weights"
+    )
+    actors = Group([])
+    made = CheckpointEngineManager(config, actors, [])
+
+    def engine() -> Any:
+        return CheckpointEngineRegistry.new("moe_p2p", bucket_size=bucket_size, timeout_s=20.0)
+
+    made.actor_wg = Group([engine() for _ in range(ACTORS)])
+    made.replicas = [Replica([engine()]) for _ in range(replicas)]
+    return made
+
+
+def update(made: Any, version: int) -> None:
+    made.actor_wg.update = lambda: iter(checkpoint(version).items())
+    asyncio.run(made.update_weights(global_steps=version))
+
+
+def check(made: Any, version: int) -> None:
+    for replica in made.replicas:
+        for worker in replica.workers:
+            wanted = checkpoint(version)
+            assert worker.got.keys() == wanted.keys()
+            assert all(torch.equal(worker.got[name], each) for name, each in wanted.items())
+
+
+@scenario
+def whole_parameters_arrive_in_buckets_smaller_than_some() -> None:
+    made = manager(bucket_size=640)  # a q_proj has 1,024 bytes
+    for version in (1, 2):
+        update(made, version)
+        check(made, version)
+    calls = made.replicas[0].calls
+    assert calls[: len(calls) // 2] == [
+        "abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation"
+    ]  # fmt: skip
+
+
+@scenario
+def replicas_come_and_go_between_updates() -> None:
+    made = manager(bucket_size=1 << 20)
+    update(made, 1)
+    made.add_replicas(manager(bucket_size=1 << 20, replicas=1).replicas)
+    update(made, 2)
+    check(made, 2)
+    assert len(made.replicas) == 3
+    made.remove_replicas(made.replicas[:2])
+    update(made, 3)
+    check(made, 3)
+
+
+@scenario
+def an_actor_that_fails_fails_the_update() -> None:
+    made = manager(bucket_size=640)
+    update(made, 1)
+
+    def broken() -> Any:
+        for number, pair in enumerate(checkpoint(2).items()):
+            if number == 5:
+                raise RuntimeError("the actor is out of memory")
+            yield pair
+
+    made.actor_wg.update = broken
+    refused(lambda: asyncio.run(made.update_weights(global_steps=2)), "the actor is out of memory")
+    for worker in (w for replica in made.replicas for w in replica.workers):
+        deadline = time.monotonic() + 10  # half of what it would wait for an actor that is silent
+        while "the actor is out of memory" not in worker._side.failure:
+            assert time.monotonic() < deadline, worker._side.failure
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    scenario.main(begin)

@@ -1,0 +1,257 @@
+"""Scenarios of weight updates with vLLM's own factories, bases, worker sessions and EngineCore."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from moe_p2p.integrations import vllm, vllm_weights
+from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.vllm_kv_engine import begin
+from tests.support.tp_model import TpModel, checkpoint
+
+scenario = Scenarios()
+TRAINERS, WORKERS = 2, 2
+
+
+class Client:
+    """vLLM's calls to its workers: each goes to all of them, as collective_rpc does."""
+
+    def __init__(self, **config: Any) -> None:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+        from vllm.v1.worker import gpu_worker
+
+        self.real, self.calls = gpu_worker.Worker, list[str]()
+        gpu_worker.set_current_vllm_config = lambda _: _Nothing()
+        self.models = [TpModel(i, WORKERS) for i in range(WORKERS)]
+        self.workers = []
+        for rank, model in enumerate(self.models):
+            parallel = types.SimpleNamespace(
+                rank=rank, world_size=WORKERS, data_parallel_index=0, data_parallel_size=1
+            )
+            vllm_config = types.SimpleNamespace(
+                parallel_config=parallel, model_config=None, quant_config=None, **config
+            )
+            engine = WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(backend="moe_p2p"), vllm_config, torch.device("cpu"), model
+            )
+            worker = self.real.__new__(self.real)
+            worker.vllm_config, worker.rank = vllm_config, rank
+            worker.weight_transfer_engine = engine
+            worker._weight_update_active = worker._weight_update_is_draft = False
+            worker.model_runner = types.SimpleNamespace(reset_lora_state=lambda: None)
+            self.workers.append(worker)
+        self.pool = ThreadPoolExecutor(WORKERS)
+        self.during: Callable[[], None] = lambda: None
+        self.version = ""
+
+    def collective_rpc(self, method: Any, *given: Any) -> list[Any]:
+        def call(worker: Any) -> Any:
+            return method(worker, *given) if callable(method) else getattr(worker, method)(*given)
+
+        self.calls.append(getattr(method, "__name__", method))
+        running = [self.pool.submit(call, worker) for worker in self.workers]
+        done = [each.exception(60) for each in running]  # all workers end before one raises
+        for error in done:
+            if error is not None:
+                raise error
+        return [each.result() for each in running]
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.collective_rpc("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self.collective_rpc("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.during()
+        self.collective_rpc("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.collective_rpc("finish_weight_update")
+        self.version = weight_version or ""
+
+    def hold(self, version: int | None) -> bool:
+        return all(model.holds(version) for model in self.models)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def source(rank: int, *, sharded: bool) -> Any:
+    """vLLM's own interface: rows of each tensor on both trainers, or all of it."""
+    from vllm.distributed.weight_transfer import ParamMeta, Shard, WeightSource
+
+    class Source(WeightSource):
+        def __init__(self) -> None:
+            self.values = {n: t.chunk(TRAINERS)[rank].clone() if sharded else t
+                           for n, t in checkpoint(0).items()}  # fmt: skip
+
+        def set(self, version: int) -> None:
+            for name, whole in checkpoint(version).items():
+                self.values[name].copy_(whole.chunk(TRAINERS)[rank] if sharded else whole)
+
+        @cached_property
+        def metadata(self) -> list[Any]:
+            owners = tuple(range(TRAINERS))
+            how = {"owners": owners, "placements": (Shard(0),)} if sharded else {}
+            return [ParamMeta(n, t.dtype, tuple(t.shape), **how) for n, t in checkpoint(0).items()]
+
+        def pairs(self) -> Iterator[tuple[str, Any]]:
+            yield from self.values.items()
+
+        if sharded:
+            iter_local = pairs
+        else:
+            iter_full = pairs
+
+    return Source()
+
+
+class Fleet:
+    def __init__(self, *, sharded: bool = True, timeout_s: float = 20.0, **how: Any) -> None:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        vllm_weights.plugin()
+        self.client, self.pool = Client(), ThreadPoolExecutor(TRAINERS)
+        self.sources = [source(rank, sharded=sharded) for rank in range(TRAINERS)]
+        port = free_port()
+
+        def made(rank: int) -> Any:
+            init = vllm_weights.MoeP2pTrainerInit(
+                rank=rank,
+                world_size=TRAINERS,
+                host="127.0.0.1",
+                port=port,
+                timeout_s=timeout_s,
+                **how,
+            )
+            return WeightTransferTrainerFactory.trainer_init(
+                init, client=self.client, source=self.sources[rank]
+            )
+
+        self.trainers = [each.result(60) for each in
+                         [self.pool.submit(made, rank) for rank in range(TRAINERS)]]  # fmt: skip
+
+    def send(self, version: int) -> None:
+        for each in self.sources:
+            each.set(version)
+        running = [self.pool.submit(each.send_weights) for each in self.trainers]
+        errors = [each.exception(60) for each in running]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        for each in [*(w.weight_transfer_engine for w in self.client.workers), *self.trainers]:
+            each.shutdown()
+
+
+@scenario
+def shards_are_written_while_workers_go_on_and_change_at_finish() -> None:
+    fleet = Fleet()
+    client = fleet.client
+    loads = [model.loads for model in client.models]
+    seen = []
+    client.during = lambda: seen.append(client.hold(fleet.trainers[0].version or None))
+    for version in (1, 2, 3):
+        fleet.send(version)
+        assert client.hold(version), version
+        assert client.version == str(version)
+    assert seen == [True] * 3  # before `finish_weight_update` it was the version before
+    assert client.calls[-3:] == ["start_weight_update", "update_weights", "finish_weight_update"]
+    assert [model.loads for model in client.models] == loads  # nothing was loaded by the engine
+    fleet.close()
+
+
+@scenario
+def whole_tensors_are_taken_from_all_trainers() -> None:
+    fleet = Fleet(sharded=False)
+    fleet.send(1)
+    assert fleet.client.hold(1)
+    fleet.close()
+
+
+@scenario
+def what_vllm_has_to_load_by_itself_is_loaded_at_finish() -> None:
+    receiver = vllm_weights.Receiver
+    real = receiver._reload
+    receiver._reload = lambda self, named: self.model.load_weights(named)  # its reload wants layers
+    init = vllm_weights.Init.__init__
+    vllm_weights.Init.__init__ = lambda self, **given: init(self, **given, direct=False)
+    try:
+        fleet = Fleet()
+        fleet.send(1)
+        fleet.send(2)
+        assert fleet.client.hold(2)
+        assert [model.loads for model in fleet.client.models] == [2, 2]
+        scenario.expect_logged("are received in checkpoint layout")
+        fleet.close()
+    finally:
+        receiver._reload, vllm_weights.Init.__init__ = real, init
+
+
+@scenario
+def a_failed_update_ends_the_session_and_keeps_the_version() -> None:
+    fleet = Fleet()
+    fleet.send(1)
+    trainer = fleet.trainers[1].trainer
+    real, trainer._take = trainer._take, lambda tensors: 1 / 0
+    refused(lambda: fleet.send(2), "")
+    trainer._take = real
+    assert fleet.client.hold(1)
+    assert not any(worker._weight_update_active for worker in fleet.client.workers)
+    fleet.send(3)
+    assert fleet.client.hold(3)
+    fleet.close()
+
+
+def core_of(client: Client) -> Any:
+    from vllm.v1.engine import core
+
+    vllm.plugin()  # the entry point
+    made = core.EngineCore.__new__(core.EngineCore)
+    made.model_executor = client
+    made.scheduler = types.SimpleNamespace(set_pause_state=lambda state: states.append(state))
+    states: list[Any] = []
+    made.states = states
+    return made
+
+
+@scenario
+def in_place_vllm_refuses_to_resume_while_a_worker_is_dirty() -> None:
+    fleet = Fleet(mode="in_place")
+    core = core_of(fleet.client)
+    core.resume_scheduler()
+    assert len(core.states) == 1
+    trainer = fleet.trainers[1].trainer
+    real, trainer._take = trainer._take, lambda tensors: 1 / 0
+    refused(lambda: fleet.send(1), "")
+    refused(core.resume_scheduler, "dirty, a mix of versions", "trainer 1")
+    assert len(core.states) == 1
+    trainer._take = real
+    fleet.send(2)
+    core.resume_scheduler()
+    assert len(core.states) == 2
+    assert fleet.client.hold(2)
+    fleet.close()
+
+
+@scenario
+def an_unset_engine_says_what_is_missing() -> None:
+    vllm_weights.plugin()
+    vllm_weights.plugin()  # each process of vLLM may call it again
+    client = Client()
+    refused(client.start_weight_update, "init_weight_transfer_engine must be called before")
+
+
+if __name__ == "__main__":
+    scenario.main(begin)

@@ -1,0 +1,118 @@
+"""Partial sums as 10-bit integers on a GPU, bit for bit as the reference has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_p2p.options import CombineDtype, partials_of
+from tests.calls.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, sums, with_specials
+from tests.gpu.test_gpu import call
+from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
+from tests.gpu.test_gpu_failures import SOON_S
+from tests.support.cases import Wanted, combine_arguments, dispatch_arguments, finish
+from tests.support.gpu_ranks import World, make, meet, prepare, run, worlds
+from tests.support.ranks import Rank
+
+pytestmark = pytest.mark.gpu
+
+
+def steps(
+    rank: Rank,
+    world: World,
+    wanted: list[Wanted],
+    wants: list[list[Tensor]],
+    kind: CombineDtype,
+    config: dict[str, Any],
+) -> None:
+    with make(rank, world, hidden_dim=HIDDEN_DIM, **config) as comm:
+        if comm._device is not None:
+            for dtype in dict.fromkeys(w.out_dtype for w in wanted):
+                comm._device.prepare_combine(dtype, dtype, False, partials_of(kind))
+        prepare(rank, comm, wanted)
+        for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
+            run_int10(comm, step, want, kind, i % 3)
+
+
+def check(world: World, wanted: list[Wanted], kind: CombineDtype, **config: Any) -> None:
+    wants = [sums(world.topology(), step, kind, i % 3) for i, step in enumerate(wanted)]
+    run(world, steps, wanted, wants, kind, config)
+
+
+def calls(world: World, dtype: torch.dtype, num: int = 4, **options: Any) -> list[Wanted]:
+    return [
+        call(
+            world,
+            seed,
+            with_specials if seed == 3 else None,
+            dtype=dtype,
+            layout=LAYOUTS[seed % 3],
+            hidden_dim=HIDDEN_DIM,
+            **options,
+        )
+        for seed in range(num)
+    ]
+
+
+@pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (4, 4)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_those_of_the_reference(
+    world: World, kind: CombineDtype, dtype: torch.dtype
+) -> None:
+    check(world, calls(world, dtype), kind)
+
+
+# Steps of 300 tokens have flags of their own; steps of a masking communicator too.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+@pytest.mark.parametrize("way", ["flags", "bulk", "masks", "chunks", "parts"])
+def test_however_rows_arrive(kind: CombineDtype, world: World, way: str) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "flags": {"max_tokens": 300, "chunk_tokens": 300},
+        "bulk": {"max_tokens": 300, "chunk_tokens": 300, "num_sms": 8},
+        "masks": {"mask_lost_ranks": True},
+        "chunks": {"max_tokens": LONG, "chunk_tokens": 4},
+        "parts": {"part_bytes": 2048},
+    }
+    if way == "masks" and world.per_node < world.ranks:
+        world = World(2, 1)
+    more: dict[str, Any] = {"max_tokens": LONG, "counts": LONG_COUNTS} if way == "chunks" else {}
+    check(world, calls(world, torch.bfloat16, **more), kind, **ways[way])
+
+
+def combines_never(
+    rank: Rank, world: World, wanted: Wanted, want: list[Tensor], kind: CombineDtype
+) -> None:
+    """The last rank stops between dispatch and combine: sums with its rows are NaN, others not."""
+    lost = world.ranks - 1
+    with make(rank, world, hidden_dim=HIDDEN_DIM, timeout_s=SOON_S) as comm:
+        if comm._device is not None:
+            comm._device.prepare_combine(torch.float32, torch.float32, False, partials_of(kind))
+        prepare(rank, comm, [wanted])
+        run_int10(comm, wanted, want, kind, 0)
+        got = comm.dispatch(**dispatch_arguments(comm, wanted))
+        finish(comm)
+        if rank.rank != lost:
+            back = combine_arguments(comm, wanted) | {"combine_dtype": kind}
+            out = comm.combine(dispatched=got, **back)
+            finish(comm)
+            first = lost * world.num_experts // world.ranks
+            needs = (wanted.tokens[rank.rank].topk_idx >= first).any(dim=1)
+            assert needs.any()
+            assert not needs.all()
+            assert out.cpu()[needs].isnan().all()
+            assert torch.equal(out.cpu()[~needs], want[rank.rank][~needs])
+            with pytest.raises(TimeoutError, match=f"rank {lost}"):
+                comm.check()
+        meet(rank, "reported")
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_with_rows_of_a_lost_rank_are_poisoned(world: World, kind: CombineDtype) -> None:
+    wanted = call(world, 2, hidden_dim=HIDDEN_DIM, layout="grouped")
+    run(world, combines_never, wanted, sums(world.topology(), wanted, kind, 0), kind)

@@ -1,0 +1,85 @@
+"""`bench --api weights`: bytes are compared, figures add up; priorities decide what goes first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_p2p.tools.bench import command, weights_loader, weights_ranks
+
+pytestmark = pytest.mark.timeout(240)  # of runs that take 15 s beside other work
+TINY = ["--api=weights", "--device=cpu", "--experts=2", "--vocab=256", "--narrow=2", "--repeats=1"]
+
+
+def test_updates_are_compared_timed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "weights.json"
+    assert command.main([*TINY, f"--json={out}", "--plot="]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["wrong"] == []
+    assert {"converted", "written", "decided"} <= figures["stages_ms"].keys()
+    assert "copied" in figures["generator_ms"]
+    assert figures["thread_ms"].keys() == {"convert", "submit", "wait"}
+    for role in ("trainers", "generators"):
+        assert 0 < figures["high_water_mib"][role] <= figures["watermark_mib"][role]
+    for name in ("pause_ms", "join_ms", "submit_us", "link_gbytes_per_s", "baseline_ms"):
+        assert figures[name] > 0, name
+    assert figures["times_faster"] == pytest.approx(figures["baseline_ms"] / figures["update_ms"])
+    assert figures["full_model_ms"] > figures["update_ms"]
+    assert "whole model" in capsys.readouterr().out
+
+
+def wrong_loader(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = RIGHT(x)
+    return values, scales * 2
+
+
+RIGHT = weights_loader.quantized
+
+
+def run_wrong(options: weights_ranks.Options) -> list[weights_ranks.Measured]:
+    weights_loader.quantized = wrong_loader
+    measured = weights_ranks.run(options)
+    measured[1].high_water, measured[1].watermark = 2 << 20, 1 << 20
+    return measured
+
+
+def test_bytes_that_differ_and_a_rank_above_its_watermark_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(weights_ranks, "run", run_wrong)
+    arguments = [*TINY, "--no-baseline", "--no-join", "--mode=in_place", "--json=", "--plot="]
+    assert command.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "w13.weight_scale_inv" in out
+    text = "ABOVE THE WATERMARK: trainer 1: 2,097,152 bytes of device memory beside its tensors"
+    assert text in out
+
+
+def test_decode_beside_an_update(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    arguments = ["--api=weights", "--device=cpu", "--decode=10", "--experts=16", "--narrow=2"]
+    assert command.main([*arguments, f"--json={out}"]) == 0
+    ways = json.loads(out.read_text())["ways"]
+    assert [way["name"] for way in ways] == ["alone", "with priorities", "same class"]
+    assert not any(way["wrong"] for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--repeats=0"], "--repeats must be at least 1"),
+        (["--decode=0"], "--decode must be at least 1"),
+        (["--generators=3"], "must divide by ep=3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    more: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--api=weights", "--device=cpu", *more])
+    assert why in capsys.readouterr().err

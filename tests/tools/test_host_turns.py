@@ -1,0 +1,100 @@
+"""benchmarks/host_turns.py: its turns and table, and its calls on two CPU ranks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(name="turns")
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("host_turns")
+    for name in ("host_turns", "host_worker", "mirror_turns", "mirror_worker"):
+        sys.modules.pop(name, None)
+
+
+class Tree:
+    """Replaces mirror_turns.Tree: two ranks, the second one slower. Fails in one way, if asked."""
+
+    def __init__(self, name: str, us: float, asked: list[str], failing: str = "") -> None:
+        self.name, self._us, self._asked, self._failing = name, us, asked, failing
+
+    def ask(self, command: str, *arguments: Any, timeout_s: float = 0) -> list[Any]:
+        if command == "make":
+            return [{"ops": 2, "allocations": 4, "frames": 23}] * 2
+        if arguments[-1] == self._failing:
+            raise sys.modules["mirror_turns"].WorkerError("a trace\nRuntimeError: no such device")
+        self._asked.append(self.name)
+        return [self._us, self._us + 1]
+
+
+def test_trees_take_turns_and_the_slower_rank_counts(turns: Any) -> None:
+    asked: list[str] = []
+    trees = [Tree("base", 9.0, asked, failing="floor"), Tree("change", 7.0, asked)]
+    rows = turns.turns(
+        trees, turns.HOST[0], 2, [("plain", ("host", "plain")), ("floor", ("host", "floor"))]
+    )
+    assert asked == ["change", "base", "base", "change", "change", "base", *["change"] * 3]
+    assert rows[0]["plain"] == [10.0] * 2
+    base, change = turns.lines_of(rows, ("plain", "floor"), "0.60 of it")
+    assert base.endswith("no such device")
+    assert change.split()[3:] == [
+        "8.0",
+        "x0.80",
+        "8.0",
+        "2",
+        "4",
+        "23",
+        *["wanted:", "0.60", "of", "it"],
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_every_call_runs_on_two_ranks(
+    turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [turns.Case(name, 4) for name in sorted({c.calls for c in (*turns.HOST, *turns.SPAN)})]
+    monkeypatch.setattr(turns, "HOST", cases)
+    monkeypatch.setattr(turns, "SPAN", cases)
+    lines = list[str]()
+    report = tmp_path / "host.json"
+    given = [str(ROOT), "--ranks", "2", "--rounds", "1", "--json", str(report)]
+    assert turns.main(given, lines.append) == 0, lines
+    rows = json.loads(report.read_text())
+    assert len(rows) == 2 * len(cases)
+    for row in rows[: len(cases)]:
+        assert not [name for name in row if name.startswith("no ")], row
+        assert all(row[way][0] > 0 for way in turns.WAYS)
+
+
+def test_trees_without_an_op_that_does_nothing_have_no_floor_alone(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as 4f2cceb, with which the bars compare."""
+    worker = importlib.import_module("host_worker")
+
+    class Package:
+        """Replaces torch.ops.moe_p2p."""
+
+    class Place:
+        device, on_gpu = "cpu", False
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(worker.torch, "ops", type("Ops", (), {"moe_p2p": Package()}))
+    monkeypatch.setattr(worker, "CALLS", {"v2": lambda *_: list})
+    monkeypatch.setattr(worker.dist, "all_reduce", lambda _: None)
+    made = worker.Worker(Place())
+    assert made.make("v2", 8)["ops"] == 0
+    assert made.host("v2", 8, "plain") > 0
+    with pytest.raises(RuntimeError, match="this tree has no op"):
+        made.host("v2", 8, "floor")

@@ -1,0 +1,218 @@
+"""Some parameters only, and conversions in a bounded ring: every byte, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p import MoeP2pError, ResourceExhaustedError
+from moe_p2p.weights import staging, weight_plan
+from moe_p2p.weights.conversion import Conversions
+from tests.support.weights_fleet import MODELS, Fleet, fleet
+
+Values = dict[str, torch.Tensor]
+
+
+def mixed(found: Fleet, old: int, new: int, names: set[str]) -> Values:
+    """Values of version `new` for these parameters, and of `old` for the others."""
+    before, after = found.model.values(old), found.model.values(new)
+    return {name: (after if name in names else before)[name] for name in before}
+
+
+def begin(found: Fleet, version: int, values: Values, **how: Any) -> list[Any]:
+    return [
+        found.pool.submit(
+            each.update, version, found.model.trainer_tensors(each.rank, values), **how
+        )
+        for each in found.trainers
+    ]
+
+
+def update(found: Fleet, version: int, values: Values, **how: Any) -> None:
+    running = begin(found, version, values, **how)
+    if found.generators[0].mode == "in_place":
+        for generator in found.generators:
+            generator.begin()
+    found.finish(running)
+
+
+def fail(found: Fleet, running: list[Any], text: str) -> None:
+    """On all ranks."""
+    waits = [found.pool.submit(each.wait) for each in found.generators]
+    for each in [*running, *waits]:
+        with pytest.raises(MoeP2pError, match=text):
+            each.result(100)
+
+
+def check(found: Fleet, version: int, values: Values) -> None:
+    for generator, live in zip(found.generators, found.live, strict=True):
+        assert generator.version == version
+        for name, each in found.model.wanted(generator.rank, values).items():
+            assert torch.equal(live[name].view(-1).view(torch.uint8),
+                               each.view(-1).view(torch.uint8)), (version, name)  # fmt: skip
+
+
+def written(found: Fleet) -> int:
+    return sum(each.totals["bytes_written"] for each in found.trainers)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+@pytest.mark.parametrize(
+    ("name", "names"), [("fused", {"k", "v"}), ("mixed", {"a", "e1"}), ("derived", {"w"})]
+)
+def test_only_some_parameters(name: str, names: set[str], mode: str) -> None:
+    with fleet(MODELS[name], mode=mode) as found:
+        update(found, 1, found.model.values(1))
+        whole = written(found)
+        values = mixed(found, 1, 2, names)
+        update(found, 2, values, only=names, verify=True)
+        check(found, 2, values)
+        assert 0 < written(found) - whole < whole
+        with pytest.raises(MoeP2pError, match="no generator gets none"):
+            found.trainers[0].update(3, only={"none"})
+
+
+def test_parameters_whose_tensors_changed() -> None:
+    with fleet(MODELS["mixed"]) as found:
+        update(found, 1, found.model.values(1), changed=True)  # nothing is known: all
+        whole = written(found)
+        values = mixed(found, 1, 2, {"b"})
+        update(found, 2, values, changed=True)
+        check(found, 2, values)
+        part = written(found) - whole
+        assert 0 < part < whole
+        update(found, 3, values, changed=True)  # nothing changed: a version without bytes
+        check(found, 3, values)
+        assert written(found) == whole + part
+        update(found, 4, found.model.values(4))
+        check(found, 4, found.model.values(4))
+
+
+def test_a_generator_at_another_version_refuses_a_part_and_takes_all() -> None:
+    """One that joined, and could not read from a peer, has no version yet."""
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1, found.model.values(1), changed=True)
+        for each in found.generators:
+            each._lent.shut()  # a joining rank finds no peer
+        late = found.join("late", 0)
+        assert late.version is None
+        values = mixed(found, 1, 2, {"q"})
+        running = begin(found, 2, values, only={"q"})
+        fail(found, running, r"generator late/0 is at version None.*in full")
+        update(found, 3, values, changed=True)
+        check(found, 3, values)
+
+
+def test_a_generator_that_missed_a_version_refuses_a_part() -> None:
+    """The leader believes the store; the generator knows what it has."""
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1, found.model.values(1), changed=True)
+        found.generators[1].version = 0
+        values = mixed(found, 1, 2, {"q"})
+        running = begin(found, 2, values, only={"q"})
+        fail(found, running, r"generator 1: some .* at version 0, not 1")
+        update(found, 3, values, changed=True)  # begins again, with all
+        check(found, 3, values)
+        assert found.trainers[0].totals["failed"] == 2
+
+
+@pytest.mark.parametrize("name", ["fused", "mixed"])
+def test_a_part_after_a_failed_update_has_nothing_of_that_one(name: str) -> None:
+    with fleet(MODELS[name], poison=True) as found:
+        update(found, 1, found.model.values(1))
+        names = {"k"} if name == "fused" else {"a", "e0"}
+        bad = found.model.values(2)
+        running = [
+            found.pool.submit(
+                each.update, 2,
+                {"none": torch.zeros(1)} if each.rank == 3
+                else found.model.trainer_tensors(each.rank, bad),
+            )
+            for each in found.trainers
+        ]  # fmt: skip
+        fail(found, running, "none of this trainer's")
+        values = mixed(found, 1, 3, names)
+        update(found, 3, values, only=names)
+        check(found, 3, values)
+
+
+def test_a_part_is_refused_where_what_finalize_needs_is_lost() -> None:
+    with fleet(MODELS["derived"], poison=True) as found:
+        update(found, 1, found.model.values(1))
+        with pytest.raises(MoeP2pError, match=r"checkpoint layout was lost.*: d; update in full"):
+            update(found, 2, mixed(found, 1, 2, {"w"}), only={"w"})
+        check(found, 1, found.model.values(1))
+    with fleet(MODELS["fused"], poison=True, mode="in_place") as found:
+        update(found, 1, found.model.values(1))
+        with pytest.raises(MoeP2pError, match="its tensors were poisoned; update in full"):
+            update(found, 2, mixed(found, 1, 2, {"q"}), only={"q"})
+
+
+# --- the ring ---
+
+
+@pytest.mark.parametrize("name", ["fp8", "mixed", "replicas"])
+def test_updates_through_a_small_ring(name: str) -> None:
+    watermark = 256 if name == "mixed" else 1800  # of "mixed" two copies have one place
+    with fleet(MODELS[name], training={"watermark": watermark}) as found:
+        for version in (1, 2, 3):
+            update(found, version, found.model.values(version), verify=version > 1)
+            check(found, version, found.model.values(version))
+        assert 0 < max(each.totals["staging_bytes"] for each in found.trainers) <= watermark
+
+
+def test_a_copy_that_does_not_fit_is_named() -> None:
+    plan = weight_plan(*MODELS["fp8"].layouts)
+    tensors = MODELS["fp8"].trainer_tensors(0, MODELS["fp8"].values(1))
+    with pytest.raises(ResourceExhaustedError, match=r"trainer 0: converting w .* watermark"):
+        Conversions([plan], 0, tensors, device=torch.device("cpu"), watermark=300)
+
+
+def test_a_shadow_that_does_not_fit_is_named() -> None:
+    with (
+        pytest.raises(ResourceExhaustedError, match="generator 0: mode 'shadow' takes a buffer"),
+        fleet(MODELS["fused"], watermark=100, timeout_s=2.0),
+    ):
+        pass
+
+
+def test_copies_in_the_ring_do_not_meet() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        needs = [staging.Need(str(i), *(draw.randint(0, most) for most in (900, 99, 400)))
+                 for i in range(draw.randint(1, 40))]  # fmt: skip
+        most = max(sum(staging.sizes(each)) for each in needs)
+        places, size = staging.ring(needs, draw.choice([None, most, 2 * most, 5 * most]), "t")
+        for i, place in enumerate(places):
+            assert place.end <= size
+            for j, other in enumerate(places[:i]):
+                if other.elements < place.end and place.elements < other.end:
+                    assert j <= place.after
+        chosen = sorted(draw.sample(range(len(needs)), draw.randint(1, len(needs))))
+        made = list(staging.batches(places, chosen, size))
+        assert [number for batch in made for number in batch] == chosen
+        for batch in made:
+            assert all(places[number].after < batch[0] for number in batch)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mixed"])
+def test_what_is_in_host_memory_is_loaded_into_the_ring(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU: sources are copied into the ring, and converted there."""
+    monkeypatch.setattr(Conversions, "_is_away", lambda self, copy: True)
+    with fleet(MODELS[name], training={"watermark": 2000}) as found:
+        for version in (1, 2):
+            update(found, version, found.model.values(version))
+            check(found, version, found.model.values(version))
+        assert all(each._outbox._conversions._loaded for each in found.trainers)
+
+
+def test_a_rank_has_numbers_of_the_blocks_it_touches_alone() -> None:
+    plan = weight_plan(*MODELS["fp8"].layouts)  # rows 5 to 9 of 18, in blocks of 8 x 8
+    tensors = MODELS["fp8"].trainer_tensors(1, MODELS["fp8"].values(1))
+    made = Conversions([plan], 1, tensors, device=torch.device("cpu"))
+    assert made.grids.flat.numel() == 2 * 3
