@@ -3,6 +3,7 @@
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
 # make test-engines  fetches Megatron-Core, vLLM, SGLang and DeepEP (400 MB; .py files are kept in the
 #               user's cache) and runs tests/engines; ENGINES=newest: the newest releases
+# make test-again  the tests that failed in the last run, alone
 # make test-quick  the part of it that takes a few minutes, for use while editing
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` fixes what tools can fix
 # make wheel    dist/*.whl, for systems as old as its tag says, or newer; make sdist: dist/*.tar.gz
@@ -43,7 +44,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
            moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py)  # csrc/letter.py
 
-.PHONY: bench test test-engines test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
+.PHONY: bench test test-again test-engines test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:
 
 bench: build
@@ -54,12 +55,17 @@ test: lint pytest
 
 # Workers run files in parallel (tests/progress.py). Without pytest-xdist there is one.
 pytest: build doctest libfabric
-	$(PY) -m pytest -rs --durations=8 --progress $(call workers) $(PYTEST_ARGS)
+	$(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(PYTEST_ARGS)
 
 # Of these, `make test` runs what was fetched before.
 test-engines: build
 	$(PY) -m tests.engines.packages
-	$(PY) -m pytest -rs --durations=8 --progress $(call workers) tests/engines $(PYTEST_ARGS)
+	$(PY) -m pytest -rfEs --durations=8 --progress $(call workers) tests/engines $(PYTEST_ARGS)
+
+# What failed in the runs before, one after the other.
+test-again: build
+	@echo "once more, alone: what failed"
+	$(PY) -m pytest -rfE --last-failed --last-failed-no-failures=none --progress
 
 # Leaves out: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, kernels by NVRTC.
 test-quick: build doctest

@@ -1,0 +1,65 @@
+"""The check of a clean clone: what it counts, and that only a test that fails twice fails it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = ROOT / ".ci" / "run"
+MAKEFILE = """\
+.PHONY: test test-engines test-again lint pytest
+test: lint pytest
+lint:
+	@echo "lint: ruff {lint}"; test "{lint}" = ok
+pytest:
+	@{first}
+test-engines:
+	@echo "==== 7 passed in 1.00s ===="
+test-again:
+	@echo "once more, alone: what failed"
+	@{again}
+"""
+PASSED = 'echo "==== 40 passed, 2 skipped in 9.10s ===="'
+FAILED = 'echo "FAILED tests/test_a.py::test_b[1] - Error"; echo "==== 1 failed, 39 passed in 9.10s ===="; exit 1'
+ONE_PASSED = 'echo "==== 1 passed in 0.10s ===="'
+NOTHING = 'echo "==== no tests ran in 0.10s ===="; exit 5'
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("lint", "first", "again", "said", "status"),
+    [
+        ("ok", PASSED, NOTHING, ["47 passed, 0 failed, 2 skipped"], 0),
+        ("ok", FAILED, ONE_PASSED, ["failed once, passed alone: tests/test_a.py::test_b[1]",
+                                    "47 passed, 0 failed, 0 skipped"], 0),
+        ("ok", FAILED, FAILED.replace("39 passed", "0 passed"),
+         ["failed twice: tests/test_a.py::test_b[1]", "46 passed, 1 failed, 0 skipped"], 2),
+        ("FAILED", PASSED, NOTHING, ["47 passed, 1 failed, 2 skipped"], 2),
+        ("FAILED", FAILED, ONE_PASSED, ["47 passed, 1 failed, 0 skipped"], 1),
+        ("ok", "echo no compiler; exit 1", NOTHING, ["7 passed, 1 failed, 0 skipped"], 2),
+    ],
+)  # fmt: skip
+def test_what_it_says(
+    tmp_path: Path, lint: str, first: str, again: str, said: list[str], status: int
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(CHECK, tmp_path / ".ci" / "run")
+    (tmp_path / "Makefile").write_text(MAKEFILE.format(lint=lint, first=first, again=again))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["bash", str(tmp_path / ".ci" / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert all(line in lines for line in said), done.stdout
+    assert lines[-1] == said[-1]
+    assert done.returncode == status, done.stdout
