@@ -6,6 +6,15 @@
 #include "base/log.h"
 
 namespace moe_p2p::engine {
+namespace {
+
+// As for a descriptor that was resolved twice, for two classes.
+bool same_keys(const RemoteRegion& a, const RemoteRegion& b) noexcept {
+  return std::ranges::equal(a.rails, b.rails, {}, &RemoteRegion::Rail::remote_key,
+                            &RemoteRegion::Rail::remote_key);
+}
+
+}  // namespace
 
 LentWindows::LentWindows(DomainGroup& group, std::string label)
     : group_(group), label_(std::move(label)), used_(group[0].writes_to_lent_memory()) {}
@@ -39,24 +48,32 @@ void LentWindows::add(const RemoteRegion& region, const base::Bytes& shared) {
 }
 
 void LentWindows::drop_ended() {
-  std::erase_if(windows_, [&](const Window& window) {
-    if (!window.memory || group_.lends(*window.region)) return false;
+  for (Window& window : windows_) {
+    if (!window.memory || group_.lends(*window.region)) continue;
     try {
-      group_.map_remote(*window.region, {});
+      unmap(window);
+      window = {};
     } catch (const base::Error&) {  // copies run that had begun before; a later call tries again
-      return false;
     }
-    return true;
-  });
+  }
+  std::erase_if(windows_, [](const Window& window) { return window.region == nullptr; });
 }
 
 void LentWindows::map(Window& window) noexcept {
+  const auto same = std::ranges::find_if(windows_, [&](const Window& other) {
+    return other.memory && same_keys(*other.region, *window.region);
+  });
+  if (same != windows_.end()) {
+    window.memory = same->memory;
+    return;
+  }
   try {
-    window.memory = std::make_unique<platform::PeerMemory>(window.shared, device_);
+    window.memory = std::make_shared<platform::PeerMemory>(window.shared, device_);
     const provider::MemorySpan local{window.memory->data(), window.region->bytes,
                                      provider::MemoryKind::kCuda, device_};
     group_.map_remote(*window.region, local, /*lent=*/true);
   } catch (const base::Error& error) {
+    window.memory.reset();
     if (std::exchange(refused_, true)) return;
     MOE_P2P_LOG(base::LogLevel::kWarning, label_,
                 ": GPU memory of a peer is not mapped here, so writes to it go through the host, "
@@ -70,8 +87,12 @@ void LentWindows::remove(const RemoteRegion& region) {
   const auto found =
       std::ranges::find_if(windows_, [&](const Window& w) { return w.region == &region; });
   if (found == windows_.end()) return;
-  group_.map_remote(region, {});
+  unmap(*found);
   windows_.erase(found);
+}
+
+void LentWindows::unmap(const Window& window) {
+  if (window.memory.use_count() == 1) group_.map_remote(*window.region, {});
 }
 
 }  // namespace moe_p2p::engine

@@ -32,14 +32,16 @@ class LentWindows {
 
  private:
   struct Window {
-    const RemoteRegion* region;
+    const RemoteRegion* region = nullptr;
     base::Bytes shared;
-    std::unique_ptr<platform::PeerMemory> memory = nullptr;
+    std::shared_ptr<platform::PeerMemory> memory = nullptr;  // of all regions with these keys
   };
   // Windows whose owner lends the memory no more go: while one is mapped here the driver keeps that
   // memory, and refuses to map what its owner has at the same address by then.
   void drop_ended();
   void map(Window& window) noexcept;
+  // Takes away what NICs know of its keys, unless another region has the same.
+  void unmap(const Window& window);
 
   DomainGroup& group_;
   const std::string label_;

@@ -143,6 +143,42 @@ TEST_CASE("engine over loopback: a window goes when its owner lends the memory n
   CHECK(sharing.fake.num_mapped() == 0);
 }
 
+TEST_CASE("engine over loopback: regions of two classes share a window until both are gone") {
+  const Sharing sharing;
+  const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
+  TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
+  proxy::ProxyThread first(from, {}), second(to, {});
+  GpuBuffer source(from, 5000), target(to, 5000);
+  std::ranges::copy(pattern(5000), source.data.begin());
+  MemoryDescriptor descriptor = to.descriptor(target.handle);
+  sharing.fake.allocate(target.data);
+  descriptor = to.descriptor(target.handle);
+  descriptor.shared[0] ^= std::byte{1};  // as if of another process
+  const auto* urgent = from.resolve(descriptor, nullptr, 0);
+  const auto* lower = from.resolve(descriptor, nullptr, 2);
+  const auto arrives = [&](const RemoteRegion* region, uint8_t priority) {
+    std::ranges::fill(target.data, std::byte{0});
+    const uint64_t before = sharing.fake.num_row_launches();
+    Request write(Write{source.handle, 0, region, 0, 5000, 1});
+    write.priority = priority;
+    from.submit(write);
+    REQUIRE(write.wait(soon()));
+    CHECK(write.status().ok());
+    CHECK(sharing.fake.num_row_launches() > before);
+    CHECK(target.data == source.data);
+  };
+  CHECK(sharing.fake.num_mapped() == 1);
+  arrives(urgent, 0);
+  arrives(lower, 2);
+  from.disconnect(urgent->owner);
+  CHECK(sharing.fake.num_mapped() == 1);
+  arrives(lower, 2);
+  from.disconnect(lower->owner);
+  CHECK(sharing.fake.num_mapped() == 0);
+  to.unregister_memory(target.handle);
+  sharing.fake.free_memory(target.data);
+}
+
 TEST_CASE("engine over loopback: a peer that closes fails what is sent to it, others go on") {
   const std::string settings = "seed=5,ring_kib=64,channels=4";
   TransferEngine from(loopback_options(settings, 2)), stays(loopback_options(settings, 2));

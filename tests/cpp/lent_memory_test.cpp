@@ -19,7 +19,7 @@ ProviderUnderTest lent(const std::string& settings) {
 
 TEST_CASE("lent memory: the rows of one post are one launch, long ones are for the engines") {
   const Driver driver;
-  constexpr size_t kLong = (512 << 10) + 1;
+  constexpr size_t kLong = platform::RowCopies::kMostBytes + 1;
   Pair pair(lent(kRows), 2 * kLong);
   fill(pair.source.data, 1);
   std::vector<WorkRequest> rows;
@@ -66,7 +66,7 @@ TEST_CASE("lent memory: more rows than fit a batch or the queue arrive, each aft
 
 TEST_CASE("lent memory: it comes back when copies into it are over, and not before") {
   const Driver driver;
-  for (const size_t bytes : {size_t{5000}, size_t{1} << 20}) {  // by the kernel, by the engines
+  for (const size_t bytes : {size_t{5000}, size_t{5} << 20}) {  // by the kernel, by the engines
     for (const bool long_held : {false, true}) {
       CAPTURE(bytes);
       CAPTURE(long_held);

@@ -2,6 +2,9 @@
 // that no window names is in provider_contract_*.
 #include "provider/loopback/timed.h"
 
+#include <algorithm>
+
+#include "fake_driver.h"
 #include "provider/loopback/link_model.h"
 #include "provider/loopback/test_hooks.h"
 #include "provider_table.h"
@@ -12,6 +15,7 @@ namespace {
 using provider::LoopbackControl;
 using provider::loopback::LinkModel;
 using provider::loopback::parse_timed_config;
+using test::FakeDriver;
 
 int64_t test_time = 0;
 int64_t read_test_time() { return test_time; }
@@ -111,11 +115,53 @@ TEST_CASE("timed: urgent writes wait for little of what lower classes send") {
   int64_t time = posted;
   while (pair.b.imms.empty() && time < posted + 1'000'000) pair.poll_at(time += 1'000);
   CHECK(pair.b.imms == std::vector<uint32_t>{2});
-  CHECK(time - posted <= 65'536 + kHeader + 1'000 + 1'000 + kHeader + 10'000 + 1'000);
+  CHECK(time - posted <= 65'536 + kHeader + 5'000 + 1'000 + kHeader + 10'000 + 1'000);
   // The lower class has all of the link but that: 16 MiB at 1 byte per ns.
   while (pair.b.imms.size() < 2 && time < kStart + 30'000'000) pair.poll_at(time += 1'000);
   CHECK(pair.b.imms.size() == 2);
   CHECK(time - kStart <= (16 << 20) * 1.01 + 20'000);
+}
+
+TEST_CASE("timed: lower classes alone go at once; beside urgent writes in parts, by GPUs, too") {
+  for (const bool urgent_before : {false, true}) {
+    CAPTURE(urgent_before);
+    FakeDriver& fake = FakeDriver::install();
+    const std::string settings = base::concat(kPlain, ",row_kernel=", FakeDriver::kRowKernel);
+    Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
+    a.maps_windows = false;
+    test_time = kStart;
+    for (Node* node : {&a, &b})
+      dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+    constexpr size_t kBytes = 512 << 10;
+    Memory source(a, kBytes), target(b, kBytes);
+    fill(source.data, 3);
+    a.domain->map_remote(target.key.remote_key, target.span(), true);
+    const PeerId peer = a.connect(b), lower = a.domain->connect_for(b.domain->address(), 2, 0);
+    const auto poll_at = [&](int64_t time) {
+      test_time = time;
+      for (int quiet = 0; quiet < 100; ++quiet)
+        if (a.poll() + b.poll() != 0) quiet = 0;
+    };
+    if (urgent_before) {
+      a.post(with_imm(make_write(1, peer, source, 0, target, 0, 64), 1));
+      poll_at(kStart + 100'000);
+    }
+    const int64_t posted = test_time;
+    const uint64_t before = fake.num_row_launches();
+    a.post(with_imm(make_write(2, lower, source, 0, target, 0, kBytes), 2));
+    poll_at(posted + 1'000);
+    a.post(with_imm(make_write(3, peer, source, 0, target, 0, 64), 3));
+    int64_t time = posted;
+    const auto arrived = [&](uint32_t imm) { return std::ranges::count(b.imms, imm) != 0; };
+    while (!arrived(3) && time < posted + 2'000'000) poll_at(time += 1'000);
+    const int64_t whole = kBytes + 10'000, part = 65'536 + 5'000 + 10'000;
+    CHECK((urgent_before ? time - posted <= part + 5'000 : time - posted >= whole));
+    CHECK((fake.num_row_launches() - before == 1) != urgent_before);
+    while (!arrived(2) && time < posted + 2'000'000) poll_at(time += 1'000);
+    CHECK(arrived(2));
+    CHECK(std::ranges::equal(source.data, target.data));
+    a.domain->map_remote(target.key.remote_key, {});
+  }
 }
 
 TEST_CASE("timed: hollow writes of GPU memory take their time and carry nothing") {

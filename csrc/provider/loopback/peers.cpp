@@ -14,9 +14,10 @@ uint32_t max_fragment_bytes(uint64_t ring_bytes) noexcept {
 }
 
 // Traffic of lower classes keeps at most so much of a modelled link busy at a time. Too small: the
-// link stands idle between two polls. Too large: urgent writes wait for it; real NICs take turns
-// between their queue pairs after some packets.
-constexpr int64_t kLowerBacklogNs = 1'000;
+// link stands idle between two polls, of which one that launches copies takes ten microseconds. Too
+// large: urgent writes wait for it; real NICs take turns between their queue pairs after some
+// packets.
+constexpr int64_t kLowerBacklogNs = 5'000;
 
 }  // namespace
 
@@ -216,14 +217,14 @@ bool Connection::publish_staged(Copies& copies) noexcept {
   return true;
 }
 
-// Copies all of the piece at once: the payload takes no room in the ring.
+// The payload takes no room in the ring.
 bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   const WorkRequest& request = write.request;
   const RegionTable::Window window =
       context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
   if (!window.data) return stage(slot, context);
-  const uint32_t bytes = write.cursor_end - write.cursor;
+  const uint32_t bytes = next_bytes_in_place(write, context);
   if (context.copies.full(window.lent ? bytes : 0)) return false;
   std::byte* const to = window.data + write.cursor;
   const std::byte* const from = request.local + write.cursor;
@@ -263,17 +264,21 @@ bool Connection::is_in_place(const WorkRequest& request, MemoryKind kind,
 // Sends what a write in place needs: its time on the link, and the header.
 bool Connection::announce(uint32_t slot, const SendContext& context) noexcept {
   if (!has_room(kLine)) return false;
-  const OutgoingWrite& write = writes_[slot];
-  uint32_t bytes = write.cursor_end - write.cursor;
-  if (priority_ > 0) bytes = std::min(bytes, max_fragment_bytes_);
+  const uint32_t bytes = next_bytes_in_place(writes_[slot], context);
   publish(begin_fragment(slot, bytes, Fragment::kInPlace, context));
   return true;
 }
 
 // More urgent writes must not wait for all that lower classes have to send.
 bool Connection::gives_way(const SendContext& context) const noexcept {
-  return priority_ > 0 && context.link.on() &&
-         context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs;
+  return is_lower(context) && context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs;
+}
+
+// What takes no room in the ring goes at once, unless others wait for the link meanwhile.
+uint32_t Connection::next_bytes_in_place(const OutgoingWrite& write,
+                                         const SendContext& context) const noexcept {
+  const uint32_t bytes = write.cursor_end - write.cursor;
+  return is_lower(context) ? std::min(bytes, max_fragment_bytes_) : bytes;
 }
 
 bool Connection::publish_copied(const Fragment& fragment) noexcept {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -50,12 +51,13 @@ struct SendContext {
   Copies& copies;
   bool in_place = false;  // as in Config
   bool hollow = false;
+  int most_urgent = std::numeric_limits<int>::max();  // priority that was ever posted
 };
 
 class Connection {
  public:
   // `id` is this NIC's id of the peer. Claims a channel; throws as Segment::claim() does.
-  // priority: of its traffic; above 0 it leaves room on the link for more urgent traffic.
+  // priority: of its traffic; it leaves room on the link for more urgent traffic.
   Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
              const std::string& own_segment, const std::string& own_waker, const Config& config,
              uint64_t stream, int priority);
@@ -127,8 +129,14 @@ class Connection {
   bool is_in_place(const WorkRequest& request, MemoryKind kind,
                    const SendContext& context) const noexcept;
   bool announce(uint32_t slot, const SendContext& context) noexcept;
+  // Whether a modelled link has more urgent traffic, too.
+  bool is_lower(const SendContext& context) const noexcept {
+    return priority_ > context.most_urgent && context.link.on();
+  }
   bool gives_way(const SendContext& context) const noexcept;
   uint32_t next_bytes(const OutgoingWrite& write) noexcept;
+  uint32_t next_bytes_in_place(const OutgoingWrite& write,
+                               const SendContext& context) const noexcept;
   std::byte* next_payload() const noexcept {
     return channel_.ring + ((head_ + kLine) & channel_.ring_mask);
   }

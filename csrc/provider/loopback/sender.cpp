@@ -1,5 +1,6 @@
 #include "provider/loopback/sender.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/log.h"
@@ -131,6 +132,7 @@ bool Sender::accept(const WorkRequest& request) noexcept {
     return true;
   }
   trace_.add(Trace::Entry::Kind::kPosted, request, connection->priority());
+  context_.most_urgent = std::min(context_.most_urgent, connection->priority());
   connection->enqueue(request);
   if (!chaos_.on() && connection->pump(context_)) touch(*connection);
   return true;

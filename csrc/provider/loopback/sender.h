@@ -66,7 +66,7 @@ class Sender {
   LinkModel link_;
   Copies& copies_;
   const TimeSource& time_;
-  const SendContext context_;
+  SendContext context_;
   Chaos chaos_;  // order of completions
   Trace trace_;  // polling thread
 
