@@ -6,7 +6,8 @@
 
 The demonstration sends requests to itself while a worker joins and a prefill worker is killed. Each
 answer must equal what one process computes, and the checksums of all KV bytes must be right; exit
-status 1 where one is not. It runs on the CPU, and on GPUs where there are any. --timeline FILE.png draws who did what when (needs matplotlib).
+status 1 where one is not. It runs on the CPU, and on GPUs where there are any. --timeline FILE.png
+draws who did what when (needs matplotlib).
 """
 
 from __future__ import annotations

@@ -128,9 +128,7 @@ def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
 def test_a_process_that_is_killed_within_a_step(world: World) -> None:
     lost = world.ranks - 1
-    results = run(
-        world, run_until_killed, lost, processes=True, return_errors=True, deadline_s=90.0
-    )
+    results = run(world, run_until_killed, lost, processes=True, return_errors=True)
     assert isinstance(results[lost], DiedError), results
     texts = results[:lost]
     assert all(isinstance(text, tuple) for text in texts), texts

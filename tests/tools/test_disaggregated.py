@@ -90,7 +90,7 @@ def test_the_model_depends_on_all_of_its_prompt_and_not_on_chunks() -> None:
         assert generate(model, other, 8, 16) != tokens
 
 
-class Computed(Exception):
+class EnoughError(Exception):
     """A layer's K and V are in the cache."""
 
 
@@ -110,12 +110,12 @@ def test_a_layer_is_sent_once_the_stream_of_its_device_has_ended(
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
 
     def after_layer(_: int) -> None:
-        raise Computed
+        raise EnoughError
 
     # No GPU, but no CPU either: tensors without bytes.
     model = SmallModel("meta")
     cache: Any = SimpleNamespace(tensors=[make_cache(2, "cpu").tensors[0].to("meta")])
-    with pytest.raises(Computed):
+    with pytest.raises(EnoughError):
         model.forward(cache, torch.arange(2, dtype=torch.int32), [1, 2, 3], 0, after_layer)
     assert synchronized == ["meta"]
 
