@@ -31,6 +31,7 @@ from tests.support.gpu_ranks import (
     HIDDEN_DIM,
     World,
     assert_device_usable,
+    compile_ahead,
     make,
     meet,
     run,
@@ -280,6 +281,7 @@ def in_isolation(rank: Rank, world: World, wanted: list[Wanted], settings: str) 
 
 
 def early_immediates(world: World, settings: str) -> list[str]:
+    compile_ahead([(world, {})])  # or the deadline would contain it
     wanted = [call(world, seed) for seed in range(10)]
     texts: list[str] = run_apart(world, in_isolation, wanted, settings, deadline_s=50.0)
     return texts
