@@ -193,7 +193,7 @@ class KVSending:
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
-        Its bytes must be there; on a GPU synchronize `torch.cuda.current_stream(device)` first, with
+        Its bytes must be there; on a GPU synchronize `torch.cuda.current_stream(device)` first, of
         the cache's device (a new thread's current one is 0), or let `KVSignals` do it.
         With chunked prefill all layers of a chunk come before the layers of the next one.
         """
