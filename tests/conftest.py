@@ -41,6 +41,12 @@ def spread_over_gpus() -> None:
 spread_over_gpus()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Kernels are compiled at first use, in as many workers as there are: tests need longer."""
+    if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(max(300.0, float(item.config.getini("timeout")))))
+
+
 def _why_not(item: pytest.Item) -> str | None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = max(devices, "MOE_P2P_EMULATED_GPU" in os.environ)  # emulated_gpu.py

@@ -72,7 +72,9 @@ class SmallModel:
             view[layer, of_page[at // PAGE_TOKENS], 0, at % PAGE_TOKENS] = k
             view[layer, of_page[at // PAGE_TOKENS], 1, at % PAGE_TOKENS] = v
             if self.device != "cpu":
-                torch.cuda.current_stream().synchronize()  # the NIC reads what kernels wrote
+                # The NIC reads what kernels wrote. The current device of a thread that has set none
+                # is 0, wherever the model is.
+                torch.cuda.current_stream(self.device).synchronize()
             after_layer(layer)
             x = x + self._attend(view[layer, of_page], q, at) @ out
             x = x + functional.silu(functional.rms_norm(x, (HIDDEN,)) @ up) @ down

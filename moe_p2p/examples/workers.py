@@ -1,7 +1,8 @@
 """The processes of moe_p2p/examples/disaggregated.py: one that prefills, one that decodes.
 
 Each has the model, a KV cache and an engine. The front end sends jobs through a pipe, and gets
-events back: (kind, request, value, begin, end), times on this host's monotonic clock.
+events back: (kind, request, value, begin, end), times on this host's monotonic clock. Checksums are
+on for all requests; "wrong" says that the bytes of one were.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from moe_p2p import Engine, EngineConfig, MoeP2pError, kv
+from moe_p2p import Engine, EngineConfig, MoeP2pError, errors, kv
 from moe_p2p.examples.small_model import PAGE_TOKENS, SmallModel, make_cache
 
 NUM_PAGES = 256
@@ -76,11 +77,13 @@ class WorkerProcess:
         self.say_lock, self.model_lock = threading.Lock(), threading.Lock()
         self.engine = Engine(EngineConfig(), label=instance, gpu=gpu)
         self.cache = make_cache(NUM_PAGES, device)
-        make = kv.KVSender if role == "prefill" else kv.KVReceiver
-        self.run = self.prefill if role == "prefill" else self.decode
-        self.worker: Any = make(
-            self.engine, self.cache, instance=instance, timeouts=kv.KVTimeouts(open_s=15, lease_s=8)
-        )
+        fields = {"instance": instance, "timeouts": kv.KVTimeouts(open_s=15, lease_s=8)}
+        self.worker: Any
+        if role == "prefill":
+            self.run, self.worker = self.prefill, kv.KVSender(self.engine, self.cache, **fields)
+        else:
+            self.run = self.decode
+            self.worker = kv.KVReceiver(self.engine, self.cache, verify="always", **fields)
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
         leases = kv.TorchLeases(store, self.worker.timeouts.lease_s)
         self.membership = kv.Membership(self.worker, leases)
@@ -100,6 +103,9 @@ class WorkerProcess:
     def _handle(self, job: Job) -> None:
         try:
             self.run(job)
+        except errors.ProtocolError as error:  # a checksum, say: nothing was lost
+            self.say("wrong", job.request, f"{job.prefill} to {job.decode}: {error}")
+            self.say("failed", job.request, (job.attempt, str(error)))
         except (MoeP2pError, TimeoutError, RuntimeError) as error:
             self.say("failed", job.request, (job.attempt, str(error)))
 

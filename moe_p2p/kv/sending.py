@@ -193,7 +193,8 @@ class KVSending:
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
-        Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it.
+        Its bytes must be there; on a GPU synchronize `torch.cuda.current_stream(device)` first, of
+        the cache's device (a new thread's current one is 0), or let `KVSignals` do it.
         With chunked prefill all layers of a chunk come before the layers of the next one.
         """
         self.sender.layers(self, (layer,), self.total if end is None else end)

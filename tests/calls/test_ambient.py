@@ -156,7 +156,7 @@ def test_nor_do_layers_of_megatron_change() -> None:
 # --- processes ---
 
 
-def in_new_process(program: str) -> None:
+def in_new_process(program: str, timeout_s: float = 100.0) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path.strip(os.pathsep)}
     done = subprocess.run(
@@ -165,15 +165,19 @@ def in_new_process(program: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
 def test_ranks_may_be_started_in_any_way(how: str, device: str) -> None:
-    in_new_process(f"from tests.support import started; started.start({how!r}, {device!r})")
+    timeout_s = 100.0 if device == "cpu" else 500.0  # kernels of all calls are compiled
+    in_new_process(
+        f"from tests.support import started; started.start({how!r}, {device!r})", timeout_s
+    )
 
 
 def test_importing_makes_no_tensor_on_the_default_device() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -136,6 +138,34 @@ def train_in_parts(device: str) -> None:
     torch.testing.assert_close(made.router.weight.grad, expected_router)
 
 
+@contextlib.contextmanager
+def sums_in_one_order(device: str) -> Iterator[None]:
+    """Of a token's rows. `unpermute` of moe_utils.py adds them by `scatter_add_`, which on a GPU is
+    atomics, in any order, unless torch is asked for deterministic algorithms. It is asked only
+    there: in that mode torch also fills new memory. A CPU's `scatter_add_` becomes like a GPU's."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    unpermute = token_dispatcher.unpermute
+
+    def deterministic(*given: Any, **options: Any) -> Tensor:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return unpermute(*given, **options)  # type: ignore[no-any-return]
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def by_atomics(out: Tensor, _: int, index: Tensor, source: Tensor) -> Tensor:
+        for row in torch.randperm(len(index)).tolist():
+            out[index[row, 0]] += source[row]  # rounded each time
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_dispatcher, "unpermute", deterministic)
+        if device == "cpu":
+            patch.setattr(torch.Tensor, "scatter_add_", by_atomics)
+        yield
+
+
 def replay_router(system: str, device: str) -> None:
     """As `--cuda-graph-scope moe_router moe_preprocess`: router and metadata are replayed, dispatch
     reads what they left in the manager's attributes."""
@@ -155,7 +185,7 @@ def replay_router(system: str, device: str) -> None:
         out = made(x)
         return out[0] if isinstance(out, tuple) else out
 
-    with torch.no_grad():
+    with torch.no_grad(), sums_in_one_order(device):
         back(*front())
         replay, results = recorded(front, device)
         for number in range(1, 4):

@@ -165,7 +165,7 @@ def test_two_hundred_steps_of_changing_counts(world: World) -> None:
         counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
         change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
         wanted.append(call(world, step, change, counts=counts, layout="grouped"))
-    run(world, steps, wanted, {}, deadline_s=100.0)
+    run(world, steps, wanted, {})
 
 
 @pytest.mark.parametrize("world", worlds(*FEW_WORLDS))

@@ -160,7 +160,7 @@ def test_two_hundred_steps_by_rank(world: World) -> None:
         )
         for seed in range(5)
     ]
-    run(world, two_hundred, wanted, deadline_s=100.0)
+    run(world, two_hundred, wanted)
 
 
 def entries_past_the_last_row(rank: Rank, world: World, wanted: list[Wanted]) -> None:

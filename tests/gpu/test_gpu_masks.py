@@ -318,6 +318,6 @@ def killed(rank: Rank, world: World) -> float:
 )
 def test_a_process_that_is_killed_is_masked(world: World) -> None:
     lost = world.ranks - 1
-    results = run(world, killed, processes=True, return_errors=True, deadline_s=120.0)
+    results = run(world, killed, processes=True, return_errors=True)
     assert isinstance(results[lost], DiedError), results
     assert all(isinstance(took, float) for took in results[:lost]), results

@@ -78,7 +78,7 @@ def test_calls_of_the_size_of_a_model(world: World) -> None:
         )
         for seed, (quantize, counts) in enumerate([(False, [64] * 8), (True, [64, 0, 13, 50] * 2)])
     ]
-    run(world, large_steps, wanted, processes=True, deadline_s=100.0)
+    run(world, large_steps, wanted, processes=True)
 
 
 def in_process_group(rank: Rank, world: World, wanted: list[Wanted]) -> None:

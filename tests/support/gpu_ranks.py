@@ -26,11 +26,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -48,11 +47,12 @@ from moe_p2p.options import SCALE_FORMATS, DispatchOptions, RowLayout
 from moe_p2p.reference import Topology
 from moe_p2p.tools import launch
 from tests.support import cases
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, cpu_count, run_processes, run_threads
 
 DEVICE = "cuda"
-# Deadline of ranks that are threads. Emulated GPUs share few CPUs with other work: longer.
-DEADLINE_S = 300.0 if "MOE_P2P_EMULATED_GPU" in os.environ else 100.0
+# Of ranks, which compile kernels, beside other workers of pytest-xdist that do so. Less than a test
+# on GPUs may take (conftest.py). Emulated GPUs share few CPUs with other work: longer.
+DEADLINE_S = 300.0 if "MOE_P2P_EMULATED_GPU" in os.environ else 250.0
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 HIDDEN_DIM = 272  # two blocks of 128 that share a scale, and a short one
 MAX_TOKENS = 12
@@ -167,22 +167,24 @@ def kernels_of(
 def compile_ahead(
     shapes: Iterable[tuple[World, dict[str, Any]]], payloads: Iterable[Payload] = PAYLOADS
 ) -> None:
-    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank would use one CPU."""
+    """Fills the cache with kernels of (world, overrides), on all CPUs."""
     if DEVICE != "cpu":
         compile_all(kernels_of(shapes, payloads))
 
 
 def compile_all(made: Iterable[kernels.Kernel]) -> None:
-    """Fills the cache with both variants of these."""
+    """Fills the cache with both variants of these.
+
+    NVRTC compiles in threads side by side. Processes would import torch first, 3 s of CPU time each
+    and more than a kernel takes. Workers of pytest-xdist take them in one order: what one compiles,
+    the others wait for.
+    """
     arch = jit.arch_of(0)
     variants = [variant for kernel in made for variant in variants_of(kernel)]
     both = {(k.source, *sorted(k.macros.items())): k for k in variants}.values()
     missing = [k for k in both if not jit.is_compiled(k.source, k.macros, arch)]
-    if not missing:  # starting a pool takes as long as compiling some of them
-        return
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
-        for done in [pool.submit(jit.compile_only, k.source, k.macros, arch) for k in missing]:
-            done.result()
+    with ThreadPoolExecutor(cpu_count()) as threads:
+        list(threads.map(lambda k: jit.compile_only(k.source, k.macros, arch), missing))
 
 
 def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype) -> kernels.Kernel:
@@ -196,19 +198,14 @@ def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:
-    """Loads the kernels of all calls in `wanted`; each rank starts with another call."""
+    """Loads the kernels of all calls in `wanted`, which are compiled side by side."""
     if comm._device is not None:
-        kernels = [
-            functools.partial(comm._device.prepare_dispatch, payload.dtype, payload.number)
-            for payload in dict.fromkeys(Payload.of(w) for w in wanted)
-        ]
-        kernels += [
-            functools.partial(comm._device.prepare_combine, dtype, dtype)
-            for dtype in dict.fromkeys(w.out_dtype for w in wanted)
-        ]
-        first = rank.rank % len(kernels)
-        for load in kernels[first:] + kernels[:first]:
-            load()
+        payloads = dict.fromkeys(Payload.of(w) for w in wanted)
+        sums = dict.fromkeys(w.out_dtype for w in wanted)
+        comm._device.prepare(
+            [(payload.dtype, payload.number, 0) for payload in payloads],
+            [(dtype, dtype, False, 0) for dtype in sums],
+        )
     meet(rank, name)
 
 
@@ -234,9 +231,9 @@ def run(
     world: World, body: Callable[..., Any], *arguments: Any, processes: bool = False, **options: Any
 ) -> list[Any]:
     """Runs body(rank, world, *arguments) on all ranks; options: of run_threads, run_processes."""
+    options.setdefault("deadline_s", DEADLINE_S)
     if processes:
         return run_processes(world.ranks, _in_process, world, body, *arguments, **options)
-    options.setdefault("deadline_s", DEADLINE_S)
     return run_threads(world.ranks, _in_thread, world, body, *arguments, **options)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from moe_p2p.examples.small_model import SmallModel, generate
+from moe_p2p.examples import workers
+from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
+from moe_p2p.kv import receiver
 from tests.support.programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +88,104 @@ def test_the_model_depends_on_all_of_its_prompt_and_not_on_chunks() -> None:
     for at in (0, 20, len(prompt) - 1):
         other = [*prompt[:at], 7, *prompt[at + 1 :]]
         assert generate(model, other, 8, 16) != tokens
+
+
+class EnoughError(Exception):
+    """A layer's K and V are in the cache."""
+
+
+def test_a_layer_is_sent_once_the_stream_of_its_device_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not that of device 0, the current one of a thread that has set none."""
+    synchronized: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            synchronized.append(self.device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+
+    def after_layer(_: int) -> None:
+        raise EnoughError
+
+    # No GPU, but no CPU either: tensors without bytes.
+    model = SmallModel("meta")
+    cache: Any = SimpleNamespace(tensors=[make_cache(2, "cpu").tensors[0].to("meta")])
+    with pytest.raises(EnoughError):
+        model.forward(cache, torch.arange(2, dtype=torch.int32), [1, 2, 3], 0, after_layer)
+    assert synchronized == ["meta"]
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+def test_a_layer_is_sent_once_it_is_computed_on_another_gpu() -> None:
+    device, idle = "cuda:1", []
+    model, cache = SmallModel(device), make_cache(2, device)
+    pages = torch.arange(2, dtype=torch.int32)
+    model.forward(cache, pages, [1, 2, 3], 0)
+
+    def forward() -> None:
+        torch.cuda._sleep(1)  # of device 0
+        with torch.cuda.device(device):
+            torch.cuda._sleep(200_000_000)  # tenths of a second
+        stream = torch.cuda.current_stream(device)
+        model.forward(cache, pages, [1, 2, 3], 0, lambda _: idle.append(stream.query()))
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    thread.join()
+    assert idle == [True] * len(model.layers)
+
+
+@pytest.fixture(name="threads")
+def _as_many_threads() -> Iterator[None]:
+    """A worker sets the number for its process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_bytes_that_are_not_right_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value is another when it is checked."""
+    checked = receiver.wrong_sum
+
+    def with_another_byte(cache: Any, pages: Any, leg: Any) -> Any:
+        cache.tensors[0][int(pages["kv"][0]) * 2 * PAGE_TOKENS * HIDDEN] += 1
+        return checked(cache, pages, leg)
+
+    monkeypatch.setattr(receiver, "wrong_sum", with_another_byte)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made, pipes = [], []
+    for role in ("prefill", "decode"):
+        ours, theirs = multiprocessing.Pipe()
+        made.append(workers.WorkerProcess(role, role, store.port, None, theirs))
+        pipes.append(ours)
+    serving = [threading.Thread(target=worker.serve) for worker in made]
+    for thread in serving:
+        thread.start()
+    prompt = list(b"the quick brown fox")
+    for pipe in pipes:
+        pipe.send(workers.Job(1, 0, "prefill", "decode", prompt, 4, 16))
+    kinds = until_failed(pipes[1])
+    for pipe in pipes:
+        pipe.send(None)
+    for thread in serving:
+        thread.join()
+    assert [kind for kind, _ in kinds] == ["ready", "wrong", "failed"]
+    assert "prefill to decode" in kinds[1][1]
+    assert "checksum" in kinds[1][1]
+
+
+def until_failed(pipe: Connection) -> list[tuple[str, Any]]:
+    """Kinds and values of a worker's events."""
+    found: list[tuple[str, Any]] = []
+    while not found or found[-1][0] != "failed":
+        assert pipe.poll(60), found
+        kind, _, value, _, _ = pipe.recv()
+        found.append((kind, value))
+    return found
