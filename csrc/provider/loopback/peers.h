@@ -4,7 +4,6 @@
 #pragma once
 
 #include <atomic>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -49,9 +48,10 @@ struct SendContext {
   LinkModel& link;
   const TimeSource& time;
   Copies& copies;
-  bool in_place = false;  // as in Config
-  bool hollow = false;
-  int most_urgent = std::numeric_limits<int>::max();  // priority that was ever posted
+  bool in_place;  // as in Config
+  bool hollow;
+  // Priority of all connections there ever were. Stored by connect(), any thread.
+  const std::atomic<int>& most_urgent;
 };
 
 class Connection {
@@ -131,7 +131,7 @@ class Connection {
   bool announce(uint32_t slot, const SendContext& context) noexcept;
   // Whether a modelled link has more urgent traffic, too.
   bool is_lower(const SendContext& context) const noexcept {
-    return priority_ > context.most_urgent && context.link.on();
+    return priority_ > context.most_urgent.load(std::memory_order_relaxed) && context.link.on();
   }
   bool gives_way(const SendContext& context) const noexcept;
   uint32_t next_bytes(const OutgoingWrite& write) noexcept;

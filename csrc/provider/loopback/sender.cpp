@@ -32,7 +32,7 @@ Sender::Sender(const Config& config, int nic, RegionTable& regions, Copies& copi
       link_(config.gbps, config.latency_us, config.post_us, config.message_us),
       copies_(copies),
       time_(time),
-      context_{regions, link_, time, copies, config.in_place, config.hollow},
+      context_{regions, link_, time, copies, config.in_place, config.hollow, most_urgent_},
       chaos_(config.seed, stream_ ^ 2),
       trace_(config.trace, nic),
       owned_(kMaxPeers),
@@ -57,6 +57,8 @@ PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer
   MOE_P2P_CHECK(index < kMaxPeers, Code::kResourceExhausted, "all ", kMaxPeers,
                 " connections of this loopback NIC are in use; disconnect some");
   const PeerId id = ++num_connects_ * kMaxPeers + index;
+  most_urgent_.store(std::min(most_urgent_.load(std::memory_order_relaxed), priority),
+                     std::memory_order_relaxed);
   owned_[index] = std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()),
                                                own_segment, own_waker, config_, stream_, priority);
   table_[index].store(owned_[index].get(), std::memory_order_release);
@@ -132,7 +134,6 @@ bool Sender::accept(const WorkRequest& request) noexcept {
     return true;
   }
   trace_.add(Trace::Entry::Kind::kPosted, request, connection->priority());
-  context_.most_urgent = std::min(context_.most_urgent, connection->priority());
   connection->enqueue(request);
   if (!chaos_.on() && connection->pump(context_)) touch(*connection);
   return true;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -66,7 +67,8 @@ class Sender {
   LinkModel link_;
   Copies& copies_;
   const TimeSource& time_;
-  SendContext context_;
+  std::atomic<int> most_urgent_{std::numeric_limits<int>::max()};
+  const SendContext context_;
   Chaos chaos_;  // order of completions
   Trace trace_;  // polling thread
 
