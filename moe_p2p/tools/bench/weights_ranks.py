@@ -125,6 +125,7 @@ class Measured:
     host_bytes: int = 0  # of tensors on the host, of a GPU; resident memory that updates added
     peer_copy_gbytes_per_s: float | None = None
     join_s: float | None = None
+    joined_s: dict[str, float] = field(default_factory=dict)  # by stage
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -325,11 +326,7 @@ class _Generator(_Side):
         while self.generator.step() != version:
             require(time.monotonic() - began < LIMIT_S, f"no version {version} in {LIMIT_S} s")
             time.sleep(0.0005)
-        stepped = time.monotonic()
-        self.synchronize()
-        rest = time.monotonic() - stepped
         found = spans(self.generator.stages)
-        found["copied"] += rest  # on a GPU the copy goes on behind `step`
         self.measured.pause_s.append(found["copied"])
         self.measured.spans_s.append(found)
 
@@ -354,6 +351,7 @@ class _Joiner(_Generator):
         self.generator = self.made(self.store, "joiners")
         self.synchronize()
         self.measured.join_s = time.monotonic() - began
+        self.measured.joined_s = spans(self.generator.stages)
 
 
 def _join(side: _Side, version: int) -> None:
