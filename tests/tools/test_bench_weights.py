@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p.tools.bench import command, weights_loader, weights_ranks
+from moe_p2p.tools.bench import command, weights_decode, weights_loader, weights_ranks
 
 pytestmark = pytest.mark.timeout(240)  # of runs that take 15 s beside other work
 TINY = ["--api=weights", "--device=cpu", "--experts=2", "--vocab=256", "--narrow=2", "--repeats=1"]
@@ -22,7 +22,9 @@ def test_updates_are_compared_timed_and_written(
     figures = json.loads(out.read_text())["figures"]
     assert figures["wrong"] == []
     assert {"converted", "written", "decided"} <= figures["stages_ms"].keys()
-    assert "copied" in figures["generator_ms"]
+    assert {"copied", "offered"} <= figures["generator_ms"].keys()
+    assert list(figures["joiner_ms"]) == ["planned", "registered", "read", "copied", "offered"]
+    assert sum(figures["joiner_ms"].values()) == pytest.approx(figures["join_ms"], rel=0.1)
     assert figures["thread_ms"].keys() == {"convert", "submit", "wait"}
     for role in ("trainers", "generators"):
         assert 0 < figures["high_water_mib"][role] <= figures["watermark_mib"][role]
@@ -67,6 +69,22 @@ def test_decode_beside_an_update(tmp_path: Path) -> None:
     ways = json.loads(out.read_text())["ways"]
     assert [way["name"] for way in ways] == ["alone", "with priorities", "same class"]
     assert not any(way["wrong"] for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("transport", "settings", "nics"),
+    [
+        ("timed", "preset=cx7", 1),
+        ("timed", "preset=efa,hollow=1", 2),
+        ("timed", "", 1),
+        ("loopback", "", None),
+    ],
+)
+def test_decode_has_the_link_of_one_gpu(transport: str, settings: str, nics: int | None) -> None:
+    options = weights_decode.Options(
+        device="cpu", pairs=1, transport=transport, transport_settings=settings
+    )
+    assert weights_decode.engine_config(options).nics_per_rank == nics
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig
 from moe_p2p.errors import require
+from moe_p2p.nics.transport import TIMED
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.bench.options import NICS_OF_A_GPU
 from moe_p2p.transfers import Request
 
 HIDDEN, TOPK, EXPERTS, TOKENS = 7168, 8, 256, 32
@@ -64,12 +66,20 @@ def run(options: Options) -> list[Way]:
         if options.device == "cuda":
             device = torch.device("cuda", launch.device_index())
             torch.cuda.set_device(device)
-        config = EngineConfig(
-            transport=options.transport, transport_settings=options.transport_settings
-        )
         gpu = device.index if device.type == "cuda" else None
-        with Engine(config, label=f"rank {rank}", gpu=gpu) as engine:
+        with Engine(engine_config(options), label=f"rank {rank}", gpu=gpu) as engine:
             return _Decode(options, rank, engine, device).ways()
+
+
+def engine_config(options: Options) -> EngineConfig:
+    """With as many timed NICs as make up a GPU's link; a software NIC's default is two."""
+    words = dict(each.partition("=")[::2] for each in options.transport_settings.split(","))
+    timed = options.transport == TIMED
+    return EngineConfig(
+        transport=options.transport,
+        transport_settings=options.transport_settings,
+        nics_per_rank=NICS_OF_A_GPU.get(words.get("preset", "cx7")) if timed else None,
+    )
 
 
 class _Decode:
