@@ -24,7 +24,8 @@ def test_updates_are_compared_timed_and_written(
     assert {"converted", "written", "decided"} <= figures["stages_ms"].keys()
     assert {"copied", "offered"} <= figures["generator_ms"].keys()
     assert list(figures["joiner_ms"]) == ["planned", "registered", "read", "copied", "offered"]
-    assert sum(figures["joiner_ms"].values()) == pytest.approx(figures["join_ms"], rel=0.1)
+    since_known = sum(figures["joiner_ms"][name] for name in ("read", "copied", "offered"))
+    assert figures["join_ms"] >= since_known
     assert figures["thread_ms"].keys() == {"convert", "submit", "wait"}
     for role in ("trainers", "generators"):
         assert 0 < figures["high_water_mib"][role] <= figures["watermark_mib"][role]

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_p2p import Engine
 from moe_p2p.kv.strides import Rows
 from moe_p2p.weights import Param, Shard, WeightLayout, board, generator, weight_plan
 from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.covered import covered
 from moe_p2p.weights.inbox import Inbox
 from moe_p2p.weights.joining import Lent, Reader
-from moe_p2p.weights.plan import Write, WeightPlan
+from moe_p2p.weights.plan import WeightPlan, Write
 from tests.support.weights_fleet import BF16, GENERATORS, MODELS, fleet
 
 EXPERTS, INNER, HIDDEN = 16, 8, 12
@@ -149,27 +150,28 @@ def noted(
 ) -> None:
     real = getattr(of, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **how: Any) -> Any:
         events[threading.get_ident()].append(name)
-        return real(*args)
+        return real(*args, **how)
 
     monkeypatch.setattr(of, name, call)
 
 
-def test_an_update_plans_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    real = WeightPlan.writes_to
-    with fleet(MODELS["fused"]) as found:
-
-        def counted(self: WeightPlan, rank: int) -> Any:
-            made.append(rank)
-            return real(self, rank)
-
-        monkeypatch.setattr(WeightPlan, "writes_to", counted)
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_an_update_plans_and_registers_nothing_anew(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: dict[int, list[str]] = defaultdict(list)
+    with fleet(MODELS["fp8"], mode=mode, poison=True) as found:
+        noted(monkeypatch, WeightPlan, "writes_to", events)
+        for name in ("register", "grant", "resolve", "connect"):
+            noted(monkeypatch, Engine, name, events)
         for version in (1, 2):
+            for each in found.generators if mode == "in_place" else ():
+                each.begin()
             found.finish(found.train(version))
         found.check(2)
-    assert made == []
+    assert not events
 
 
 def test_waits_look_often_at_first_and_never_much_later_than_what_they_wait_for(

@@ -41,7 +41,7 @@ class Figures:
     joiner_ms: dict[str, float]  # of the joiner that takes longest
     pause_ms: float
     pause_ms_per_8gb: float
-    join_ms: float | None
+    join_ms: float | None  # since its descriptors were known
     link_gbytes: float  # of the trainer that sends most over a link
     local_gbytes: float
     writes: int
@@ -192,6 +192,7 @@ def text(options: Options, found: Figures) -> str:
         ("update", f"{found.update_ms:.1f} ms (least {found.least_update_ms:.1f})"),
         ("pause_ms", f"{found.pause_ms:.2f} ({found.pause_ms_per_8gb:.1f} per 8 GB)"),
         ("join_ms", _cell(found.join_ms, ".1f")),
+        ("with its plan and memory", _cell(sum(found.joiner_ms.values()) or None, ".1f")),
         ("over the link", f"{found.link_gbytes:.2f} GB of the busiest trainer"),
         ("on its own GPU", f"{found.local_gbytes:.2f} GB"),
         ("submit", f"{found.submit_us:.2f} us a request, of {found.requests:,} "
