@@ -89,6 +89,23 @@ def test_decode_has_the_link_of_one_gpu(transport: str, settings: str, nics: int
 
 
 @pytest.mark.parametrize(
+    ("device", "settings", "carried"),
+    [
+        ("cuda", "preset=cx7", True),
+        ("cuda", "preset=cx7,hollow=1", False),
+        ("cpu", "hollow=1", True),
+    ],
+)
+def test_weights_that_only_take_time_on_a_link_are_not_compared(
+    device: str, settings: str, carried: bool
+) -> None:
+    options = weights_decode.Options(
+        device=device, pairs=1, transport="timed", transport_settings=settings
+    )
+    assert weights_decode.carries_weights(options) is carried
+
+
+@pytest.mark.parametrize(
     ("more", "why"),
     [
         (["--repeats=0"], "--repeats must be at least 1"),
