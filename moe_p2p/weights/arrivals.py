@@ -23,17 +23,16 @@ class Arrivals:
         self._engine, self._board, self._inbox = engine, board, inbox
         self._name, self._nics = name, nics
         self._expected: Sequence[Write] = ()
+        self._sources: list[int] = []  # trainers that write them
         self._counts: dict[int, int] = {}  # immediates by trainer
 
     def begin(self, expected: Sequence[Write]) -> None:
         self._expected, self._counts = expected, {}
-
-    def _sources(self) -> list[int]:
-        return sorted({write.source_rank for write in self._expected})
+        self._sources = sorted({write.source_rank for write in expected})
 
     def _count(self, keys: Keys) -> int | None:
         """Returns how many immediates the attempt has; None until all trainers have said so."""
-        for trainer in self._sources() if not self._counts else ():
+        for trainer in self._sources if not self._counts else ():
             theirs: dict[str, Any] | None = self._board.get(keys.requests(trainer))
             if theirs is None:
                 self._counts.clear()
@@ -56,7 +55,7 @@ class Arrivals:
 
     def checked(self, keys: Keys) -> bool:
         """Compares sums; False until the trainers have given theirs."""
-        for trainer in self._sources():
+        for trainer in self._sources:
             theirs = self._board.get(keys.sent(trainer))
             if theirs is None:
                 return False
@@ -69,6 +68,6 @@ class Arrivals:
         return True
 
     def missing(self, keys: Keys) -> str:
-        late = [f"trainer {i}" for i in self._sources() if self._board.get(keys.sent(i)) is None]
+        late = [f"trainer {i}" for i in self._sources if self._board.get(keys.sent(i)) is None]
         counted = self._engine.imm_value(attempt.immediate(keys.attempt))
         return f"{counted} immediates counted; not done: {', '.join(late) or 'none'}"

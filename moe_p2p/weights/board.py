@@ -13,8 +13,9 @@ from typing import Any
 
 from moe_p2p.errors import TimeoutError, make
 
-_POLL_S = 0.002
-_MOST_POLL_S = 0.05
+# Between two looks at the store: at first, and at most. Too small: many ranks that wait keep the
+# store's thread busy. Too large: an update, of some ten milliseconds, waits for looks.
+_POLL_S, _MOST_POLL_S = 0.0002, 0.05
 
 
 class Deadline:

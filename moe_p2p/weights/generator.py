@@ -31,7 +31,7 @@ from moe_p2p.weights.checks import check_engine, check_rank, check_seconds, chec
 from moe_p2p.weights.inbox import Finalize, Inbox
 from moe_p2p.weights.joining import Lent
 from moe_p2p.weights.layout import WeightLayout
-from moe_p2p.weights.maxima import settle, synchronize
+from moe_p2p.weights.maxima import settle
 from moe_p2p.weights.presence import Presence
 
 Mode = Literal["shadow", "in_place"]
@@ -81,17 +81,18 @@ class WeightGenerator:
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
-        self.stages: dict[str, float] = {}  # of the last update: seconds since it was seen
+        self.stages: dict[str, float] = {}  # of the set-up, then of the last update: seconds
         self.name = attempt.name_of(replica, rank)
         self._agree: Agree = agree or (lambda number: number)
         self._poison = poison
         self._board = Board(store, name)
-        deadline, began = Deadline(timeout_s), time.monotonic()
+        deadline, self._began = Deadline(timeout_s), time.monotonic()
         self.plan = (
             attempt.plan_of_replica(self._board, layout, deadline)
             if replica
             else attempt.agree_on_plan(self._board, "generator", rank, layout, deadline)
         )
+        self._reached("planned")
         self._tensors = dict(tensors)
         self._inbox = Inbox(
             engine,
@@ -103,9 +104,9 @@ class WeightGenerator:
             watermark=watermark,
         )
         self._lent = Lent(engine, self._tensors)
-        self._writers = self.plan.writers_to(rank)
         self._lend()
         self._board.put(f"{self.name} live", self._lent.address())
+        self._reached("registered")
         try:
             trainers = {f"trainer {i}": i for i in range(self.plan.source.world_size)}
             found = self._board.wait({who: who for who in trainers}, deadline)
@@ -117,7 +118,6 @@ class WeightGenerator:
         self._committed = 0  # the last attempt that this rank knows the fleet decided for
         self._update: dict[str, Any] | None = None
         self._deadline: Deadline | None = None
-        self._began = time.monotonic()
         self._open = self._arrived = self._again = False
         self._arrivals = Arrivals(engine, self._board, self._inbox, self.name, nics)
         self.failure = ""  # of the last attempt
@@ -130,11 +130,11 @@ class WeightGenerator:
         self._presence = Presence(store, name, self.name, record, lease_s)
         self._join(deadline)
         if self.version is not None:
-            self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * (time.monotonic() - began)
+            self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())
 
     def _lend(self) -> None:
         self._generation = secrets.token_hex(8)
-        lent = self._inbox.lend(self._writers)
+        lent = self._inbox.lend(self.plan.writers_to(self.rank))
         self._board.put(f"{self.name} lends", {**lent, "generation": self._generation})
 
     def _offer(self) -> None:
@@ -158,10 +158,12 @@ class WeightGenerator:
         self._board.put(f"{self.name} is there", True)
         if self.mode == "shadow":
             self._offer()
+        self._reached("offered")
 
     def _catch_up(self, deadline: Deadline) -> bool:
         """Reads what peers have; True when all ranks of the engine have the same, or nothing."""
         found = self._read_from_peers(deadline)
+        self._reached("read")
         number = -1 if found is None else found
         if self._agree(number) != number or -self._agree(-number) != number:
             return False
@@ -182,9 +184,9 @@ class WeightGenerator:
         began = time.monotonic()
         self._lent.shut()
         self._inbox.commit(names)
+        settle(list(self._tensors.values())[:1])
         self._lent.open(version)
-        if self._tensors:
-            synchronize(next(iter(self._tensors.values())))
+        self._reached("copied")
         self.totals["pause_ms"] = 1e3 * (time.monotonic() - began)
         self.version, self.dirty, self.failure = version, False, ""
         self._board.put(f"{self.name} runs", version)
@@ -236,6 +238,7 @@ class WeightGenerator:
         if self._agree(self._committed) >= self._attempt:
             self._commit()
             self._offer()
+            self._reached("offered")
         return self.version
 
     def require_clean(self) -> None:
@@ -336,9 +339,8 @@ class WeightGenerator:
         if self.name not in self._update["members"]:
             return
         names, lost = self._only(), frozenset(self._update["lost"])
-        plan = self.plan.without(lost)
-        self._arrivals.begin([each for each in plan.writes_to(self.rank)
-                              if names is None or each.name in names])  # fmt: skip
+        writes = self.plan.without(lost).writes_to(self.rank) if lost else self._inbox.writes
+        self._arrivals.begin([e for e in writes if names is None or e.name in names])
         why = ""
         if names is not None:
             if self._update["base"] != self.version:
@@ -402,7 +404,6 @@ class WeightGenerator:
         took_part = self.name in self._update["members"]
         self._take(int(self._update["version"]), self._only() if took_part else None)
         self.totals["updates"] += 1
-        self._reached("copied")
         self._next(again=False)
 
     def _fail(self, decision: Mapping[str, Any]) -> None:

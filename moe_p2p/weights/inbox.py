@@ -5,7 +5,8 @@ What the plan does not write, tensors in checkpoint layout apart, is *derived*: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from moe_p2p.engine import Engine
 from moe_p2p.errors import ProtocolError, ResourceExhaustedError, make, require
 from moe_p2p.transfers import Grant, Memory
 from moe_p2p.weights import attempt
+from moe_p2p.weights.covered import Part, covered
 from moe_p2p.weights.plan import WeightPlan, Write
 
 # Makes derived tensors: of parameters in checkpoint layout, by name, and all tensors, by name.
@@ -108,10 +110,13 @@ class Inbox:
     def poison(self) -> None:
         """NaN wherever the update will write, or `finalize`."""
         self._torn = True
-        for write in self.writes:
-            for part in _rows(write, self._tensors[write.target_tensor]):
-                part.fill_(_UNTOUCHED)
+        for part in self._covered:
+            part.of(self._tensors).fill_(_UNTOUCHED)
         self._poison_derived()
+
+    @functools.cached_property
+    def _covered(self) -> list[Part]:
+        return covered(self.writes)
 
     def keep_others(self, names: set[str]) -> str:
         """Before an update of `names` alone: all else is as in the live tensors. Returns why that
@@ -123,16 +128,17 @@ class Inbox:
         if self.received.keys() - names:
             text = "what arrives in checkpoint layout was lost by an update that failed, or poison"
             return f"{text}: {sorted(self.received.keys() - names)[0]}"
-        for write in self.writes:
-            if write.name not in names and write.target_tensor in self._live:
-                self._copy(write, self._live, self.target)
+        others = {write.name for write in self.writes} - names
+        self._copy(others, self._live, self.target)
         return ""
 
-    @staticmethod
-    def _copy(write: Write, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        ours = _rows(write, source[write.target_tensor])
-        for to, part in zip(_rows(write, target[write.target_tensor]), ours, strict=True):
-            to.copy_(part)
+    def _copy(
+        self, names: set[str], source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+    ) -> None:
+        """What parameters have of the live tensors, or of their targets."""
+        chosen = (w for w in self.writes if w.name in names and w.target_tensor in self._live)
+        for part in covered(chosen):
+            part.of(target).copy_(part.of(source))
 
     def _poison_derived(self) -> None:
         for name in self.derived:
@@ -163,19 +169,9 @@ class Inbox:
             for name, tensor in self._live.items():
                 tensor.copy_(self.target[name])
             return
-        for write in self.writes:
-            if write.name in names and write.target_tensor in self._live:
-                self._copy(write, self.target, self._live)
+        self._copy(names, self.target, self._live)
         for name in self.derived:
             self._live[name].copy_(self.target[name])
-
-
-def _rows(write: Write, tensor: Tensor) -> Iterator[Tensor]:
-    """What a write covers of its target's tensor."""
-    data, rows = attempt.as_bytes(tensor), write.rows
-    shape, stride = (rows.num_rows, rows.row_bytes), rows.target_stride or rows.row_bytes
-    for _, at in rows.offsets:
-        yield data.as_strided(shape, (stride, 1), data.storage_offset() + at)
 
 
 def _received(writes: list[Write]) -> dict[str, int]:

@@ -3,7 +3,8 @@ generator.py, by ranks that join a fleet that runs, and by those that an update 
 
 A peer lends its live tensors for reading and does nothing else for it. Beside them lies a word of
 two numbers, a count and the version; the count is odd while the tensors change. A reader
-that finds the same even count before and after has read that version.
+that finds the same even count before and after has read that version. The word is in host memory,
+where it takes no memory of the GPU and no kernel to change it.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ class Lent:
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Tensor]) -> None:
         self._engine = engine
-        device = next(iter(tensors.values())).device if tensors else "cpu"
-        self._word = torch.tensor([1, -1], dtype=torch.int64, device="cpu").to(device)
+        self._word = torch.tensor([1, -1], dtype=torch.int64, device="cpu")
         self._count = 1
         self._memory = {name: engine.register(each) for name, each in tensors.items()
                         if each.numel()}  # fmt: skip
@@ -78,7 +78,7 @@ class Lent:
                 "word": self._of_word.descriptor.hex()}  # fmt: skip
 
     def shut(self) -> None:
-        """Before the tensors change, in the order of the caller's stream."""
+        """Before kernels that change the tensors are launched."""
         if not self._count % 2:
             self._count += 1
             self._word[0:1].fill_(self._count)
@@ -91,6 +91,7 @@ class Lent:
         self._memory.clear()
 
     def open(self, version: int) -> None:
+        """Once the tensors have changed: kernels that change them are over."""
         self._word[1:2].fill_(version)
         self._count += 1
         self._word[0:1].fill_(self._count)
@@ -101,9 +102,8 @@ class Reader:
 
     def __init__(self, engine: Engine, places: Mapping[str, tuple[Memory, int, int]]) -> None:
         self._engine, self._places = engine, places
-        device = next(iter(places.values()))[0].tensor.device if places else "cpu"
-        word = torch.zeros(2, dtype=torch.int64, device=device)
-        settle([word, *(memory.tensor for memory, _, _ in places.values())])
+        word = torch.zeros(2, dtype=torch.int64, device="cpu")
+        settle(memory.tensor for memory, _, _ in places.values())
         self._into = engine.register(word)
 
     def read(self, lent: Mapping[str, Any], deadline: Deadline) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p.tools.bench import command, weights_loader, weights_ranks
+from moe_p2p.tools.bench import command, weights_decode, weights_loader, weights_ranks
 
 pytestmark = pytest.mark.timeout(240)  # of runs that take 15 s beside other work
 TINY = ["--api=weights", "--device=cpu", "--experts=2", "--vocab=256", "--narrow=2", "--repeats=1"]
@@ -22,7 +22,10 @@ def test_updates_are_compared_timed_and_written(
     figures = json.loads(out.read_text())["figures"]
     assert figures["wrong"] == []
     assert {"converted", "written", "decided"} <= figures["stages_ms"].keys()
-    assert "copied" in figures["generator_ms"]
+    assert {"copied", "offered"} <= figures["generator_ms"].keys()
+    assert list(figures["joiner_ms"]) == ["planned", "registered", "read", "copied", "offered"]
+    since_known = sum(figures["joiner_ms"][name] for name in ("read", "copied", "offered"))
+    assert figures["join_ms"] >= since_known
     assert figures["thread_ms"].keys() == {"convert", "submit", "wait"}
     for role in ("trainers", "generators"):
         assert 0 < figures["high_water_mib"][role] <= figures["watermark_mib"][role]
@@ -67,6 +70,39 @@ def test_decode_beside_an_update(tmp_path: Path) -> None:
     ways = json.loads(out.read_text())["ways"]
     assert [way["name"] for way in ways] == ["alone", "with priorities", "same class"]
     assert not any(way["wrong"] for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("transport", "settings", "nics"),
+    [
+        ("timed", "preset=cx7", 1),
+        ("timed", "preset=efa,hollow=1", 2),
+        ("timed", "", 1),
+        ("loopback", "", None),
+    ],
+)
+def test_decode_has_the_link_of_one_gpu(transport: str, settings: str, nics: int | None) -> None:
+    options = weights_decode.Options(
+        device="cpu", pairs=1, transport=transport, transport_settings=settings
+    )
+    assert weights_decode.engine_config(options).nics_per_rank == nics
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "carried"),
+    [
+        ("cuda", "preset=cx7", True),
+        ("cuda", "preset=cx7,hollow=1", False),
+        ("cpu", "hollow=1", True),
+    ],
+)
+def test_weights_that_only_take_time_on_a_link_are_not_compared(
+    device: str, settings: str, carried: bool
+) -> None:
+    options = weights_decode.Options(
+        device=device, pairs=1, transport="timed", transport_settings=settings
+    )
+    assert weights_decode.carries_weights(options) is carried
 
 
 @pytest.mark.parametrize(

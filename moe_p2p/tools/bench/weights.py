@@ -38,9 +38,10 @@ class Figures:
     stages_ms: dict[str, float]  # of trainers
     thread_ms: dict[str, float]  # of a trainer's thread, while bytes move
     generator_ms: dict[str, float]
+    joiner_ms: dict[str, float]  # of the joiner that takes longest
     pause_ms: float
     pause_ms_per_8gb: float
-    join_ms: float | None
+    join_ms: float | None  # since its descriptors were known
     link_gbytes: float  # of the trainer that sends most over a link
     local_gbytes: float
     writes: int
@@ -119,6 +120,7 @@ def figures(options: Options, measured: Sequence[Measured]) -> Figures:
     moving = statistics.median(each.busy_s for each in posted)
     pause = statistics.median(map(max, zip(*(each.pause_s for each in targets), strict=True)))
     rate = busiest.sent.link / moving / 1e9 if moving else None
+    joiner = max(measured, key=lambda each: each.join_s or 0.0)
     peer = next((each.peer_copy_gbytes_per_s for each in sources), None)
     loads = [each.baseline_s for each in everybody if each.baseline_s]
     baseline = statistics.median(map(max, zip(*loads, strict=True))) if loads else None
@@ -139,6 +141,7 @@ def figures(options: Options, measured: Sequence[Measured]) -> Figures:
         stages_ms=stages,
         thread_ms=_slowest([each.thread_s for each in sources]),
         generator_ms=theirs,
+        joiner_ms={name: s * 1e3 for name, s in joiner.joined_s.items()},
         pause_ms=pause * 1e3,
         pause_ms_per_8gb=pause * 1e3 * 8e9 / max(each.live_bytes for each in targets),
         join_ms=max((each.join_s * 1e3 for each in measured if each.join_s), default=None),
@@ -182,10 +185,14 @@ def text(options: Options, found: Figures) -> str:
     lines += [f"  {name:22}{ms:>10.2f}" for name, ms in found.thread_ms.items()]
     lines.append("stage of generators")
     lines += [f"  {name:22}{ms:>10.2f}" for name, ms in found.generator_ms.items()]
+    if found.joiner_ms:
+        lines.append("stage of a generator that joins")
+        lines += [f"  {name:22}{ms:>10.2f}" for name, ms in found.joiner_ms.items()]
     rows = [
         ("update", f"{found.update_ms:.1f} ms (least {found.least_update_ms:.1f})"),
         ("pause_ms", f"{found.pause_ms:.2f} ({found.pause_ms_per_8gb:.1f} per 8 GB)"),
         ("join_ms", _cell(found.join_ms, ".1f")),
+        ("with its plan and memory", _cell(sum(found.joiner_ms.values()) or None, ".1f")),
         ("over the link", f"{found.link_gbytes:.2f} GB of the busiest trainer"),
         ("on its own GPU", f"{found.local_gbytes:.2f} GB"),
         ("submit", f"{found.submit_us:.2f} us a request, of {found.requests:,} "

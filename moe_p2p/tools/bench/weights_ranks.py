@@ -124,7 +124,8 @@ class Measured:
     watermark: int = 0
     host_bytes: int = 0  # of tensors on the host, of a GPU; resident memory that updates added
     peer_copy_gbytes_per_s: float | None = None
-    join_s: float | None = None
+    join_s: float | None = None  # since its descriptors were known
+    joined_s: dict[str, float] = field(default_factory=dict)  # by stage, from its begin
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -325,11 +326,7 @@ class _Generator(_Side):
         while self.generator.step() != version:
             require(time.monotonic() - began < LIMIT_S, f"no version {version} in {LIMIT_S} s")
             time.sleep(0.0005)
-        stepped = time.monotonic()
-        self.synchronize()
-        rest = time.monotonic() - stepped
         found = spans(self.generator.stages)
-        found["copied"] += rest  # on a GPU the copy goes on behind `step`
         self.measured.pause_s.append(found["copied"])
         self.measured.spans_s.append(found)
 
@@ -353,7 +350,9 @@ class _Joiner(_Generator):
         began = time.monotonic()
         self.generator = self.made(self.store, "joiners")
         self.synchronize()
-        self.measured.join_s = time.monotonic() - began
+        stages = self.generator.stages
+        self.measured.join_s = time.monotonic() - began - stages["registered"]
+        self.measured.joined_s = spans(stages)
 
 
 def _join(side: _Side, version: int) -> None:
