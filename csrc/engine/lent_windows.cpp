@@ -82,13 +82,15 @@ void LentWindows::map(Window& window) noexcept {
   }
 }
 
-void LentWindows::remove(const RemoteRegion& region) {
+bool LentWindows::remove(const RemoteRegion& region) {
   const std::lock_guard lock(mutex_);
   const auto found =
       std::ranges::find_if(windows_, [&](const Window& w) { return w.region == &region; });
-  if (found == windows_.end()) return;
+  if (found == windows_.end()) return true;
+  const bool last = found->memory.use_count() <= 1;
   unmap(*found);
   windows_.erase(found);
+  return last;
 }
 
 void LentWindows::unmap(const Window& window) {

@@ -27,8 +27,8 @@ class LentWindows {
   void open(int device);  // memory of it is registered
   void add(const RemoteRegion& region, const base::Bytes& shared);
   // The region is mapped in another way, or goes away: returns once nothing is written through its
-  // window.
-  void remove(const RemoteRegion& region);
+  // window. False where another region keeps that window.
+  bool remove(const RemoteRegion& region);
 
  private:
   struct Window {

@@ -226,8 +226,7 @@ void TransferEngine::disconnect(const Peer* peer) {
     entry = std::move(s.peers.extract(peer).mapped());
   }
   for (const auto& [descriptor, region] : entry.regions) {
-    s.windows.remove(*region);
-    s.group.map_remote(*region, {});
+    if (s.windows.remove(*region)) s.group.map_remote(*region, {});
   }
   s.group.disconnect(entry.peer->rails());
 }

@@ -148,16 +148,18 @@ TEST_CASE("engine over loopback: regions of two classes share a window until bot
   const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
   TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
   proxy::ProxyThread first(from, {}), second(to, {});
-  GpuBuffer source(from, 5000), target(to, 5000);
+  GpuBuffer source(from, 5000);
   std::ranges::copy(pattern(5000), source.data.begin());
-  MemoryDescriptor descriptor = to.descriptor(target.handle);
-  sharing.fake.allocate(target.data);
-  descriptor = to.descriptor(target.handle);
+  std::vector<std::byte> memory(5000);
+  sharing.fake.allocate(memory);
+  const MemoryHandle* handle =
+      to.register_memory({memory.data(), memory.size(), provider::MemoryKind::kCuda, 0});
+  MemoryDescriptor descriptor = to.descriptor(handle);
   descriptor.shared[0] ^= std::byte{1};  // as if of another process
   const auto* urgent = from.resolve(descriptor, nullptr, 0);
   const auto* lower = from.resolve(descriptor, nullptr, 2);
   const auto arrives = [&](const RemoteRegion* region, uint8_t priority) {
-    std::ranges::fill(target.data, std::byte{0});
+    std::ranges::fill(memory, std::byte{0});
     const uint64_t before = sharing.fake.num_row_launches();
     Request write(Write{source.handle, 0, region, 0, 5000, 1});
     write.priority = priority;
@@ -165,7 +167,7 @@ TEST_CASE("engine over loopback: regions of two classes share a window until bot
     REQUIRE(write.wait(soon()));
     CHECK(write.status().ok());
     CHECK(sharing.fake.num_row_launches() > before);
-    CHECK(target.data == source.data);
+    CHECK(memory == source.data);
   };
   CHECK(sharing.fake.num_mapped() == 1);
   arrives(urgent, 0);
@@ -175,8 +177,8 @@ TEST_CASE("engine over loopback: regions of two classes share a window until bot
   arrives(lower, 2);
   from.disconnect(lower->owner);
   CHECK(sharing.fake.num_mapped() == 0);
-  to.unregister_memory(target.handle);
-  sharing.fake.free_memory(target.data);
+  to.unregister_memory(handle);
+  sharing.fake.free_memory(memory);
 }
 
 TEST_CASE("engine over loopback: a peer that closes fails what is sent to it, others go on") {
