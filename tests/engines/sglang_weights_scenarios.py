@@ -14,6 +14,7 @@ import torch
 
 from tests.engines import absent, packages
 from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.support.store_clients import clients_of
 from tests.support.tp_model import TpModel, checkpoint
 
 scenario = Scenarios()
@@ -188,6 +189,7 @@ class World:
         for worker in sglang_weights._workers.values():
             worker.close()
         sglang_weights._workers.clear()
+        sglang_weights._stores.clear()
         self.trainer.close()
         self.engine.close()
 
@@ -223,6 +225,13 @@ def bytes_move_beside_generation_and_a_pause_changes_all_ranks() -> None:
         assert w.manager.paused == [False] * TP
         assert [rank.versions for rank in w.manager.ranks] == [["1", "2"]] * TP
         assert not any(rank.flushed for rank in w.manager.ranks)
+
+
+@scenario
+def an_engine_adds_three_clients_of_the_store_for_each_rank() -> None:
+    with world() as w:
+        served, trainer, updates = 1, 2, 1
+        assert clients_of(w.store.port) == served + trainer + updates + 3 * TP
 
 
 @scenario
