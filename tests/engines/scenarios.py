@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+HANG_S = 60.0  # ends what would never end; on a busy machine all the rest may take seconds
 
 
 class Scenarios:

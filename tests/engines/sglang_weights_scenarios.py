@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.engines import absent, packages
-from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.support.store_clients import clients_of
 from tests.support.tp_model import TpModel, checkpoint
 
@@ -43,7 +43,7 @@ def begin() -> None:
     for module in (tp_worker, of_runner):
         module.monkey_patch_torch_reductions = lambda: None  # for tensors of GPUs alone
     of_runner.get_model = lambda: types.SimpleNamespace(weight_cache_mode="off")
-    torch.distributed.barrier = lambda **_: local.barrier.wait(20)
+    torch.distributed.barrier = lambda **_: local.barrier.wait(HANG_S)
     torch.cuda.current_device = lambda: 0  # asked for a device that CPU tensors do not have
     of_runner._unwrap_tensor = lambda tensor, **_: tensor
     assert scheduler.Scheduler is not None
@@ -97,14 +97,14 @@ class Manager:
     def __init__(self) -> None:
         self.barrier, self.calls = threading.Barrier(TP), list[str]()
         self.pools = [ThreadPoolExecutor(1) for _ in range(TP)]
-        self.ranks = [self.pools[i].submit(Rank, i, self.barrier).result(60) for i in range(TP)]
+        self.ranks = [self.pools[i].submit(Rank, i, self.barrier).result(HANG_S) for i in range(TP)]
 
     def on_all(self, what: str, call: Any) -> list[Any]:
         self.calls.append(what)
         running = [
             pool.submit(call, rank) for pool, rank in zip(self.pools, self.ranks, strict=True)
         ]
-        return [each.result(60) for each in running]
+        return [each.result(2 * HANG_S) for each in running]
 
     async def begin_weight_update(self, obj: Any, _: Any) -> None:
         assert all(
@@ -152,7 +152,7 @@ class World:
         from moe_p2p.weights import Param, WeightLayout, WeightTrainer
 
         direct = how.pop("direct", True)
-        fleet = Fleet(host="127.0.0.1", port=free_port(), timeout_s=20, **how)
+        fleet = Fleet(host="127.0.0.1", port=free_port(), timeout_s=HANG_S, **how)
         self.store = fleet.store(serves=True)
         self.manager = Manager()
         engine = types.SimpleNamespace(
@@ -167,10 +167,10 @@ class World:
         self.engine = Engine(label="trainer")
         try:
             self.trainer = WeightTrainer(
-                self.engine, self.store, layout, 0, self.values, timeout_s=20
+                self.engine, self.store, layout, 0, self.values, timeout_s=HANG_S
             )
         finally:
-            opened.result(60)  # its error is the cause
+            opened.result(2 * HANG_S)  # its error is the cause
 
     def send(self, version: int, requests: Any = "keep") -> None:
         self.updates.send(
