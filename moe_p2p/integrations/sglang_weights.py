@@ -54,6 +54,13 @@ def _board(fleet: Fleet, store: Any) -> Board:
 def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
     """SGLang's loader of weights, for a payload of `SglangUpdates`; it raises nothing."""
     call = json.loads(bytes(named[0][1].cpu().tolist()))
+    try:
+        _answer(model, call)
+    except Exception as failed:  # without a store nobody waits for the answer
+        log.warning(f"weight update, {call['do']}: no store to answer in: {failed!r}")
+
+
+def _answer(model: Any, call: dict[str, Any]) -> None:
     fleet, error = Fleet(**call["fleet"]), ""
     if call["do"] == "open" or id(model) not in _stores:  # trainers may have begun anew
         _stores[id(model)] = fleet.store()

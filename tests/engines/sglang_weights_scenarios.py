@@ -151,10 +151,11 @@ class World:
         from moe_p2p.integrations.engine_weights import Fleet
         from moe_p2p.weights import Param, WeightLayout, WeightTrainer
 
-        direct = how.pop("direct", True)
-        fleet = Fleet(host="127.0.0.1", port=free_port(), timeout_s=HANG_S, **how)
+        direct, manager = how.pop("direct", True), how.pop("manager", None)
+        how.setdefault("port", free_port())
+        self.fleet = fleet = Fleet(host="127.0.0.1", timeout_s=HANG_S, **how)
         self.store = fleet.store(serves=True)
-        self.manager = Manager()
+        self.manager = manager or Manager()
         engine = types.SimpleNamespace(
             loop=asyncio.new_event_loop(), tokenizer_manager=self.manager
         )
@@ -190,8 +191,13 @@ class World:
             worker.close()
         sglang_weights._workers.clear()
         sglang_weights._stores.clear()
+        self.end_trainer()
+
+    def end_trainer(self) -> None:
+        """And the store, which it serves."""
         self.trainer.close()
         self.engine.close()
+        self.store = None
 
 
 @contextlib.contextmanager
@@ -246,6 +252,18 @@ def requests_are_kept_retracted_or_aborted() -> None:
             assert w.manager.hold(version)
         assert [len(rank.flushed) for rank in w.manager.ranks] == [2, 2]  # not where kept
         refused(lambda: w.send(4, "drop"), "must be one of keep, retract, abort")
+
+
+@scenario
+def trainers_end_and_begin_anew_while_the_engine_stays() -> None:
+    with world() as w:
+        w.send(1)
+        w.end_trainer()
+        refused(w.updates.resume, "")  # nobody answers
+        assert w.manager.hold(1)
+        with world(manager=w.manager, port=w.fleet.port) as again:
+            again.send(2)
+            assert w.manager.hold(2)
 
 
 @scenario
