@@ -70,7 +70,8 @@ class EngineWeights:
     """rank, world_size: of this worker among all workers of the fleet's engines, or of its replica.
 
     load: the model's loader, which takes pairs of name and tensor. direct: record it, so that
-    trainers write into the tensors; False: it gets all parameters at commit.
+    trainers write into the tensors; False: it gets all parameters at commit. store: of the fleet,
+    a client that no other thread uses meanwhile; None: a new one.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class EngineWeights:
         *,
         direct: bool = True,
         device: torch.device | str = "cpu",
+        store: Any = None,
     ) -> None:
         self._load, self.fleet, self.device = load, fleet, torch.device(device)
-        board, deadline = Board(fleet.store(), fleet.name), Deadline(fleet.timeout_s)
+        store = fleet.store() if store is None else store
+        board, deadline = Board(store, fleet.name, alone=True), Deadline(fleet.timeout_s)
         text = board.wait({"trainer layout": "trainer 0"}, deadline)["trainer layout"]
         source = WeightLayout.from_bytes(bytes.fromhex(text))
         shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
@@ -113,7 +116,7 @@ class EngineWeights:
         self.engine = Engine(label=f"generator {rank}", gpu=gpu)
         self.generator = WeightGenerator(
             self.engine,
-            fleet.store(),
+            store,
             layout,
             rank,
             self._live,

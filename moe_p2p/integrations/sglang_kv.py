@@ -176,8 +176,12 @@ class Manager:
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         self.reservations.pop(bootstrap_room, None)
 
-    def close(self) -> None:
+    def teardown(self) -> None:
+        """SGLang's, where a scheduler gives up its role. The garbage collector would wait for ever
+        for a ZMQ context whose sockets are open."""
         self.own.close()
+        this: Any = self
+        this._zmq_ctx.destroy(linger=0)
 
 
 class Sender:

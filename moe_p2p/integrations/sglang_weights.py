@@ -42,28 +42,38 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 # --- in each scheduler process ---
 
-_workers: dict[int, EngineWeights] = {}  # by model; one, unless tests have several ranks
+# By model; one of each, unless tests have several ranks.
+_workers: dict[int, EngineWeights] = {}
+_stores: dict[int, Any] = {}
 
 
-@functools.lru_cache(maxsize=16)
-def _board(fleet: Fleet, rank: int) -> Board:
-    return Board(fleet.store(), f"{fleet.name}/sglang")
+def _board(fleet: Fleet, store: Any) -> Board:
+    return Board(store, f"{fleet.name}/sglang", alone=True)
 
 
 def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
     """SGLang's loader of weights, for a payload of `SglangUpdates`; it raises nothing."""
     call = json.loads(bytes(named[0][1].cpu().tolist()))
-    fleet, error = Fleet(**call["fleet"]), ""
-    board = _board(fleet, call["rank"])
     try:
-        _do(model, call, fleet)
+        _answer(model, call)
+    except Exception as failed:  # without a store nobody waits for the answer
+        log.warning(f"weight update, {call['do']}: no store to answer in: {failed!r}")
+
+
+def _answer(model: Any, call: dict[str, Any]) -> None:
+    fleet, error = Fleet(**call["fleet"]), ""
+    if call["do"] == "open" or id(model) not in _stores:  # trainers may have begun anew
+        _stores[id(model)] = fleet.store()
+    store = _stores[id(model)]
+    try:
+        _do(model, call, fleet, store)
     except Exception as failed:
         log.warning(f"weight update, {call['do']}: {failed}")
         error = str(failed) or repr(failed)
-    board.put(f"{call['number']} {call['rank']}", {"error": error})
+    _board(fleet, store).put(f"{call['number']} {call['rank']}", {"error": error})
 
 
-def _do(model: Any, call: dict[str, Any], fleet: Fleet) -> None:
+def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
     if call["do"] == "open":
         old = _workers.pop(id(model), None)
         if old is not None:
@@ -71,7 +81,7 @@ def _do(model: Any, call: dict[str, Any], fleet: Fleet) -> None:
         first = next(model.parameters())
         _workers[id(model)] = EngineWeights(
             model, model.load_weights, fleet, call["rank"], call["world_size"],
-            direct=call["direct"], device=first.device,
+            direct=call["direct"], device=first.device, store=store,
         )  # fmt: skip
         return
     worker = _workers.get(id(model))
@@ -185,6 +195,10 @@ class SglangUpdates:
         self._run(self._manager.continue_generation(
             structs.ContinueGenerationReqInput(torch_empty_cache=False)))  # fmt: skip
 
+    @functools.cached_property
+    def _answers(self) -> Board:
+        return _board(self.fleet, self.fleet.store())
+
     @property
     def _manager(self) -> Any:
         return self._engine.tokenizer_manager
@@ -242,7 +256,7 @@ class SglangUpdates:
 
     def _raise_errors(self, do: str) -> None:
         keys = {f"{self._number} {rank}": f"generator {rank}" for rank in self._ranks}
-        found = _board(self.fleet, -1).wait(keys, Deadline(self.fleet.timeout_s))
+        found = self._answers.wait(keys, Deadline(self.fleet.timeout_s))
         errors = [each["error"] for each in found.values() if each["error"]]
         if errors:
             raise make(ProtocolError, f"{do}: {errors[0]}")

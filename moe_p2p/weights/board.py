@@ -35,11 +35,12 @@ class Deadline:
 
 
 class Board:
-    """store: any torch store that both jobs reach. name: of the fleet."""
+    """store: any torch store that both jobs reach. name: of the fleet. alone: no other thread uses
+    this client of the store meanwhile; else the board connects with one of its own, because a call
+    that waits would hold it up."""
 
-    def __init__(self, store: Any, name: str) -> None:
-        # A client of its own: a call that waits in another one would hold this one up.
-        self._store = store.clone() if hasattr(store, "clone") else store
+    def __init__(self, store: Any, name: str, *, alone: bool = False) -> None:
+        self._store = store.clone() if hasattr(store, "clone") and not alone else store
         self._prefix = f"moe_p2p weights/{name}/"
 
     def put(self, key: str, value: object) -> None:

@@ -62,8 +62,8 @@ class Presence:
         of_fleet = PrefixStore(f"moe_p2p weights/{name}", store)
         self.lease_s, self.incarnation = lease_s, secrets.token_hex(8)
         record = {**record, "incarnation": self.incarnation}
-        self._beat = _Beat(TorchLeases(of_fleet, lease_s), who, record, lease_s)
-        self._leases = TorchLeases(of_fleet, lease_s)  # for looking, by the caller's thread
+        self._leases = TorchLeases(of_fleet, lease_s)  # the caller's thread looks, another renews
+        self._beat = _Beat(self._leases, who, record, lease_s)
         self._looked = 0.0
         self._beat.renew()
         threading.Thread(target=self._beat.run, name=f"lease of {who}", daemon=True).start()

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_PORTS: list[socket.socket] = []
+HANG_S = 60.0  # ends what would never end; on a busy machine all the rest may take seconds
 
 
 class Scenarios:
@@ -77,6 +79,10 @@ def refused(what: Callable[[], Any], *words: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Kept until the process ends: the kernel gives it to nobody who asks for any port, and who
+    asks for this one may listen."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    _PORTS.append(kept)
+    return int(kept.getsockname()[1])

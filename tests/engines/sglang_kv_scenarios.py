@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.engines import absent, packages
-from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 
 scenario = Scenarios()
 PAGE, LAYERS, HEADS, DIM, SLOTS = 4, 3, 2, 8, 8
@@ -165,7 +165,7 @@ class Servers:
 
     def close(self) -> None:
         for rank in [*self.decode, *self.prefill]:
-            rank.manager.close()
+            rank.manager.teardown()
         self.bootstrap.close()
 
     def senders(self, room: int) -> list[Any]:
@@ -191,10 +191,10 @@ def servers(*given: Any, **more: Any) -> Iterator[Servers]:
         made.close()
 
 
-def wait(until: Callable[[], bool], limit_s: float = 20.0) -> None:
-    end = time.monotonic() + limit_s
+def wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG_S
     while not until():
-        assert time.monotonic() < end, f"waited {limit_s} s"
+        assert time.monotonic() < end, f"waited {HANG_S} s"
         time.sleep(0.0005)
 
 
@@ -370,7 +370,7 @@ def the_prefiller_ends() -> None:
         poll_opened([sender], [receiver])
         sender.init(3, 1)
         sender.send(pages(3))
-        made.prefill[0].manager.close()
+        made.prefill[0].manager.teardown()
         poll([receiver], FAILED)
         scenario.expect_logged("room 91", "lost", "/0")
         wait(made.decode[0].idle)

@@ -162,8 +162,8 @@ class Servers:
         )
 
     def close(self) -> None:
-        self.preallocating.kv_manager.close()
-        self.bootstrapping.kv_manager.close()
+        self.preallocating.kv_manager.teardown()
+        self.bootstrapping.kv_manager.teardown()
         self.bootstrap.close()
 
     def pair(self, room: int, length: int) -> tuple[Any, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tests.engines import absent, packages
-from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
+from tests.support.store_clients import clients_of
 from tests.support.tp_model import TpModel, checkpoint
 
 scenario = Scenarios()
@@ -42,7 +43,7 @@ def begin() -> None:
     for module in (tp_worker, of_runner):
         module.monkey_patch_torch_reductions = lambda: None  # for tensors of GPUs alone
     of_runner.get_model = lambda: types.SimpleNamespace(weight_cache_mode="off")
-    torch.distributed.barrier = lambda **_: local.barrier.wait(20)
+    torch.distributed.barrier = lambda **_: local.barrier.wait(HANG_S)
     torch.cuda.current_device = lambda: 0  # asked for a device that CPU tensors do not have
     of_runner._unwrap_tensor = lambda tensor, **_: tensor
     assert scheduler.Scheduler is not None
@@ -96,14 +97,14 @@ class Manager:
     def __init__(self) -> None:
         self.barrier, self.calls = threading.Barrier(TP), list[str]()
         self.pools = [ThreadPoolExecutor(1) for _ in range(TP)]
-        self.ranks = [self.pools[i].submit(Rank, i, self.barrier).result(60) for i in range(TP)]
+        self.ranks = [self.pools[i].submit(Rank, i, self.barrier).result(HANG_S) for i in range(TP)]
 
     def on_all(self, what: str, call: Any) -> list[Any]:
         self.calls.append(what)
         running = [
             pool.submit(call, rank) for pool, rank in zip(self.pools, self.ranks, strict=True)
         ]
-        return [each.result(60) for each in running]
+        return [each.result(2 * HANG_S) for each in running]
 
     async def begin_weight_update(self, obj: Any, _: Any) -> None:
         assert all(
@@ -150,10 +151,11 @@ class World:
         from moe_p2p.integrations.engine_weights import Fleet
         from moe_p2p.weights import Param, WeightLayout, WeightTrainer
 
-        direct = how.pop("direct", True)
-        fleet = Fleet(host="127.0.0.1", port=free_port(), timeout_s=20, **how)
+        direct, manager = how.pop("direct", True), how.pop("manager", None)
+        how.setdefault("port", free_port())
+        self.fleet = fleet = Fleet(host="127.0.0.1", timeout_s=HANG_S, **how)
         self.store = fleet.store(serves=True)
-        self.manager = Manager()
+        self.manager = manager or Manager()
         engine = types.SimpleNamespace(
             loop=asyncio.new_event_loop(), tokenizer_manager=self.manager
         )
@@ -166,10 +168,10 @@ class World:
         self.engine = Engine(label="trainer")
         try:
             self.trainer = WeightTrainer(
-                self.engine, self.store, layout, 0, self.values, timeout_s=20
+                self.engine, self.store, layout, 0, self.values, timeout_s=HANG_S
             )
         finally:
-            opened.result(60)  # its error is the cause
+            opened.result(2 * HANG_S)  # its error is the cause
 
     def send(self, version: int, requests: Any = "keep") -> None:
         self.updates.send(
@@ -188,8 +190,14 @@ class World:
         for worker in sglang_weights._workers.values():
             worker.close()
         sglang_weights._workers.clear()
+        sglang_weights._stores.clear()
+        self.end_trainer()
+
+    def end_trainer(self) -> None:
+        """And the store, which it serves."""
         self.trainer.close()
         self.engine.close()
+        self.store = None
 
 
 @contextlib.contextmanager
@@ -226,6 +234,13 @@ def bytes_move_beside_generation_and_a_pause_changes_all_ranks() -> None:
 
 
 @scenario
+def an_engine_adds_three_clients_of_the_store_for_each_rank() -> None:
+    with world() as w:
+        served, trainer, updates = 1, 2, 1
+        assert clients_of(w.store.port) == served + trainer + updates + 3 * TP
+
+
+@scenario
 def requests_are_kept_retracted_or_aborted() -> None:
     with world() as w:
         for version, (ours, theirs) in enumerate(
@@ -237,6 +252,18 @@ def requests_are_kept_retracted_or_aborted() -> None:
             assert w.manager.hold(version)
         assert [len(rank.flushed) for rank in w.manager.ranks] == [2, 2]  # not where kept
         refused(lambda: w.send(4, "drop"), "must be one of keep, retract, abort")
+
+
+@scenario
+def trainers_end_and_begin_anew_while_the_engine_stays() -> None:
+    with world() as w:
+        w.send(1)
+        w.end_trainer()
+        refused(w.updates.resume, "")  # nobody answers
+        assert w.manager.hold(1)
+        with world(manager=w.manager, port=w.fleet.port) as again:
+            again.send(2)
+            assert w.manager.hold(2)
 
 
 @scenario

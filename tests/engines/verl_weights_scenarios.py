@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.engines import absent, packages
-from tests.engines.scenarios import Scenarios, refused
+from tests.engines.scenarios import HANG_S, Scenarios, refused
 from tests.support.tp_model import checkpoint
 
 scenario = Scenarios()
@@ -33,7 +33,7 @@ def begin() -> None:
     waits.auto_await = lambda call: call  # verl's runs coroutines where nobody awaits them
     sys.modules["verl.utils.ray_utils"] = waits
     base = importlib.import_module("verl.checkpoint_engine.base")
-    base.ray.get = lambda futures: [each.result(60) for each in futures]
+    base.ray.get = lambda futures: [each.result(2 * HANG_S) for each in futures]
     base.ray.util.get_node_ip_address = lambda: "127.0.0.1"
     base.import_external_libs = importlib.import_module  # verl's own does no more
     base.RayWorkerGroup = lambda worker_handles, **_: Group(worker_handles)
@@ -92,7 +92,7 @@ def manager(bucket_size: int, replicas: int = 2) -> Any:
     made = CheckpointEngineManager(config, actors, [])
 
     def engine() -> Any:
-        return CheckpointEngineRegistry.new("moe_p2p", bucket_size=bucket_size, timeout_s=20.0)
+        return CheckpointEngineRegistry.new("moe_p2p", bucket_size=bucket_size, timeout_s=HANG_S)
 
     made.actor_wg = Group([engine() for _ in range(ACTORS)])
     made.replicas = [Replica([engine()]) for _ in range(replicas)]
@@ -151,7 +151,7 @@ def an_actor_that_fails_fails_the_update() -> None:
     made.actor_wg.update = broken
     refused(lambda: asyncio.run(made.update_weights(global_steps=2)), "the actor is out of memory")
     for worker in (w for replica in made.replicas for w in replica.workers):
-        deadline = time.monotonic() + 10  # half of what it would wait for an actor that is silent
+        deadline = time.monotonic() + HANG_S / 2  # it would wait twice as long for a silent actor
         while "the actor is out of memory" not in worker._side.failure:
             assert time.monotonic() < deadline, worker._side.failure
             time.sleep(0.01)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.engines import vllm_kv_engine as engines
-from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.engines.vllm_kv_engine import Engine, Model, kv_bytes
 
 scenario = Scenarios()
@@ -38,24 +38,23 @@ def pair(
         first.close()
 
 
-def run(*all_engines: Engine, until: Callable[[], bool], limit_s: float = 20) -> None:
-    end = time.monotonic() + limit_s
+def run(*all_engines: Engine, until: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG_S
     while not until():
         for engine in all_engines:
             engine.step()
-        assert time.monotonic() < end, f"waited {limit_s} s: " + "; ".join(
+        assert time.monotonic() < end, f"waited {HANG_S} s: " + "; ".join(
             f"{e.name}: {e.finished}, {e.computed[-4:]}" for e in all_engines
         )
 
 
-def run_until_idle(*all_engines: Engine, limit_s: float = 20) -> None:
+def run_until_idle(*all_engines: Engine) -> None:
     """Every page is back."""
     run(
         *all_engines,
         until=lambda: all(
             e.free_blocks == e.idle and not e.scheduler.requests for e in all_engines
         ),
-        limit_s=limit_s,
     )
 
 
@@ -265,7 +264,7 @@ def decode_rejects_and_the_prefiller_has_its_pages_at_once() -> None:
         assert second.scheduler.has_requests(), "the worker has to hear of it"
         began = time.monotonic()
         run_until_idle(first, second)
-        assert time.monotonic() - began < 5, "open_s is 30"
+        assert time.monotonic() - began < 20, "open_s is 30"
 
 
 @scenario
@@ -295,7 +294,7 @@ def blocks_come_back_after_the_fence_where_the_prefiller_does_not_answer() -> No
         second.abort("a there")
         began = time.monotonic()
         run(second, until=lambda: second.free_blocks == second.idle)
-        assert 0.4 < time.monotonic() - began < 5, "a write may land in them until drain_s"
+        assert 0.4 < time.monotonic() - began < 20, "a write may land in them until drain_s"
 
 
 @scenario

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_p2p.integrations import vllm, vllm_weights
-from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.engines.vllm_kv_engine import begin
 from tests.support.tp_model import TpModel, checkpoint
 
@@ -57,7 +57,7 @@ class Client:
 
         self.calls.append(getattr(method, "__name__", method))
         running = [self.pool.submit(call, worker) for worker in self.workers]
-        done = [each.exception(60) for each in running]  # all workers end before one raises
+        done = [each.exception(2 * HANG_S) for each in running]  # all workers end before one raises
         for error in done:
             if error is not None:
                 raise error
@@ -117,7 +117,7 @@ def source(rank: int, *, sharded: bool) -> Any:
 
 
 class Fleet:
-    def __init__(self, *, sharded: bool = True, timeout_s: float = 20.0, **how: Any) -> None:
+    def __init__(self, *, sharded: bool = True, timeout_s: float = HANG_S, **how: Any) -> None:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         vllm_weights.plugin()
@@ -138,14 +138,14 @@ class Fleet:
                 init, client=self.client, source=self.sources[rank]
             )
 
-        self.trainers = [each.result(60) for each in
+        self.trainers = [each.result(2 * HANG_S) for each in
                          [self.pool.submit(made, rank) for rank in range(TRAINERS)]]  # fmt: skip
 
     def send(self, version: int) -> None:
         for each in self.sources:
             each.set(version)
         running = [self.pool.submit(each.send_weights) for each in self.trainers]
-        errors = [each.exception(60) for each in running]
+        errors = [each.exception(2 * HANG_S) for each in running]
         for error in errors:
             if error is not None:
                 raise error

@@ -118,7 +118,7 @@ def test_a_healthy_cancel_takes_a_round_trip(side: str) -> None:
             best = min(best, time.monotonic() - began)
             for each in ends:
                 each.wait_reusable(10)
-    assert best < 0.1
+    assert best < 2
 
 
 def test_other_requests_of_the_pair_fail_by_name_and_it_connects_anew() -> None:
