@@ -29,7 +29,8 @@ FLUSH_BYTES = 256 << 20  # leaves nothing of a call in a GPU's caches
 SEED = 5
 NUM_SMS = 24
 OPS = (
-    *("dispatch", "dispatch_inference", "dispatch_counted", "dispatch_send", "dispatch_recv"),
+    *("dispatch", "dispatch_inference", "dispatch_eager", "dispatch_counted"),
+    *("dispatch_send", "dispatch_recv", "all_to_all_check"),
     *("combine", "combine_inference", "combine_out", "combine_send", "combine_recv", "release"),
     *("count_routing", "share_counts", "all_to_all_agree"),
 )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
-from moe_p2p.default_device import without_default_device
+from moe_p2p.default_device import watched, without_default_device
 from moe_p2p.dispatched import Call, Dispatched, new_tuple
 from moe_p2p.halves import Halves, with_more
 from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, raise_typed
@@ -49,6 +49,7 @@ from moe_p2p.options import (
 
 _ops = torch.ops.moe_p2p
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
+_DISPATCH_EAGER = _ops.dispatch_eager.default
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
 _COMBINE_OUT = _ops.combine_out.default
 
@@ -139,8 +140,12 @@ class AllToAll(Halves):
         extras: Sequence[Tensor] = (),
         count: Tensor | None = None,
         count_on_host: int = arguments.ALL_ROWS,
+        others: Sequence[int] = (),
     ) -> tuple[Any, ...]:
-        """Returns the fields of Dispatched, for callers that make many calls of one form."""
+        """Returns the fields of Dispatched, for callers that make many calls of one form.
+
+        others: numbers of communicators to check first, without gradients and where nobody watches.
+        """
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
         given, max_tokens, capacity = form
@@ -155,7 +160,7 @@ class AllToAll(Halves):
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
         try:
-            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
+            inputs = (
                 self._comm,
                 options,
                 x,
@@ -168,6 +173,10 @@ class AllToAll(Halves):
                 max_tokens,
                 capacity,
             )
+            if grad or watched():
+                made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(*inputs)
+            else:
+                made = _DISPATCH_EAGER(*inputs, others)
         except RuntimeError as error:
             raise_typed(error)
         has_scales = quantize or scales is not None

@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 num_modes = torch._C._len_torch_function_stack
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
 switched_off = torch._C.DisableTorchFunction  # a context
 _mode = torch._C._get_function_stack_at
 
@@ -46,8 +47,17 @@ def unaffected(function: _Function) -> _Function:
     return run  # type: ignore[return-value]
 
 
+def watched() -> bool:
+    """Whether a compiler, or a mode of torch, sees which ops run and what they return."""
+    return torch.compiler.is_compiling() or num_dispatch_modes() > 0
+
+
 def is_set() -> bool:
     """Whether all modes of torch are default devices, so that nobody else is watching."""
     if torch.compiler.is_compiling():
         return False
-    return all(isinstance(_mode(i), DeviceContext) for i in range(num_modes()))
+    # A loop: a generator would take as long again.
+    for i in range(num_modes()):  # noqa: SIM110
+        if not isinstance(_mode(i), DeviceContext):
+            return False
+    return True

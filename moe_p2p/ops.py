@@ -186,7 +186,7 @@ def signal(signals: int, layer: int, kv: Tensor) -> None:
 def _fake_dispatch(
     *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
+    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs[:11]
     shape, quantize = _shape(comm), options & bits.QUANTIZE
     has_scales = scales is not None or quantize
     handle = x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32)
@@ -237,8 +237,9 @@ def _fake_number(*args: Any) -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-for _suffix in ("", "_inference"):
+for _suffix in ("", "_inference", "_eager"):
     torch.library.register_fake(f"moe_p2p::dispatch{_suffix}")(_fake_dispatch)
+for _suffix in ("", "_inference"):
     torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
@@ -444,6 +445,5 @@ def _mark_effect(name: str) -> None:
 
 _mark_effect("all_to_all_gather_counts")
 _mark_effect("all_to_all_check")
-for _suffix in ("", "_inference"):
-    _mark_effect(f"dispatch{_suffix}")
-    _mark_effect(f"combine{_suffix}")
+for _name in ("dispatch", "dispatch_inference", "dispatch_eager", "combine", "combine_inference"):
+    _mark_effect(_name)

@@ -8,6 +8,7 @@ compiled in one process means the same in another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -90,6 +91,7 @@ def partials_from(number: int) -> int:
     return number >> _PARTIALS_SHIFT
 
 
+@functools.cache  # each call asks
 def variant_of(number: int) -> int:
     """The bits that choose the kernel: whether rows lie by rank, and what quantize does."""
     layout = BY_RANK if number & LAYOUT_MASK == BY_RANK else PADDED

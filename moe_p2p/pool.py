@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from moe_p2p import arguments, errors, serving_steps
 from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.config import AllToAllConfig
+from moe_p2p.default_device import watched, without_default_device
 from moe_p2p.dispatched import new_tuple
 from moe_p2p.ops import call, raise_typed
 from moe_p2p.options import DispatchOptions
@@ -51,6 +53,8 @@ class ReleasingAllToAll(AllToAll):
     combine of theirs opens a step of its own. All ranks make the same calls, so all release the
     same ones at the same call.
     """
+
+    others: Sequence[int] = ()  # numbers of the others of its pool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,7 +168,7 @@ class AllToAllPool:
             made = self._made[key] = ReleasingAllToAll(
                 self._store, config, rank=self.rank, world_size=self.world_size, masked=masked
             )
-            self._comms = [*self._comms, made._comm]
+            self._name([*self._comms, made._comm])
             if limit_bytes:
                 self._limited_bytes += self._size(config)
         return made
@@ -178,6 +182,12 @@ class AllToAllPool:
         types: x_dtype, y_dtype, out_dtype, order, row_bytes (AllToAll.prepare).
         """
         self.get(config, limit_bytes=limit_bytes).prepare(*options, **types)
+
+    def _name(self, comms: list[int]) -> None:
+        """Keeps the numbers of all AllToAlls, for check() and for dispatches of each other."""
+        self._comms = comms
+        for made in self._made.values():
+            made.others = [number for number in comms if number != made._comm]
 
     def _ranks_per_node(self, config: AllToAllConfig) -> int:
         """Masks work in one node, or with nodes of one rank."""
@@ -228,13 +238,17 @@ class AllToAllPool:
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
         try:
-            _CHECK(self._comms)
+            without_default_device(_CHECK)(self._comms)
         except RuntimeError as error:
             raise_typed(error)
 
-    def check_others(self) -> None:
-        """check() for callers that check their own AllToAll anyway: skips if it is the only one."""
-        if len(self._made) > 1:
+    def check_others(self, *, dispatches: bool = False) -> None:
+        """check() for callers that check their own AllToAll anyway: skips if it is the only one.
+
+        dispatches: a dispatch_with() follows that is given AllToAll.others: its op checks them,
+        where neither a compiler nor a mode of torch watches.
+        """
+        if len(self._made) > 1 and (not dispatches or watched()):
             self.check()
 
     @property
@@ -263,5 +277,5 @@ class AllToAllPool:
 
     def _close(self, key: tuple[AllToAllConfig, bool]) -> None:
         made = self._made.pop(key)
-        self._comms = [number for number in self._comms if number != made._comm]
+        self._name([number for number in self._comms if number != made._comm])
         made.close()

@@ -16,6 +16,14 @@ ObjectTable<AllToAllObject>& communicators() {
   return *table;
 }
 
+void check(const std::vector<int64_t>& comms) {
+  for (const int64_t comm : comms) {
+    const auto object = communicators().get(comm);
+    const std::unique_lock lock(object->in_use, std::try_to_lock);
+    if (lock.owns_lock()) object->all_to_all.check();
+  }
+}
+
 Caller::Caller(int64_t comm)
     : object_(communicators().get(comm)),
       lock_(object_->in_use, std::try_to_lock),

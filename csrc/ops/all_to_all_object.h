@@ -41,6 +41,10 @@ struct AllToAllObject {
 
 ObjectTable<AllToAllObject>& communicators();
 
+// Throws the error that broke one of these. Skips those that are in a call of another thread: that
+// call will throw it.
+void check(const std::vector<int64_t>& comms);
+
 // The communicator while one call runs. Throws Error{kInvalidArgument} when another call is
 // running: the order of calls would differ between ranks.
 class Caller {

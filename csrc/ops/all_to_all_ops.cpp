@@ -145,14 +145,7 @@ std::string all_to_all_arrival_flags(int64_t comm) {
   return communicators().get(comm)->all_to_all.arrival_flags();
 }
 
-// Does nothing then either: that call will raise it.
-void all_to_all_check(std::vector<int64_t> comms) {
-  for (const int64_t comm : comms) {
-    const auto object = communicators().get(comm);
-    const std::unique_lock lock(object->in_use, std::try_to_lock);
-    if (lock.owns_lock()) object->all_to_all.check();
-  }
-}
+void all_to_all_check(std::vector<int64_t> comms) { check(comms); }
 
 void all_to_all_release_oldest(int64_t comm) {
   const Caller caller(comm);

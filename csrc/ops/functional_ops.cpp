@@ -126,6 +126,25 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
       capacity);
 }
 
+// Up to so many bytes beside the rows share an allocation: a user who keeps one of them keeps all.
+constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
+
+Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, const Tensor& x,
+                          std::optional<Tensor> scales, std::vector<Tensor> extras,
+                          const Tensor& topk_idx, std::optional<Tensor> topk_weights,
+                          std::optional<Tensor> num_tokens, int64_t num_tokens_host,
+                          int64_t max_tokens, int64_t capacity, std::vector<int64_t> others) {
+  check(others);
+  const Caller comm(comm_id);
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  const DispatchArguments in{x,          scales,          extras,     topk_idx, topk_weights,
+                             num_tokens, num_tokens_host, max_tokens, options};
+  std::optional<Arena> beside;
+  if (const int64_t bytes = bytes_beside_rows(*comm, in, capacity); bytes <= kMostSharedBytes)
+    beside.emplace(bytes);
+  return dispatch_into_new(&*comm, in, capacity, beside ? &*beside : nullptr);
+}
+
 // The schema declares that combine does not change the handle, and this restores it: so a compiler
 // may use one handle for several combines. The communicator knows which step is still open.
 class HandleGuard {
@@ -199,6 +218,7 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
+  m.impl("dispatch_eager", TORCH_BOX(&dispatch_eager));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
   m.impl("combine_out", TORCH_BOX(&combine_out));

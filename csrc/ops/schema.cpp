@@ -13,11 +13,14 @@ namespace {
 // `more` holds the scalars, then the wait_ticks.
 //
 // Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
-// calls a Python function first, which doubles what a call of few tokens costs.
+// calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager is
+// for calls that no compiler sees either: all but rows, scales and extras share an allocation, and
+// it checks `others`, communicators, first.
 const std::string kDispatch =
     "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
-    "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity) "
-    "-> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
+    "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity";
+const std::string kDispatched =
+    ") -> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
     "Tensor handle, Tensor[] more)";
 // Waits for the counts of all ranks, and makes outputs of exactly as many rows; max_tokens -1: as
 // many as the rank with most has. kernel: counts topk_idx first; -1: that was done. On the host:
@@ -175,8 +178,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("release(int comm, Tensor(a!) handle) -> ()");
 
   // --- all to all: whole calls ---
-  m.def(("dispatch" + kDispatch).c_str());
-  m.def(("dispatch_inference" + kDispatch).c_str());
+  m.def(("dispatch" + kDispatch + kDispatched).c_str());
+  m.def(("dispatch_inference" + kDispatch + kDispatched).c_str());
+  m.def(("dispatch_eager" + kDispatch + ", int[] others" + kDispatched).c_str());
   m.def(("dispatch_counted" + kDispatchCounted).c_str());
   m.def(("combine" + kCombine).c_str());
   m.def(("combine_inference" + kCombine).c_str());

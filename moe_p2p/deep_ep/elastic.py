@@ -74,9 +74,9 @@ class ElasticBuffer(ElasticBase):
         (None with do_expand), their weights ([R, K], with do_expand [R], None without
         topk_weights), the handle and the event.
         """
-        self._pool.check_others()
         values, packs = x if isinstance(x, tuple) else (x, None)
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
+        self._pool.check_others(dispatches=not sync)
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
@@ -125,7 +125,7 @@ class ElasticBuffer(ElasticBase):
             if sync:
                 fields, counts = self._dispatch_counted(all_to_all, form, given, alignment)
             else:
-                fields = all_to_all.dispatch_with(form, *given)
+                fields = all_to_all.dispatch_with(form, *given, others=all_to_all.others)
             received = without_rows(fields)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(received.counts)

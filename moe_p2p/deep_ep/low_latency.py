@@ -109,7 +109,7 @@ class LowLatencyCalls(BufferBase):
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
         assert not (async_finish and return_recv_hook), _TWO_WAYS
-        self._pool.check_others()
+        self._pool.check_others(dispatches=not return_recv_hook)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         hook: Hook | None = None
         fields: tuple[Any, ...]  # fields of a Dispatched
@@ -140,7 +140,9 @@ class LowLatencyCalls(BufferBase):
                     (given, topk_idx, *stats, *tensors_of(fields), *fields[2], tiles),
                 )
             else:
-                fields = all_to_all.dispatch_with(form, given, topk_idx, extras=extras)
+                fields = all_to_all.dispatch_with(
+                    form, given, topk_idx, extras=extras, others=all_to_all.others
+                )
                 if use_nvfp4:
                     tiles = nvfp4.tiles_for(fields[2][0])
                     nvfp4.fill(tiles, fields[2][0])

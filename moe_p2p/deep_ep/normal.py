@@ -102,7 +102,7 @@ class NormalCalls(BufferBase):
         num_worst_tokens), the handle and the event; with a handle None for all but rows and event.
         Rows past the last have -1 for all experts, weights of 0 and any values.
         """
-        self._pool.check_others()
+        self._pool.check_others(dispatches=handle is not None)
         values, scales = x if isinstance(x, tuple) else (x, None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -264,7 +264,8 @@ def _send(
     """Dispatches; returns the fields of a Dispatched."""
     if scales is not None:
         scales = _in_columns(scales)
-    return all_to_all.dispatch_with(form, values.contiguous(), topk_idx, topk_weights, scales)
+    values, others = values.contiguous(), all_to_all.others
+    return all_to_all.dispatch_with(form, values, topk_idx, topk_weights, scales, others=others)
 
 
 def _in_columns(scales: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.default_device import is_set, num_modes, switched_off, without_default_device
+from moe_p2p.default_device import is_set, num_modes, switched_off
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,18 +62,21 @@ class Streams:
         """
         if allocate_on_comm_stream and (previous_event is None or not async_finish):
             raise errors.make(errors.InvalidArgumentError, _NO_OWNER)
-        modes = num_modes()
-        # -1: host memory
-        ordinal = without_default_device(like.get_device)() if modes else like.get_device()
+        unaffected = switched_off() if num_modes() and is_set() else None
+        if unaffected is None:
+            ordinal = like.get_device()  # -1: host memory
+        else:
+            with unaffected:
+                ordinal = like.get_device()
         event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         # Fast path of most calls, without a stream object: on the stream of the latest call.
         on_latest = ordinal < 0 or self._latest_raw == _current_raw(ordinal)
         if on_latest and event is None and not async_finish:
-            return Turn(False) if modes or _records() else _BARE
+            return _BARE if unaffected is None and not _records() else Turn(False, unaffected)
         if ordinal < 0:
             wait_for(event, like)
-            return Turn(async_finish)
-        return CudaTurn(self, event, async_finish)
+            return Turn(async_finish, unaffected)
+        return CudaTurn(self, event, async_finish, unaffected)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Orders the next call, on `stream` (the current one), after the latest call."""
@@ -127,10 +130,11 @@ class Turn:
     default device (default_device.py).
     """
 
-    def __init__(self, async_finish: bool) -> None:
+    def __init__(self, async_finish: bool, unaffected: Any = None) -> None:
+        """unaffected: a context without a default device; None: there is none."""
         self._async_finish = async_finish
         self._records = _records()
-        self._unaffected = switched_off() if num_modes() and is_set() else None
+        self._unaffected = unaffected
         self._end: EventHandle | None = None
 
     def __enter__(self) -> Self:
@@ -178,8 +182,10 @@ _BARE = _Bare(False)  # shared by all of them
 class CudaTurn(Turn):
     """One call on a GPU."""
 
-    def __init__(self, streams: Streams, after: EventHandle | None, async_finish: bool) -> None:
-        super().__init__(async_finish)
+    def __init__(
+        self, streams: Streams, after: EventHandle | None, async_finish: bool, unaffected: Any
+    ) -> None:
+        super().__init__(async_finish, unaffected)
         self._callers = torch.cuda.current_stream()
         self._stream = streams.comm if async_finish else self._callers
         self._scope = torch.cuda.stream(self._stream) if async_finish else None

@@ -88,6 +88,7 @@ def test_a_default_device_sees_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(DeviceContext, "__torch_function__", see)
             with default_device("meta"):
                 pair()
+        assert not any("moe_p2p" in name for name in seen), (pair.__name__, seen)
         assert len(seen) <= 2, (pair.__name__, seen)  # what the test itself asks a tensor for
         seen.clear()
 

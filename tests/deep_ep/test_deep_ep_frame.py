@@ -181,7 +181,7 @@ def test_a_call_on_the_stream_of_the_latest_one_switches_nothing(
     current, made, x = 5, list[tuple[Any, ...]](), cast(torch.Tensor, OnGpu())
 
     def cuda_turn(*arguments: Any) -> streams.Turn:
-        made.append(arguments[1:])
+        made.append(arguments[1:3])
         return streams.Turn(False)
 
     monkeypatch.setattr(streams, "_current_raw", lambda _: current)
