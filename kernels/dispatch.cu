@@ -1,15 +1,8 @@
 // One kernel for both halves of dispatch. Blocks that send come before those that receive and wait
 // for earlier steps only, so the receivers behind them cannot keep them from running; a call of
 // more chunks than steps in flight needs all its blocks on the device at once.
-#if MOE_P2P_BULK         // moe_p2p/gpu/launch_shape.py chooses; never with masks
-#ifndef MOE_P2P_COPIERS  // warps that copy slots which another one places; 0: rings of slots
-#define MOE_P2P_COPIERS 0
-#endif
-#if MOE_P2P_COPIERS
-#include "kernels/dispatch/bulk_place.cuh"
-#else
+#if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
 #include "kernels/dispatch/bulk_recv.cuh"
-#endif
 #include "kernels/dispatch/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;
 #else
@@ -47,10 +40,6 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     way::dispatch_send(p, role.send, begin);
     if constexpr (!kPlain) copy_topk(p, role.send);
   } else if (const Begun begun = begin(); role.recv >= 0) {
-#if MOE_P2P_BULK
-    if (role.recv == 0 && begun.good && bulk::receiver_counts(p))
-      bulk::send_counts_first(p, begun.first_step);
-#endif
     way::dispatch_recv(p, begun, role.recv);
   } else if (begun.good) {
     relay(p.comm, begun.first_step, num_chunks_of(p),

@@ -3,11 +3,12 @@
 // head, the computing warps make payload and scales, the storing warp stores the slot.
 #pragma once
 
-#include "kernels/dispatch/bulk_given.cuh"
-#include "kernels/dispatch/bulk_routes.cuh"
+#include "kernels/device/bulk.cuh"
 #include "kernels/dispatch/send.cuh"
 
 namespace moe_p2p::device::bulk {
+
+inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
 
 // One image is made while others leave. Rows of x that are quantized pass through buffers of their
 // own, others go straight into the image.
@@ -25,7 +26,6 @@ struct SlotPipe {
 };
 struct BulkSendShared {
   SendShared routes;
-  Routed routed;
   SlotPipe worker[SendWorker::kCount];
 };
 
@@ -63,22 +63,15 @@ struct Ahead {
   }
 };
 
-// Asks for a row of x, into a buffer of `x` where it is quantized, else into its image; if
-// loads_scales(), for its scales too, and the image is full without a computing warp.
+// Asks for a row of x, into a buffer of `x` where it is quantized, else into its image.
 __device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 token,
                                 const Turn<kImages>& image, Turn<kXs>& x, i32 lane) {
   if (lane == 0) {
     if constexpr (kQuantize) x.wait_empty(pipe.xs);
     char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
-    const GivenRow row = GivenRow::of(p, static_cast<u32>(token));
-    if (loads_scales(p)) {  // in place of the computing warp's arrival
-      static_assert(kQuantize || !MOE_P2P_DISPATCH_SCALES || kComputeWarps == 1);
-      barrier_expect(&pipe.images.full[image.at], given_bytes(p));
-      load_given(p, row, to, &pipe.images.full[image.at]);
-    } else {
-      barrier_expect(&pipe.xs.full[x.at], kRowBytes);
-      bulk_load(to, row.payload, kRowBytes, &pipe.xs.full[x.at]);
-    }
+    barrier_expect(&pipe.xs.full[x.at], kRowBytes);
+    bulk_load(to, p.x.as<const char>() + static_cast<i64>(token) * kRowBytes, kRowBytes,
+              &pipe.xs.full[x.at]);
   }
   __syncwarp();
   x.next();
@@ -102,8 +95,6 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
       ahead.ask(p, token, next, lane);
       if constexpr (kQuantize) load_row(p, pipe, next, image, x, lane);
     }
-    if constexpr (kInPieces)
-      shared<BulkSendShared>().routed.await(chunk, (token - chunk * kChunk) / 32);
     find_slots(a, warp, chunk, counted, token, true, w);
     counted = token;
     image.wait_empty(pipe.images);
@@ -177,9 +168,6 @@ struct GivenScales {
 // Returns the token that would be next.
 __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tokens& tokens,
                                   SlotPipe& pipe, Turn<kImages>& image, Turn<kXs>& x) {
-  if (loads_scales(p))  // nothing is left to do
-    return tokens.first +
-           max(tokens.end - tokens.first + tokens.stride - 1, 0) / tokens.stride * tokens.stride;
   GivenScales ahead;
   if (!kQuantize && tokens.first < tokens.end) ahead.ask(p, tokens.first, thread);
   i32 token = tokens.first;
@@ -235,12 +223,10 @@ struct Storer {
       pipe.progress.wait_room(num_stored);
       if (lane < kLocal) {
         const i32 at = pipe.slot[image.at][l];
-        const bool whole = l != a.self.local || !own_stays(p);
         if (at >= 0)
           bulk_store(inbox_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)) + kInboxSlots +
                          static_cast<u64>(at) * p.parts.slot_bytes,
-                     pipe.image[image.at],
-                     whole ? static_cast<u32>(p.parts.slot_bytes) : static_cast<u32>(kHeadBytes));
+                     pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
         bulk_commit();
         // Pairs with the wait for the flag in fetch_slots() or recv_slot() there.
         pipe.progress.flag[num_stored % Progress<kLocal>::kItems][lane] =
@@ -281,12 +267,8 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
   i32 counted = 0;
   for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    const bool heads = block == num_blocks - 1 && !receiver_counts(p);
-    const RouteTask task{step, chunk, block == 0, false};
-    const i32 num_words = words_before(heads);
-    if (kInPieces && threadIdx.x == 0) s.routed.publish(chunk, num_words);
-    if (!route_chunk(a, task, num_words)) return;
-    if (heads) send_headers(a, step, chunk);
+    if (!route_chunk(a, {step, chunk, block == 0, false})) return;
+    if (block == num_blocks - 1) send_headers(a, step, chunk);
     const i32 last = end_of_chunk(p, chunk);
     const Tokens tokens{chunk * kChunk + id, min(last, a.num_tokens),
                         num_blocks * SendWorker::kCount};
@@ -298,8 +280,6 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
       raise_flags<SendWorker::kCount, kLocal>(
           [&](i32 w) -> Progress<kLocal>& { return s.worker[w].progress; }, role.thread, chunk,
           flag_of(step));
-    } else if (role.routes) {
-      route_rest(a, task, num_words, s.routed);
     } else {
       i32 token = fill_images(p, role.thread, tokens, pipe, image, x);
       for (; token < last; token += tokens.stride)
