@@ -40,6 +40,10 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     way::dispatch_send(p, role.send, begin);
     if constexpr (!kPlain) copy_topk(p, role.send);
   } else if (const Begun begun = begin(); role.recv >= 0) {
+#if MOE_P2P_BULK
+    if (role.recv == 0 && begun.good && bulk::receiver_counts(p))
+      bulk::send_counts_first(p, begun.first_step);
+#endif
     way::dispatch_recv(p, begun, role.recv);
   } else if (begun.good) {
     relay(p.comm, begun.first_step, num_chunks_of(p),

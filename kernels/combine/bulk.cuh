@@ -62,6 +62,17 @@ struct BulkShared {
   SumPipe worker[SendWorker::kCount];
 };
 
+// Whether a sum of one row is sent unchanged; the receiving half adds it to 0.0.
+__device__ __forceinline__ bool rows_stay(const CombineParams& p) {
+  return kYType == kOutType && !p.row_weights && !p.topk_weights && !with_scalars(p);
+}
+// Whether such a sum is not sent to the own rank: the receiving half of the same kernel takes the
+// row from y.
+__device__ __forceinline__ bool own_stays(const CombineParams& p) {
+  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
+         rows_stay(p);
+}
+
 // Bytes of piece `piece` of a row.
 template <DType kType>
 __device__ __forceinline__ u32 piece_bytes(i32 piece) {

@@ -16,6 +16,19 @@ inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
 inline constexpr i32 kTokenLanes = kChunk > 512 ? kSpeakerLanes : 32;  // of one token
 inline constexpr i32 kTokensAtOnce = 32 / kTokenLanes;
 
+// Returns the row of y that this rank did not send to itself for a token in slot `index`; null: it
+// sent a sum. load_slots() decides it alike.
+__device__ inline const char* own_row(const CombineParams& p, const Self& self,
+                                      const HandleArrays& handle, i32 token, i32 index) {
+  if (index < 0 || !own_stays(p)) return nullptr;
+  const i32* rows = handle.rows_of(kPlain ? 0 : token / kChunk, self.rank, index);
+  i32 num_rows = 0, row = 0;
+#pragma unroll
+  for (i32 k = 0; k < kTopk; ++k)
+    if (const i32 found = rows[k]; found >= 0) ++num_rows, row = found;
+  return num_rows == 1 ? p.y.as<const char>() + static_cast<u64>(row) * kYBytes : nullptr;
+}
+
 // Loads the rows of tokens first, first + stride, ... up to kTokensAtOnce of them.
 __device__ inline void load_tokens(const CombineParams& p, const Self& self,
                                    const HandleArrays& handle, Loader& loader, u64 step, i32 first,
@@ -23,8 +36,11 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
   const i32 lane = loader.lane, mine = lane / kTokenLanes, speaker = lane % kTokenLanes;
   const i32 token = first + mine * stride;
   const char* row = nullptr;
-  if (token < end && speaker < kSpeakers)
-    row = wait_partial(p, self, step, speaker, handle.send_slots(token)[speaker]);
+  if (token < end && speaker < kSpeakers) {
+    const i32 index = handle.send_slots(token)[speaker];
+    if (speaker == self.local) row = own_row(p, self, handle, token, index);
+    if (!row) row = wait_partial(p, self, step, speaker, index);
+  }
   fence_global_for_bulk();
   const u32 have = __ballot_sync(~0u, row != nullptr);
   const i32 first_partial = num_biases(p);

@@ -6,11 +6,6 @@
 
 namespace moe_p2p::device::bulk {
 
-// Whether a sum of one row is sent unchanged; the receiving half adds it to 0.0.
-__device__ inline bool rows_stay(const Adder& a) {
-  return kYType == kOutType && !a.weighted() && !with_scalars(a.p);
-}
-
 __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp& warp, u64 step,
                                   i32 chunk) {
   Rows<kLookedUp>& found = loader.pipe.looked_up;
@@ -23,12 +18,13 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
       const i32 num_rows = found.num_rows[place];
       if (num_rows < 0) continue;
       const auto [source, index] = a.item(num_items, i);
+      if (source == a.self.rank && num_rows == 1 && own_stays(a.p)) continue;  // own_row()
       const i32 there = source % kLocal, own = a.self.index_at(there);
       const u64 data = a.p.comm.data[there];
       Sum& sum = loader.next();
       if (warp.thread == 0) {
         sum.num_rows = num_rows;
-        sum.is_row = num_rows == 1 && rows_stay(a);
+        sum.is_row = num_rows == 1 && rows_stay(a.p);
         sum.first_row = found.row[place][0];
         sum.rows = a.handle.rows_of(chunk, source, index);
         sum.to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +

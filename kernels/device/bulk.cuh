@@ -8,12 +8,22 @@
 
 #include "kernels/device/worker.cuh"
 
+// Warps of a block that route for its workers (kernels/dispatch/bulk_routes.cuh).
+#ifndef MOE_P2P_ROUTE_WARPS
+#define MOE_P2P_ROUTE_WARPS 0
+#endif
+
 namespace moe_p2p::device {
 
 // Rows go through shared memory. Calls between nodes keep to the other way: their gateways add rows
 // that several ranks push.
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
+
+// Whether what a rank sends to itself stays where the caller has it, in calls of both halves. Half
+// of all rows with two ranks, whose copies otherwise keep the multiprocessors busy; with more ranks
+// combine waits longer for its receiving half than that saves.
+inline constexpr bool kOwnStays = kLocal == 2;
 
 // Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, but are a third slower
 // then.
@@ -122,26 +132,34 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
 }
 
 // --- a worker of three parts: one warp loads, one stores, and the others compute. Behind the
-// workers one warp raises the flags of all. ---
+// workers one warp raises the flags of all, and another one may route. ---
 
-inline constexpr i32 kPipeThreads = (kBlockThreads - 32) / SendWorker::kCount;
+inline constexpr i32 kSpareThreads = 32 * (1 + MOE_P2P_ROUTE_WARPS);
+inline constexpr i32 kPipeThreads = (kBlockThreads - kSpareThreads) / SendWorker::kCount;
 inline constexpr i32 kComputeThreads = kPipeThreads - 64;
 inline constexpr i32 kComputeWarps = kComputeThreads / 32;
-static_assert(kBlockThreads == SendWorker::kCount * kPipeThreads + 32 && kPipeThreads % 32 == 0 &&
-              kComputeWarps >= 1);
+static_assert(kBlockThreads == SendWorker::kCount * kPipeThreads + kSpareThreads &&
+              kPipeThreads % 32 == 0 && kPipeThreads >= kSpareThreads && kComputeWarps >= 1);
 
 struct PipeRole {
-  i32 place;   // of the worker in its block; 0 of the warp that raises flags
+  i32 place;   // of the worker in its block; 0 of a warp behind the workers
   i32 thread;  // among the computing threads, or of the warp
-  bool loads, stores, flags;
+  bool loads, stores, flags, routes;
 
   __device__ static PipeRole of() {
     const i32 thread = static_cast<i32>(threadIdx.x) % kPipeThreads;
     const i32 place = static_cast<i32>(threadIdx.x) / kPipeThreads;
-    if (place == SendWorker::kCount) return {0, thread, false, false, true};
+    if (place == SendWorker::kCount) {
+      const bool routes = MOE_P2P_ROUTE_WARPS > 0 && thread >= 32;
+      return {0, routes ? thread - 32 : thread, false, false, !routes, routes};
+    }
     const bool computes = thread < kComputeThreads;
-    return {place, computes ? thread : thread % 32, !computes && thread < kComputeThreads + 32,
-            thread >= kComputeThreads + 32, false};
+    return {place,
+            computes ? thread : thread % 32,
+            !computes && thread < kComputeThreads + 32,
+            thread >= kComputeThreads + 32,
+            false,
+            false};
   }
 };
 

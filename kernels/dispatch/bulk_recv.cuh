@@ -3,12 +3,11 @@
 // allows.
 #pragma once
 
-#include "kernels/device/bulk.cuh"
+#include "kernels/dispatch/bulk_given.cuh"
 #include "kernels/dispatch/recv.cuh"
 
 namespace moe_p2p::device::bulk {
 
-inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
 // Slots that are fetched while one is taken. Where a slot fills several rows, whose copies need the
 // time of another image, launch_shape.py gives a ring one more.
@@ -40,10 +39,16 @@ struct Fetcher {
     bulk_wait_read<1>();  // the copies out of the image that is next
     __syncwarp();
     if (lane == 0) {
-      const auto bytes = static_cast<u32>(a.p.parts.slot_bytes);
+      const bool given = own_stays(a.p) && item.source == a.self.rank;
+      const char* slot = slot_at(a, step, item);
+      const u32 bytes = given ? kHeadBytes : static_cast<u32>(a.p.parts.slot_bytes);
+      char* image = ring.image[fetched.at];
       ring.item[fetched.at] = item;
-      barrier_expect(&ring.full[fetched.at], bytes);
-      bulk_load(ring.image[fetched.at], slot_at(a, step, item), bytes, &ring.full[fetched.at]);
+      barrier_expect(&ring.full[fetched.at], given ? bytes + given_bytes(a.p) : bytes);
+      bulk_load(image, slot, bytes, &ring.full[fetched.at]);
+      if (given)
+        load_given(a.p, GivenRow::of(a.p, slot_head(slot)->token), image + kHeadBytes,
+                   &ring.full[fetched.at]);
     }
     fetched.next();
     ++num_ahead;

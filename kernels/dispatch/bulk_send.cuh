@@ -3,12 +3,11 @@
 // head, the computing warps make payload and scales, the storing warp stores the slot.
 #pragma once
 
-#include "kernels/device/bulk.cuh"
+#include "kernels/dispatch/bulk_given.cuh"
+#include "kernels/dispatch/bulk_routes.cuh"
 #include "kernels/dispatch/send.cuh"
 
 namespace moe_p2p::device::bulk {
-
-inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
 
 // One image is made while others leave. Rows of x that are quantized pass through buffers of their
 // own, others go straight into the image.
@@ -26,6 +25,7 @@ struct SlotPipe {
 };
 struct BulkSendShared {
   SendShared routes;
+  Routed routed;
   SlotPipe worker[SendWorker::kCount];
 };
 
@@ -70,7 +70,7 @@ __device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 tok
     if constexpr (kQuantize) x.wait_empty(pipe.xs);
     char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
     barrier_expect(&pipe.xs.full[x.at], kRowBytes);
-    bulk_load(to, p.x.as<const char>() + static_cast<i64>(token) * kRowBytes, kRowBytes,
+    bulk_load(to, GivenRow::of(p, static_cast<u32>(token)).payload, kRowBytes,
               &pipe.xs.full[x.at]);
   }
   __syncwarp();
@@ -95,6 +95,7 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
       ahead.ask(p, token, next, lane);
       if constexpr (kQuantize) load_row(p, pipe, next, image, x, lane);
     }
+    shared<BulkSendShared>().routed.await(chunk, (token - chunk * kChunk) / 32);
     find_slots(a, warp, chunk, counted, token, true, w);
     counted = token;
     image.wait_empty(pipe.images);
@@ -223,10 +224,12 @@ struct Storer {
       pipe.progress.wait_room(num_stored);
       if (lane < kLocal) {
         const i32 at = pipe.slot[image.at][l];
+        const bool whole = l != a.self.local || !own_stays(p);
         if (at >= 0)
           bulk_store(inbox_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)) + kInboxSlots +
                          static_cast<u64>(at) * p.parts.slot_bytes,
-                     pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
+                     pipe.image[image.at],
+                     whole ? static_cast<u32>(p.parts.slot_bytes) : static_cast<u32>(kHeadBytes));
         bulk_commit();
         // Pairs with the wait for the flag in fetch_slots() or recv_slot() there.
         pipe.progress.flag[num_stored % Progress<kLocal>::kItems][lane] =
@@ -267,8 +270,12 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
   i32 counted = 0;
   for (i32 chunk = 0; chunk < num_chunks_of(p); ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (!route_chunk(a, {step, chunk, block == 0, false})) return;
-    if (block == num_blocks - 1) send_headers(a, step, chunk);
+    const bool heads = block == num_blocks - 1 && !receiver_counts(p);
+    const RouteTask task{step, chunk, block == 0, false};
+    const i32 num_words = words_before(heads);
+    if (threadIdx.x == 0) s.routed.publish(chunk, num_words);
+    if (!route_chunk(a, task, num_words)) return;
+    if (heads) send_headers(a, step, chunk);
     const i32 last = end_of_chunk(p, chunk);
     const Tokens tokens{chunk * kChunk + id, min(last, a.num_tokens),
                         num_blocks * SendWorker::kCount};
@@ -280,6 +287,8 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
       raise_flags<SendWorker::kCount, kLocal>(
           [&](i32 w) -> Progress<kLocal>& { return s.worker[w].progress; }, role.thread, chunk,
           flag_of(step));
+    } else if (role.routes) {
+      route_rest(a, task, num_words, s.routed);
     } else {
       i32 token = fill_images(p, role.thread, tokens, pipe, image, x);
       for (; token < last; token += tokens.stride)

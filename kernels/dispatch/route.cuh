@@ -139,16 +139,18 @@ struct EarlyRoutes {
   }
 };
 
-// Finds where the chunk's tokens go. Returns false if the step's slot did not become free.
-__device__ inline bool route_chunk(const Sender& a, const RouteTask& task) {
+inline constexpr i32 kRouters = kBlockThreads / 32 - 1;  // warps
+
+// Finds where the chunk's tokens go, as far as the first `num_words` words have them. Returns false
+// if the step's slot did not become free.
+__device__ inline bool route_chunk(const Sender& a, const RouteTask& task, i32 num_words) {
   const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
   Placement::begin_chunk(a);
   // The last warp waits until the step's slot is free, the others read the routing table.
-  constexpr i32 kRouters = kBlockThreads / 32 - 1;
   if (thread / 32 == kRouters)
     return __syncthreads_and(wait_free(a.p.comm, a.self, task.step, lane));
 #pragma unroll 1
-  for (i32 w = thread / 32; w < kChunkWords; w += kRouters)
+  for (i32 w = thread / 32; w < num_words; w += kRouters)
     route_word(a, task, w, [&](i32 token, const auto& each) { for_each_id(a.p, token, each); });
   return __syncthreads_and(true);
 }
@@ -214,12 +216,12 @@ __device__ __forceinline__ void send_count(const Sender& a, u64 step, i32 rank, 
   }
 }
 
-// Sends the counts of the whole call, with the first chunk.
-__device__ inline void send_counts(const Sender& a, u64 step) {
+// Sends the counts of the whole call, with the first chunk. counted: experts are, by route_word().
+__device__ inline void send_counts(const Sender& a, u64 step, bool counted) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   SendScratch& w = a.s.worker[0];
   constexpr i32 kSeen = sizeof(w.seen) / sizeof(w.seen[0]);
-  if constexpr (EarlyRoutes::kOn) {  // route_word() has counted experts
+  if (EarlyRoutes::kOn || counted) {
     if (Placement::num_token_counts() > 0 && thread < kLocal)
       w.seen[kExperts + thread] = tokens_in(a.s.has[thread]);  // and read by this thread
   } else {
@@ -244,11 +246,11 @@ __device__ inline void send_counts(const Sender& a, u64 step) {
 }
 
 // Sends headers for all columns, and with the first chunk the counts. Called by one block; early,
-// because receivers place rows by them.
-__device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
+// because receivers place rows by them. counted: as in send_counts().
+__device__ inline void send_headers(const Sender& a, u64 step, i32 chunk, bool counted = false) {
   const i32 thread = static_cast<i32>(threadIdx.x), slot = slot_of(step);
   const u32 flags = wire_flags(a.p);
-  if (chunk == 0) send_counts(a, step);
+  if (chunk == 0) send_counts(a, step, counted);
 #pragma unroll 1
   for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
     if constexpr (kMasks)

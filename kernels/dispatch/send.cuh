@@ -310,7 +310,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
     const bool heads = block == num_blocks - 1;  // it has the fewest tokens
     if constexpr (EarlyRoutes::kOn) {
       if (!early.route(a, {step, chunk, block == 0, heads})) return;
-    } else if (!route_chunk(a, {step, chunk, block == 0, false})) {
+    } else if (!route_chunk(a, {step, chunk, block == 0, false}, kChunkWords)) {
       return;
     }
     if constexpr (kMasks) drop_masked(a);

@@ -25,6 +25,7 @@ _QUICK_STEP = 128  # most tokens of a step whose dispatch has workers of few war
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 # Threads that load and store for a worker, that compute, and that raise flags: device/bulk.cuh
 _CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
+_ROUTE_WARPS = 1  # of a block that sends in bulk: routes while its workers send
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch/bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine/bulk.cuh, kOuts and the most of kDeep
 _FLAG_BYTES = 128  # flags and Progress, for each rank
@@ -290,7 +291,7 @@ def bulk_dispatch(
     # Rows that are not quantized leave one warp of a worker little to do.
     pipe, most = (_CARRY_THREADS + _COMPUTE_THREADS, 3) if quantize else (_CARRY_THREADS + 32, 6)
     for workers in range(most, 0, -1):
-        threads = pipe * workers + _FLAG_THREADS
+        threads = pipe * workers + _FLAG_THREADS + 32 * _ROUTE_WARPS
         launch = LaunchShape(threads, workers, 1, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base
@@ -303,6 +304,7 @@ def bulk_dispatch(
                 "MOE_P2P_IMAGE_BYTES": image,
                 "MOE_P2P_RINGS": rings,
                 "MOE_P2P_RING_IMAGES": ring_images,
+                "MOE_P2P_ROUTE_WARPS": _ROUTE_WARPS,
             }
             shared = base + max(workers * (images * place + rest), rings * ring)
             return Bulk(launch, bulk, shared)

@@ -100,6 +100,7 @@ CASES = {
         "test_gpu_bulk.py::test_more_tokens_than_a_block_routes_at_once[2ranks-2pernode]",
         "test_gpu_bulk.py::test_a_worker_waits_for_room_for_flags[2ranks-2pernode]",
         "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]",
+        "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[2ranks-2pernode]",
         "test_gpu_bulk.py::test_sums_of_negative_zeros_are_zeros[2ranks-2pernode]",
         "test_gpu_bulk.py::test_no_number_comes_of_what_is_none[2ranks-2pernode]",
         "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",

@@ -92,6 +92,7 @@ def test_rows_by_rank_of_seven_thousand_values(world: World) -> None:
         call(world, 2, in_fp8(False), counts=counts, **wide),
         call(world, 3, quantize=True, counts=counts, **wide),
         call(world, 0, in_fp8(True), counts=[1] * world.ranks, **wide),
+        call(world, 2, in_fp8(True), counts=counts, **wide | {"layout": "grouped"}),
     ]
     run(world, steps, wanted, WIDE)
 
