@@ -274,26 +274,6 @@ def value_of(bar: Bar, folder: Path) -> float | None:
         return None
 
 
-def ways(folder: Path) -> Iterator[str]:
-    """Lines of other ways of kernels: change of each case against the present way."""
-    rows = load(folder, "ways")
-    if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
-        return
-    for tree in dict.fromkeys(row["tree"] for row in rows):
-        found = []
-        for row in rows:
-            base = next(each for each in rows if each["case"] == row["case"])
-            if row["tree"] == tree and row is not base:
-                changes = "/".join(
-                    f"{(ratio(row['case'], what)([base, row]) or float('nan')) * 100 - 100:+.1f}"
-                    for what in ("pair", "dispatch", "combine"))  # fmt: skip
-                wrong = " WRONG" if row.get("wrong") or row.get("failed") else ""
-                case = row["case"].replace(" on 24 SMs by rank", " few")
-                found.append(f"{case} {changes}{wrong}")
-        if found:
-            yield f"  {tree.removeprefix('.@')}: " + "; ".join(found)
-
-
 def failures(folder: Path, steps: Sequence[str], most: int = 12) -> Iterator[str]:
     """Failed tests of pytest's logs, and each log's last line."""
     for path in (folder / f"{step}.log" for step in steps):
@@ -321,8 +301,7 @@ def noticed(folder: Path, steps: Sequence[str]) -> Iterator[str]:
 def report(folder: Path, steps: Sequence[str]) -> list[str]:
     """What gpu_figures.py prints last, of these steps."""
     found = [*failures(folder, steps), *noticed(folder, steps)]
-    wanted = {bar.step for bar in BARS} & {*steps, "ways"}
-    return found + (lines(folder, steps) if wanted & {*steps} else [])
+    return found + (lines(folder, steps) if {bar.step for bar in BARS} & {*steps} else [])
 
 
 def lines(folder: Path, steps: Sequence[str] = ()) -> list[str]:
@@ -338,8 +317,6 @@ def lines(folder: Path, steps: Sequence[str] = ()) -> list[str]:
         found.append(f"{bar.name:55} {shown:>9} {bar.unit:4} {wanted:>8} {mark}".rstrip())
     marks = [line.split()[-1] for line in found]
     found.append(f"{marks.count('met')} met, {marks.count('MISSED')} missed")
-    if (not steps or "ways" in steps) and (changed := list(ways(folder))):
-        found += ["ways, change of pair/dispatch/combine in %:", *changed]
     return found
 
 

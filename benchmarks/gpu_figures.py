@@ -34,15 +34,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_bars  # noqa: E402
 
 BENCH = "-m moe_p2p bench"
-WAYS = (  # of kernels, to be measured beside the present ones (moe_p2p/gpu/kernel_ways.py)
-    "combine_own=y",
-    "dispatch_receive=place",
-    "dispatch_counts=receiver",
-    "dispatch_counts=receiver,dispatch_routing=pieces",
-    "dispatch_own=x",
-    "dispatch_scales=bulk",
-)
-IN_BULK = "T 512 on,T 4096 on"  # the cases whose kernels have ways
 WORKERS = 12  # of tests: each has ranks as threads with few blocks, half of them on each GPU
 PYTEST = "-m pytest -o cache_dir={out}/tests --progress -rf --tb=short --durations=12"
 PRINTS_S = 25.0  # of a step of tests, at its end: no test begins any more, failures are printed
@@ -57,7 +48,7 @@ NEW_TESTS = (
         "timed_nic",
         "arrival_flags",
     ),
-    *("bulk_ways", "tuned", "prepare", "int10", "count_kernel", "sum_order", "opaque_rows"),
+    *("tuned", "prepare", "int10", "count_kernel", "sum_order", "opaque_rows"),
     *("mirror", "clean_masks"),
 )
 ENGINE_TESTS = ("integrations", "vllm_experts")
@@ -145,9 +136,6 @@ def _turns(base: str, first: str) -> Iterator[Step]:
     waiting = "normal_counted 512,normal_counted 4096,v2_counted 128,v2_counted 4096"
     yield Step("span", f"{host}/span.json --only span --rounds 4 --cases "
                + f"'{waiting}'", 160, needs=first or base)  # fmt: skip
-    yield Step("ways", "benchmarks/mirror_turns.py . " + " ".join(f".@{each}" for each in WAYS)
-               + f" --rounds 6 --cases '{IN_BULK}' --json {{out}}/ways.json",
-               200, 1)  # fmt: skip
     for system in ("shim", "integration"):  # systems of one process share kernels
         yield Step(f"megatron-{system}", f"{BENCH} --api megatron --empty-cache --systems "
                    f"alltoall,{system} --json {{out}}/megatron-{system}.json", 90)  # fmt: skip

@@ -4,8 +4,7 @@
     python benchmarks/mirror_turns.py BASE CHANGE --cases "T 8,T 128" --rounds 20 --json out.json
 
 BASE, CHANGE: trees, folders with moe_p2p/ (built: moe_p2p/_C.abi3.so) and kernels/; or folders with
-kernels/ alone, for which the package of the present tree is used. "." is the present tree. Behind
-an @ other ways of its kernels (docs/gpu.md, "Ways to choose from"): .@dispatch_receive=place
+kernels/ alone, for which the package of the present tree is used. "." is the present tree.
 
 Each tree has a process for each GPU: rank 0 of a mirror world of --ranks ranks (docs/gpu.md, "The
 mirror world"); with one GPU rank 0 is its own partner, and no byte crosses a link. Each case is
@@ -73,13 +72,11 @@ class WorkerError(RuntimeError):
 class Worker:
     """A process of a script that obeys commands, such as benchmarks/mirror_worker.py."""
 
-    def __init__(
-        self, tree: Path, ways: str, place: int, count: int, key: str, script: Path
-    ) -> None:
-        self.name = f"{tree} {ways}, rank {place}"
+    def __init__(self, tree: Path, place: int, count: int, key: str, script: Path) -> None:
+        self.name = f"{tree}, rank {place}"
         self._process = subprocess.Popen(
             [sys.executable, str(script), str(place), str(count), key],
-            env=_environment(tree, place, ways),
+            env=_environment(tree, place),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if "MIRROR_TURNS_VERBOSE" in os.environ else subprocess.DEVNULL,
@@ -111,13 +108,12 @@ def _command(*arguments: object) -> list[str]:
     return [sys.executable, str(WORKER), *map(str, arguments)]
 
 
-def _environment(tree: Path, place: int, ways: str) -> dict[str, str]:
+def _environment(tree: Path, place: int) -> dict[str, str]:
     """A worker sees its GPU first, and the other one behind it."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     place %= len(seen)
     order = [seen[place], *(each for i, each in enumerate(seen) if i != place)]
-    chosen = {"MOE_P2P_KERNEL_SETTINGS": ways} if ways else {}
-    return os.environ | chosen | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ",".join(order)}
+    return os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ",".join(order)}
 
 
 class Tree:
@@ -125,10 +121,8 @@ class Tree:
 
     def __init__(self, name: str, tree: Path, count: int, script: Path) -> None:
         key = f"turns.{secrets.token_hex(6)}"
-        self.name, self.path, self.ways = name, tree, name.partition("@")[2]
-        self.workers = [
-            Worker(tree, self.ways, place, count, key, script) for place in range(count)
-        ]
+        self.name, self.path = name, tree
+        self.workers = [Worker(tree, place, count, key, script) for place in range(count)]
 
     def ask(self, command: str, *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
         for worker in self.workers:
@@ -152,7 +146,7 @@ def opened(trees: Sequence[str], count: int, script: Path | None = None) -> Iter
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mirror_turns.")))
         opened_trees = []
         for i, name in enumerate(trees):
-            package = _package_of(Path(name.partition("@")[0]).resolve(), folder / str(i))
+            package = _package_of(Path(name).resolve(), folder / str(i))
             tree = Tree(name, package, count, script or WORKER)
             stack.callback(tree.end)
             opened_trees.append(tree)
@@ -178,7 +172,7 @@ def compile_ahead(trees: Sequence[Tree], cases: Sequence[Case]) -> None:
     def one(tree: Tree, case: Case) -> None:
         key = f"ahead.{secrets.token_hex(6)}"
         command = [*_command(0, 1, key), json.dumps(asdict(case))]
-        environment = _environment(tree.path, 0, tree.ways)
+        environment = _environment(tree.path, 0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 command, env=environment, capture_output=True, timeout=COMPILE_S, check=False

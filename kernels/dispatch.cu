@@ -1,15 +1,8 @@
 // One kernel for both halves of dispatch. Blocks that send come before those that receive and wait
 // for earlier steps only, so the receivers behind them cannot keep them from running; a call of
 // more chunks than steps in flight needs all its blocks on the device at once.
-#if MOE_P2P_BULK         // moe_p2p/gpu/launch_shape.py chooses; never with masks
-#ifndef MOE_P2P_COPIERS  // warps that copy slots which another one places; 0: rings of slots
-#define MOE_P2P_COPIERS 0
-#endif
-#if MOE_P2P_COPIERS
-#include "kernels/dispatch/bulk_place.cuh"
-#else
+#if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
 #include "kernels/dispatch/bulk_recv.cuh"
-#endif
 #include "kernels/dispatch/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;
 #else

@@ -6,8 +6,6 @@ MOE_P2P_NICS                RDMA devices in rail order where a configuration nam
 MOE_P2P_CACHE               folder of compiled kernels, writable by no other user (default:
                             ~/.cache/moe_p2p; without a home directory, moe_p2p-<user id> in the
                             folder for temporary files)
-MOE_P2P_KERNEL_SETTINGS     ways of kernels that are measured beside the present ones
-                            (gpu/kernel_ways.py)
 MOE_P2P_TUNED               file of `python -m moe_p2p tune`; none: use no such file (default: one
                             in the folder of compiled kernels, named by the machine)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
@@ -91,11 +89,6 @@ def kernels_folder() -> Path | None:
     """A second folder of compiled kernels, which is only read; None: there is none."""
     given = os.environ.get("MOE_P2P_KERNELS")
     return Path(given) if given else None
-
-
-def kernel_settings() -> str:
-    """`part=way,...` for gpu/kernel_ways.py."""
-    return os.environ.get("MOE_P2P_KERNEL_SETTINGS", "")
 
 
 def tuned_file() -> str:

@@ -43,11 +43,7 @@ LATE = (
 BULK = "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]"
 BULK_MANY = "test_gpu_bulk.py::test_a_worker_waits_for_room_for_flags[2ranks-2pernode]"
 BULK_QUANTIZED = "test_gpu_bulk.py::test_rows_of_seven_thousand_values[2ranks-2pernode]"
-_WAYS = "test_gpu_bulk_ways.py::test_"
-OTHER_WAYS = [
-    f"{_WAYS}tokens_are_sent_before_others_are_routed[2ranks-2pernode-all]",
-    f"{_WAYS}rows_of_seven_thousand_values[2ranks-2pernode-all]",
-]
+BULK_ROUTES = "test_gpu_bulk.py::test_more_tokens_than_a_block_routes_at_once[2ranks-2pernode]"
 MASKS = "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]"
 SLOW_LINK = "test_gpu_long_steps.py::test_parts_over_a_slow_link"
 SLOW_NEIGHBOUR = "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads"
@@ -73,8 +69,7 @@ NAMED = {
 }
 # Cases that fail when a line of a file no longer orders memory.
 ORDERED_BY = {
-    "bulk_place": OTHER_WAYS,
-    "bulk_routes": OTHER_WAYS,
+    "bulk_routes": [BULK_ROUTES],
     "bulk": [BULK, BULK_QUANTIZED, BULK_MANY],
     "combine/weights": [LATE],
     "dispatch/place": [MASKS],

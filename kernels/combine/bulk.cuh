@@ -7,11 +7,6 @@
 #include "kernels/combine/sum.cuh"
 #include "kernels/device/bulk.cuh"
 
-// A way to choose (moe_p2p/gpu/kernel_ways.py).
-#ifndef MOE_P2P_COMBINE_OWN
-#define MOE_P2P_COMBINE_OWN 0
-#endif
-
 namespace moe_p2p::device::bulk {
 
 // The warp that looks up rows for a whole worker.
@@ -74,7 +69,7 @@ __device__ __forceinline__ bool rows_stay(const CombineParams& p) {
 // Whether such a sum is not sent to the own rank: the receiving half of the same kernel takes the
 // row from y.
 __device__ __forceinline__ bool own_stays(const CombineParams& p) {
-  return MOE_P2P_COMBINE_OWN && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
+  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
          rows_stay(p);
 }
 

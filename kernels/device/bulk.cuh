@@ -20,6 +20,11 @@ namespace moe_p2p::device {
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
 
+// Whether what a rank sends to itself stays where the caller has it, in calls of both halves. Half
+// of all rows with two ranks, whose copies otherwise keep the multiprocessors busy; with more ranks
+// combine waits longer for its receiving half than that saves.
+inline constexpr bool kOwnStays = kLocal == 2;
+
 // Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, but are a third slower
 // then.
 inline constexpr i32 kBulkAlign = 128;

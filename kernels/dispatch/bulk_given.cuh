@@ -1,17 +1,9 @@
-// Dispatch on few multiprocessors: what bulk copies take from where the caller has it, so that no
-// warp, or no slot, is between.
+// Dispatch on few multiprocessors: what the receiving half takes from where the caller has it, so
+// that no slot is between.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
 #include "kernels/dispatch/token.cuh"
-
-// Ways to choose from (moe_p2p/gpu/kernel_ways.py).
-#ifndef MOE_P2P_DISPATCH_SCALES
-#define MOE_P2P_DISPATCH_SCALES 0
-#endif
-#ifndef MOE_P2P_DISPATCH_OWN
-#define MOE_P2P_DISPATCH_OWN 0
-#endif
 
 namespace moe_p2p::device::bulk {
 
@@ -23,14 +15,10 @@ inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec)
 __device__ __forceinline__ bool is_copied(const DispatchParams& p) {
   return !kQuantize && num_extras(p) == 0 && (p.scales.address | p.parts.bytes[1]) % 16 == 0;
 }
-// Whether the loading warp also asks for the scales of a token.
-__device__ __forceinline__ bool loads_scales(const DispatchParams& p) {
-  return MOE_P2P_DISPATCH_SCALES && is_copied(p);
-}
 // Whether a slot for the own rank is its head alone: the receiving half of the same kernel takes
 // the rest from x and the scales, which nobody writes meanwhile.
 __device__ __forceinline__ bool own_stays(const DispatchParams& p) {
-  return MOE_P2P_DISPATCH_OWN && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
+  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
          is_copied(p);
 }
 

@@ -6,14 +6,7 @@
 #include "kernels/device/bulk.cuh"
 #include "kernels/dispatch/route.cuh"
 
-// Ways to choose from (moe_p2p/gpu/kernel_ways.py).
-#ifndef MOE_P2P_DISPATCH_COUNTS
-#define MOE_P2P_DISPATCH_COUNTS 0
-#endif
-
 namespace moe_p2p::device::bulk {
-
-inline constexpr bool kInPieces = MOE_P2P_ROUTE_WARPS > 0;
 
 // How far a block has routed: words of `has`, of all chunks together, so it only grows.
 struct Routed {
@@ -34,7 +27,7 @@ struct Routed {
 
 // Words that the whole block routes, before its workers begin: one round. all: it needs all words.
 __device__ __forceinline__ i32 words_before(bool all) {
-  return kInPieces && !all ? min(kRouters, kChunkWords) : kChunkWords;
+  return all ? kChunkWords : min(kRouters, kChunkWords);
 }
 
 // Routes words from `first` on. Called by one warp.
@@ -51,8 +44,7 @@ __device__ inline void route_rest(const Sender& a, const RouteTask& task, i32 fi
 // before, as senders do, so that it cannot be waited for in a circle: receivers of all ranks wait
 // for first receivers that have sent already. With several chunks a sending block does it for each.
 __device__ __forceinline__ bool receiver_counts(const DispatchParams& p) {
-  return MOE_P2P_DISPATCH_COUNTS && kPlain && p.grid.num_send_blocks > 0 &&
-         p.grid.num_recv_blocks > 0;
+  return kPlain && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0;
 }
 
 // Called by that block, whose shared memory is not in use yet.

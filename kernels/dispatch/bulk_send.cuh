@@ -63,22 +63,15 @@ struct Ahead {
   }
 };
 
-// Asks for a row of x, into a buffer of `x` where it is quantized, else into its image; if
-// loads_scales(), for its scales too, and the image is full without a computing warp.
+// Asks for a row of x, into a buffer of `x` where it is quantized, else into its image.
 __device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 token,
                                 const Turn<kImages>& image, Turn<kXs>& x, i32 lane) {
   if (lane == 0) {
     if constexpr (kQuantize) x.wait_empty(pipe.xs);
     char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
-    const GivenRow row = GivenRow::of(p, static_cast<u32>(token));
-    if (loads_scales(p)) {  // in place of the computing warp's arrival
-      static_assert(kQuantize || !MOE_P2P_DISPATCH_SCALES || kComputeWarps == 1);
-      barrier_expect(&pipe.images.full[image.at], given_bytes(p));
-      load_given(p, row, to, &pipe.images.full[image.at]);
-    } else {
-      barrier_expect(&pipe.xs.full[x.at], kRowBytes);
-      bulk_load(to, row.payload, kRowBytes, &pipe.xs.full[x.at]);
-    }
+    barrier_expect(&pipe.xs.full[x.at], kRowBytes);
+    bulk_load(to, GivenRow::of(p, static_cast<u32>(token)).payload, kRowBytes,
+              &pipe.xs.full[x.at]);
   }
   __syncwarp();
   x.next();
@@ -102,8 +95,7 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
       ahead.ask(p, token, next, lane);
       if constexpr (kQuantize) load_row(p, pipe, next, image, x, lane);
     }
-    if constexpr (kInPieces)
-      shared<BulkSendShared>().routed.await(chunk, (token - chunk * kChunk) / 32);
+    shared<BulkSendShared>().routed.await(chunk, (token - chunk * kChunk) / 32);
     find_slots(a, warp, chunk, counted, token, true, w);
     counted = token;
     image.wait_empty(pipe.images);
@@ -177,9 +169,6 @@ struct GivenScales {
 // Returns the token that would be next.
 __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tokens& tokens,
                                   SlotPipe& pipe, Turn<kImages>& image, Turn<kXs>& x) {
-  if (loads_scales(p))  // nothing is left to do
-    return tokens.first +
-           max(tokens.end - tokens.first + tokens.stride - 1, 0) / tokens.stride * tokens.stride;
   GivenScales ahead;
   if (!kQuantize && tokens.first < tokens.end) ahead.ask(p, tokens.first, thread);
   i32 token = tokens.first;
@@ -284,7 +273,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
     const bool heads = block == num_blocks - 1 && !receiver_counts(p);
     const RouteTask task{step, chunk, block == 0, false};
     const i32 num_words = words_before(heads);
-    if (kInPieces && threadIdx.x == 0) s.routed.publish(chunk, num_words);
+    if (threadIdx.x == 0) s.routed.publish(chunk, num_words);
     if (!route_chunk(a, task, num_words)) return;
     if (heads) send_headers(a, step, chunk);
     const i32 last = end_of_chunk(p, chunk);

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.gpu import driver, jit
-from moe_p2p.gpu.kernel_ways import without_others
 from moe_p2p.gpu.launch_shape import (
     NO_BULK,
     Bulk,
@@ -130,7 +129,7 @@ def dispatch_kernel(
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
-    return Kernel("dispatch.cu", without_others("dispatch", shape | macros), tokens, slots, tokens)
+    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens)
 
 
 def combine_kernel(
@@ -169,7 +168,7 @@ def combine_kernel(
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
     copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
-    return Kernel("combine.cu", without_others("combine", shape | macros), slots, tokens, copies)
+    return Kernel("combine.cu", shape | macros, slots, tokens, copies)
 
 
 def clean_kernel(shape: dict[str, int]) -> Kernel:
@@ -181,7 +180,7 @@ def clean_kernel(shape: dict[str, int]) -> Kernel:
         "MOE_P2P_SEND_WORKERS": 1,
         "MOE_P2P_RECV_WORKERS": 1,
     }
-    return Kernel("clean.cu", without_others("clean", of_any_length(shape) | macros), 1, 1, 1)
+    return Kernel("clean.cu", of_any_length(shape) | macros, 1, 1, 1)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:

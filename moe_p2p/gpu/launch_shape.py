@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moe_p2p import errors
-from moe_p2p.gpu.kernel_ways import copiers, route_warps
 from moe_p2p.ops import layout, num_scales
 
 _MAX_THREADS = 512  # of a block with one worker, two blocks per multiprocessor
@@ -26,6 +25,7 @@ _QUICK_STEP = 128  # most tokens of a step whose dispatch has workers of few war
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 # Threads that load and store for a worker, that compute, and that raise flags: device/bulk.cuh
 _CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
+_ROUTE_WARPS = 1  # of a block that sends in bulk: routes while its workers send
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch/bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine/bulk.cuh, kOuts and the most of kDeep
 _FLAG_BYTES = 128  # flags and Progress, for each rank
@@ -288,15 +288,13 @@ def bulk_dispatch(
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 384 + (2 * x_bytes if quantize else 0)
     send, recv = (5, 6) if quantize or by_rank else (2, 3)
-    routing = route_warps(macros)
     # Rows that are not quantized leave one warp of a worker little to do.
     pipe, most = (_CARRY_THREADS + _COMPUTE_THREADS, 3) if quantize else (_CARRY_THREADS + 32, 6)
     for workers in range(most, 0, -1):
-        threads = pipe * workers + _FLAG_THREADS + 32 * routing.get("MOE_P2P_ROUTE_WARPS", 0)
+        threads = pipe * workers + _FLAG_THREADS + 32 * _ROUTE_WARPS
         launch = LaunchShape(threads, workers, 1, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base
-        copying, copying_bytes = copiers(macros, by_rank, image - head, room)
         rings = min(room // ring, launch.block_threads // 32)
         images = min((room // workers - rest) // place, _MOST_IMAGES)
         if images >= _LEAST_IMAGES and rings >= 1:
@@ -306,12 +304,10 @@ def bulk_dispatch(
                 "MOE_P2P_IMAGE_BYTES": image,
                 "MOE_P2P_RINGS": rings,
                 "MOE_P2P_RING_IMAGES": ring_images,
+                "MOE_P2P_ROUTE_WARPS": _ROUTE_WARPS,
             }
-            if copying:  # as many blocks receive as send
-                launch = launch._replace(slot_blocks=launch.token_blocks)
-            receiving = copying_bytes if copying else rings * ring
-            shared = base + max(workers * (images * place + rest), receiving)
-            return Bulk(launch, bulk | copying | routing, shared)
+            shared = base + max(workers * (images * place + rest), rings * ring)
+            return Bulk(launch, bulk, shared)
     return None
 
 

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_p2p import env
-from moe_p2p.gpu.kernel_ways import macros_of
 from moe_p2p.gpu.launch_shape import BulkSteps, can_go_in_bulk, flags_itself, step_class
 from moe_p2p.ops import call
 from moe_p2p.texts import numbers_of
@@ -29,24 +27,20 @@ def shape_macros(
     settings = config.settings(world_size, ranks_per_node)
     shape = numbers_of(call(_ops.shape.default, settings))
     named = {f"MOE_P2P_{name.upper()}": number for name, number in shape.items()}
-    return (
-        named
-        | macros_of(env.kernel_settings())
-        | {
-            "MOE_P2P_HIDDEN_DIM": config.hidden_dim,
-            "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
-            "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
-            "MOE_P2P_MASKS": int(config.mask_lost_ranks),
-            "MOE_P2P_SELF_FLAGGED": int(
-                flags_itself(
-                    config.step_tokens,
-                    masks=config.mask_lost_ranks,
-                    bulk=can_go_in_bulk(world_size, ranks_per_node, config.num_sms),
-                    steps=bulk,
-                )
-            ),
-        }
-    )
+    return named | {
+        "MOE_P2P_HIDDEN_DIM": config.hidden_dim,
+        "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
+        "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
+        "MOE_P2P_MASKS": int(config.mask_lost_ranks),
+        "MOE_P2P_SELF_FLAGGED": int(
+            flags_itself(
+                config.step_tokens,
+                masks=config.mask_lost_ranks,
+                bulk=can_go_in_bulk(world_size, ranks_per_node, config.num_sms),
+                steps=bulk,
+            )
+        ),
+    }
 
 
 def of_any_length(shape: dict[str, int]) -> dict[str, int]:

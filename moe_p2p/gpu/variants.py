@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.gpu.kernel_ways import WAYS, macros_of
 from moe_p2p.gpu.kernels import (
     Kernel,
     clean_kernel,
@@ -75,10 +74,6 @@ def _general_kernels() -> Iterator[Kernel]:
     for other, num_sms in ((usual, None), (long, 24)):  # nvfp4
         yield dispatch_kernel(other, torch.uint8, quantize=False, x_bytes=3584, num_sms=num_sms)
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
-    ways = long | macros_of(",".join(f"{part}={list(each)[-1]}" for part, each in WAYS.items()))
-    yield dispatch_kernel(ways, torch.float8_e4m3fn, quantize=False, by_rank=True, num_sms=24)
-    yield dispatch_kernel(ways, torch.bfloat16, quantize=True, num_sms=24)
-    yield combine_kernel(ways, torch.bfloat16, torch.bfloat16, num_sms=24)
     apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
     yield clean_kernel(masked)
     for partials, two in itertools.product((1, 2), (shape(8, 4, **job), shape(4, 1, **job))):

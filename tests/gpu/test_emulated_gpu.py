@@ -95,30 +95,21 @@ CASES = {
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
         "test_gpu_bulk.py::test_rows_by_rank_are_the_reference_bit_for_bit[2ranks-2pernode]",
         "test_gpu_bulk.py::test_rows_of_seven_thousand_values[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_rows_by_rank_of_seven_thousand_values[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_scales_in_columns_and_of_one_byte[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_more_tokens_than_a_block_routes_at_once[2ranks-2pernode]",
         "test_gpu_bulk.py::test_a_worker_waits_for_room_for_flags[2ranks-2pernode]",
         "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]",
+        "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[2ranks-2pernode]",
         "test_gpu_bulk.py::test_sums_of_negative_zeros_are_zeros[2ranks-2pernode]",
         "test_gpu_bulk.py::test_no_number_comes_of_what_is_none[2ranks-2pernode]",
         "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
         "test_gpu_bulk.py::test_halves_of_two_steps_overlap[2ranks-2pernode]",
-    ],
-    "other ways": [  # of kernels for few multiprocessors, all of them together
-        f"test_gpu_bulk_ways.py::test_{case}"
-        for case in (
-            "rows_by_rank_are_the_reference_bit_for_bit[4ranks-4pernode-all]",
-            "rows_of_seven_thousand_values[2ranks-2pernode-all]",
-            "tokens_are_sent_before_others_are_routed[2ranks-2pernode-all]",
-            "rows_of_own_tokens_come_from_y[4ranks-4pernode-all]",
-            "long_calls_run_in_chunks[2ranks-2pernode-all]",
-            "halves_of_two_steps_overlap[2ranks-2pernode-all]",
-            "rank_0_of_a_mirror_world[two-all]",
-            "a_slot_that_does_not_arrive_is_named[2ranks-2pernode-all]",
-        )
+        "test_gpu_bulk.py::test_a_slot_that_does_not_arrive_is_named[2ranks-2pernode]",
     ],
     "one block at a time": [  # calls of one step must not need more: their receivers come last
         "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[2ranks-2pernode]",
-        "test_gpu_bulk_ways.py::test_rows_of_seven_thousand_values[2ranks-2pernode-all]",
     ],
     "training": [
         "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-1pernode-padded]",

@@ -15,9 +15,10 @@ import torch
 from moe_p2p.gpu import launch_shape
 from moe_p2p.options import SCALE_FORMATS
 from moe_p2p.reference import Tokens
-from tests.gpu.test_gpu import call, every_format, steps, to_one_expert
+from tests.gpu.test_gpu import call, every_format, in_fp8, steps, to_one_expert
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
-from tests.gpu.test_gpu_layouts import BY_RANK, rows_of_every_type
+from tests.gpu.test_gpu_failures import SOON_S, settle
+from tests.gpu.test_gpu_layouts import BY_RANK, columns, rows_of_every_type
 from tests.support.cases import (
     Wanted,
     assert_combined,
@@ -25,15 +26,18 @@ from tests.support.cases import (
     dispatch_arguments,
     finish,
     negative_zeros,
+    on_cpu,
     with_no_numbers,
 )
 from tests.support.gpu_ranks import (
+    DEVICE,
     MAX_TOKENS,
     PAYLOADS,
     Payload,
     World,
     compile_ahead,
     make,
+    meet,
     prepare,
     run,
     worlds,
@@ -76,6 +80,51 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
     wanted = [call(world, step // 2 * 2, **wide, quantize=step % 2 == 1) for step in range(4)]
     assert all(t.x.shape[0] for w in wanted for t in w.tokens[:2])
     run(world, steps, wanted, WIDE)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_rows_by_rank_of_seven_thousand_values(world: World) -> None:
+    """With scales, without, and quantized inside."""
+    wide: dict[str, Any] = {"hidden_dim": 7168, "dtype": torch.bfloat16, **BY_RANK}
+    counts = [MAX_TOKENS] * world.ranks
+    wanted = [
+        call(world, 0, in_fp8(True), counts=counts, **wide),
+        call(world, 2, in_fp8(False), counts=counts, **wide),
+        call(world, 3, quantize=True, counts=counts, **wide),
+        call(world, 0, in_fp8(True), counts=[1] * world.ranks, **wide),
+        call(world, 2, in_fp8(True), counts=counts, **wide | {"layout": "grouped"}),
+    ]
+    run(world, steps, wanted, WIDE)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_scales_in_columns_and_of_one_byte(world: World) -> None:
+    fields: dict[str, Any] = {"capacity": MAX_TOKENS * world.ranks + 1, **BY_RANK}
+    quantized = fields | {"dtype": torch.bfloat16, "quantize": True}
+    wanted = [
+        call(world, 2, in_fp8(True), **fields),
+        call(world, 2, **quantized, scale_format="power_of_two"),
+        call(world, 0, **quantized, scale_format="ue8m0"),
+    ]
+    run(world, columns, wanted, False)
+
+
+# A warp routes 32 tokens at once, and no block has 22 warps.
+LONGER: dict[str, Any] = {
+    "max_tokens": 704,
+    "chunk_tokens": 704,
+    "hidden_dim": 16,
+    "num_sms": 4,
+    "extra_bytes": 0,
+}
+
+
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_more_tokens_than_a_block_routes_at_once(world: World) -> None:
+    longer = {"hidden_dim": 16, "max_tokens": LONGER["max_tokens"], "dtype": torch.bfloat16}
+    for counts in ([704, 690], [5, 700]):
+        wanted = [call(world, 0, counts=counts, **layout, **longer) for layout in (BY_RANK, {})]
+        run(world, steps, wanted, LONGER)
 
 
 MANY = {"max_tokens": 128, "num_sms": 2}  # for each worker more than Progress::kItems
@@ -167,3 +216,37 @@ def test_a_hundred_steps_of_changing_counts(world: World) -> None:
         change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
         wanted.append(call(world, step, change, counts=counts, layout="grouped"))
     run(world, steps, wanted, {}, deadline_s=100.0)
+
+
+def without_a_flag(rank: Rank, world: World, wanted: Wanted) -> None:
+    """Rank 0 gets counts of all ranks, and the slots of the last one but for one flag."""
+    with make(rank, world, timeout_s=SOON_S) as comm:
+        prepare(rank, comm, [wanted])
+        assert comm._device is not None
+        pending = comm.dispatch_send(**dispatch_arguments(comm, wanted))
+        settle(comm)
+        meet(rank, "sent")
+        if rank.rank == 0:
+            plan = comm.config.plan(world_size=world.ranks, ranks_per_node=world.per_node)
+            regions, slots = world.ranks * 2, comm.config.steps_in_flight
+            assert slots * world.ranks == regions
+            memory: torch.Tensor = comm._device._memory  # type: ignore[attr-defined]
+            first = -memory.data_ptr() % 4096 + plan["inbox"] // slots
+            flags = memory[first : first + plan["inbox_flags"] // slots].view(torch.int32)
+            of_last = flags.view(world.ranks, -1)[-1]
+            assert of_last[2] == 1
+            of_last[2] = 0
+        got = comm.dispatch_recv(pending)
+        text = settle(comm)
+        if rank.rank == 0:
+            assert f"rank {world.ranks - 1}" in text
+            rows = on_cpu(got)
+            assert torch.equal(rows.counts, wanted.received[0].counts)
+            assert rows.x.isnan().all()
+        meet(rank, "received")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs memory of the device that the host can write")
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_a_slot_that_does_not_arrive_is_named(world: World) -> None:
+    run(world, without_a_flag, call(world, 2, **BY_RANK))

@@ -67,21 +67,13 @@ def test_a_tree_that_fails_does_not_stop_the_others(turns: Any) -> None:
     assert change.endswith("RuntimeError: no such kernel")
 
 
-def test_ways_stand_behind_the_tree(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Path, str]] = []
-    monkeypatch.setattr(turns, "Worker", lambda tree, ways, *_: made.append((tree, ways)))
-    monkeypatch.setattr(turns.Tree, "end", lambda _: None)
-    with turns.opened([str(ROOT), f"{ROOT}@dispatch_receive=place,combine_own=y"], 1) as trees:
-        assert made == [(ROOT, ""), (ROOT, "dispatch_receive=place,combine_own=y")]
-        assert (
-            turns.lines_of([{"case": "a", "tree": trees[1].name}], 8)[0]
-            .split()[1]
-            .endswith("@dispatch_receive=place,combine_own=y")
-        )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    environment = turns._environment(ROOT, 0, "combine_own=y")
-    assert environment["MOE_P2P_KERNEL_SETTINGS"] == "combine_own=y"
+def test_workers_see_their_tree_and_their_gpu_first(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    environment = turns._environment(ROOT, 1)
     assert environment["PYTHONPATH"] == str(ROOT)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5,4"
 
 
 def test_kernels_alone_get_the_present_package(turns: Any, tmp_path: Path) -> None:
@@ -117,7 +109,7 @@ def test_the_whole_command_on_gpus_that_only_count(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     lines = list[str]()
     report = tmp_path / "turns.json"
-    given = [".", ".@combine_own=y", "--rounds", "3", "--cases", "T 512 on,T 4096 on"]
+    given = [".", str(ROOT), "--rounds", "3", "--cases", "T 512 on,T 4096 on"]
     assert turns.main([*given, "--json", str(report)], lines.append) == 0, lines
     started = (tmp_path / "log").read_text().splitlines()
     assert started.count("0 1 ahead") == 4, "kernels of two trees and cases"
