@@ -43,7 +43,9 @@ def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -
     want = ops.dispatch_inference(*given(alone, capacity))
     for got, expected in zip((*made[:6], *made[6]), (*want[:6], *want[6]), strict=True):
         assert got.is_contiguous()
-        assert torch.equal(got, expected)
+        set_rows = int(want[4][-1]) if len(got) == capacity else len(got)  # others hold anything
+        assert got.shape == expected.shape
+        assert torch.equal(got[:set_rows], expected[:set_rows])
     rows, _, *beside, more = made
     places = {tensor.untyped_storage().data_ptr() for tensor in (*beside, *more)}
     assert (len(places) == 1) == (capacity == ROWS)
