@@ -49,6 +49,12 @@ class Leg:
     units: Units | None = None
     placed: dict[tuple[int, Chunk], Placed] = field(default_factory=dict)
 
+    def text(self) -> str:
+        layers, want = len(self.pair.layers), self.expected or self.least
+        at = min(self.counted * layers // want, layers) if want else layers
+        count = f"{self.counted} of {want} immediates (about layer {at} of {layers})"
+        return f"{self.pair.name} {count}"
+
     def idle(self) -> bool:
         """Nothing that was begun here still writes to its pages."""
         copies = [grant.copy for grant in self.grants if grant.copy is not None]

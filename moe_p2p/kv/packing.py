@@ -43,14 +43,28 @@ class Packing:
     under_way: list[tuple[Slot, list[Any]]] = field(default_factory=list)
     placed: dict[tuple[int, Chunk], Placed] = field(default_factory=dict)  # units, for the copier
     gates: dict[tuple[int, Chunk], Gate] = field(default_factory=dict)  # by layer: not computed yet
+    landing: int = 0  # pending ones that need no grant
     written: int = 0
 
     def take(self, parts: list[list[int]]) -> None:
         self.granted.extend(Granted(int(number), int(imm)) for number, imm in parts)
 
+    @property
+    def may_start(self) -> bool:
+        """Some may, as soon as they are computed and the ring here has a part: no message will say
+        so. Others wait for a grant."""
+        return bool(self.pending and (self.granted or self.landing))
+
     def is_computed(self, piece: Piece) -> bool:
         gate = self.gates.get((piece.layer, piece.chunk))
         return gate is None or gate.reached()
+
+    def start(self, *, lands: bool) -> Granted | None:
+        """Of a pending piece: the part that it is written to."""
+        if lands:
+            self.landing -= 1
+            return None
+        return self.granted.popleft()
 
     def text(self) -> str:
         if not self.pending:
@@ -84,33 +98,42 @@ class Packer:
             pieces = list(pieces_of(layer, index, chunk, request, len(ours)))
             flight.packing.pending.extend(pieces)
             rows += sum(piece.rows for piece in pieces)
-            wants += 0 if request.move.lands else len(pieces)
+            if request.move.lands:
+                flight.packing.landing += len(pieces)
+            else:
+                wants += len(pieces)
         if wants:
             flight.pair.send("want", nonce=flight.opened.nonce, parts=wants)
         self.advance(flight)
         return rows
 
     def advance(self, flight: Flight) -> None:
-        """Frees parts that were read, and starts pieces."""
+        """Frees parts that were read, and starts pieces: each is gathered while the one before it
+        is written."""
         packing = flight.packing
         self._reclaim(packing)
-        started: list[tuple[Piece, Slot, Copy, Granted | None]] = []
-        waiting: deque[Piece] = deque()
-        while packing.pending and self.ring.num_free:
+        before: tuple[Copy, Piece, Slot, Granted | None] | None = None
+        waiting: list[Piece] = []
+        shut: set[tuple[int, Chunk]] = set()
+        while packing.may_start and self.ring.num_free:
             piece = packing.pending.popleft()
-            request = _request(flight, piece)
+            request, of_layer = _request(flight, piece), (piece.layer, piece.chunk)
             ungranted = not request.move.lands and not packing.granted
-            if ungranted or not packing.is_computed(piece):
+            if ungranted or of_layer in shut or not packing.is_computed(piece):
                 waiting.append(piece)
+                if not ungranted:
+                    shut.add(of_layer)  # asked once a call
                 continue
-            granted = None if request.move.lands else packing.granted.popleft()
+            granted = packing.start(lands=request.move.lands)
             slot = self.ring.slots.take("ring")
             packing.under_way.append((slot, []))
-            started.append((piece, slot, self._gather(flight, piece, request, slot), granted))
-        packing.pending = waiting + packing.pending
-        for piece, slot, copy, granted in started:
-            copy.wait()  # the next ones are gathered while this one is written
-            self._write(flight, piece, slot, granted)
+            copy = self._gather(flight, piece, request, slot)
+            if before is not None:
+                self._write(flight, *before)
+            before = (copy, piece, slot, granted)
+        packing.pending.extendleft(reversed(waiting))
+        if before is not None:
+            self._write(flight, *before)
 
     def _reclaim(self, packing: Packing) -> None:
         kept = []
@@ -143,7 +166,10 @@ class Packer:
         packed = self.ring.part(slot, piece.rows * request.move.shape.row_bytes)
         return self.copier.copy(rows, packed, gather=True)
 
-    def _write(self, flight: Flight, piece: Piece, slot: Slot, granted: Granted | None) -> None:
+    def _write(
+        self, flight: Flight, copy: Copy, piece: Piece, slot: Slot, granted: Granted | None
+    ) -> None:
+        copy.wait()
         request = _request(flight, piece)
         under_way = next(found for at, found in flight.packing.under_way if at is slot)
         if granted is None:

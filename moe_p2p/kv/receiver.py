@@ -404,9 +404,17 @@ class KVReceiver(KVWorker):
                 self.unpacker.advance(reservation, leg)
         except MoeP2pError as error:
             self._fail(reservation, error)
-        if legs:
-            self.changed.notify_all()
+        if legs and not any(leg.grants for leg in legs):
+            self.changed.notify_all()  # it may be complete
         return bool(legs)
+
+    def pause(self, seconds: float) -> None:
+        """A packed write that arrives ends it, too: the sender waits for its part of the ring."""
+        with self.lock:
+            legs = [leg for each in self.reservations for leg in each.legs]
+            awaited = self.unpacker.awaited(leg for leg in legs if leg.state is LegState.OPEN)
+        if self.wake.is_set() or not self.unpacker.wait(awaited, seconds):
+            super().pause(seconds)
 
     def _late(self, reservation: KVReservation, now: float) -> str:
         limits, first = self.timeouts, reservation.stats.first_arrival_at
@@ -422,16 +430,10 @@ class KVReceiver(KVWorker):
 
     def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""
-        legs = []
-        for leg in reservation.legs:
-            layers, want = len(leg.pair.layers), leg.expected or leg.least
-            at = min(leg.counted * layers // want, layers) if want else layers
-            legs.append(
-                f"{leg.pair.name} {leg.counted} of {want} immediates (about layer {at} of {layers})"
-            )
+        legs = ", ".join(leg.text() for leg in reservation.legs) or "nobody"
         return (
             f"{self.name}: request {reservation.request!r}, tokens {reservation.begin} to "
-            f"{reservation.total}: {why}; arrived from {', '.join(legs) or 'nobody'}"
+            f"{reservation.total}: {why}; arrived from {legs}"
         )
 
     def on_lost(self, pair: Pair) -> None:

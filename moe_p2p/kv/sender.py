@@ -400,7 +400,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             if sending.state == "open":
                 self.poll(sending)
-                draining |= any(flight.packing.pending for flight in sending.flights)
+                draining |= any(flight.packing.may_start for flight in sending.flights)
                 self._check_opened(sending, now)
                 self._check_signals(sending, now)
             draining |= self._drain(sending)

@@ -10,10 +10,18 @@ so no order of arrival is assumed. Methods are called under the worker's lock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_p2p.errors import InvalidArgumentError, ProtocolError, make, require
+from moe_p2p.errors import (
+    InvalidArgumentError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
 from moe_p2p.kv.copies import Copier, Copy, Rows, rows_of_request
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache, Pair
@@ -85,19 +93,45 @@ class Unpacker:
     # --- arrival ---
 
     def advance(self, reservation: KVReservation, leg: Leg) -> int:
-        """Scatters what has arrived; returns the immediates of what is in the pages."""
+        """Scatters what has arrived; returns the immediates of what is in the pages. In the order of
+        the grants, which senders use in it: what overtakes another part waits for it."""
         nics = leg.pair.theirs.num_nics
         for grant in leg.grants:
-            if grant.copy is None and self.engine.imm_value(grant.slot.imm) >= 2 * nics:
+            if grant.copy is None:
+                if self.engine.imm_value(grant.slot.imm) < 2 * nics:
+                    break
                 grant.copy = self._scatter(reservation, leg, grant)
-        over = [grant for grant in leg.grants if grant.copy is not None and grant.copy.done()]
+        over = 0
+        for grant in leg.grants:
+            if grant.copy is None or not grant.copy.done():
+                break
+            self._give_back(leg, grant)
+            over += 1
         if over:
-            leg.grants = [grant for grant in leg.grants if grant not in over]
-            leg.scattered += len(over)
-            for grant in over:
-                self._give_back(leg, grant)
+            del leg.grants[:over]
+            leg.scattered += over
             self._serve()
         return leg.scattered * nics
+
+    def awaited(self, legs: Iterable[Leg]) -> tuple[int, int] | None:
+        """The immediate, and how many of it, that show the next packed write."""
+        for leg in legs:
+            for grant in leg.grants:
+                if grant.copy is None:
+                    return grant.slot.imm, 2 * leg.pair.theirs.num_nics
+        return None
+
+    def wait(self, awaited: tuple[int, int] | None, seconds: float) -> bool:
+        """Without the lock, for so long at most. False: it did not wait."""
+        if awaited is None:
+            return False
+        try:
+            self.engine.wait_imm(*awaited, seconds)
+        except TimeoutError:
+            return True
+        except MoeP2pError:  # the engine is closed
+            return False
+        return True
 
     def _scatter(self, reservation: KVReservation, leg: Leg, grant: Grant) -> Copy:
         at = grant.slot.number * self.row_bytes

@@ -258,6 +258,10 @@ class KVWorker:
             self.close_pair(pair)
         return QUICK_S if busy else SLOW_S
 
+    def pause(self, seconds: float) -> None:
+        """Between two steps: until somebody wakes it, or for so long."""
+        self.wake.wait(seconds)
+
     def _try_to_fence(self, pair: Pair) -> bool:
         """Without the lock: other pairs go on. False: pages stay held, and it is tried again."""
         try:
