@@ -294,7 +294,7 @@ class KVReceiver(KVWorker):
         drain_until = now + self.timeouts.drain_s
         for leg in reservation.legs:
             if leg.state is LegState.OPEN:
-                leg.state, leg.drain_until, leg.wants = LegState.DRAINING, drain_until, 0
+                leg.state, leg.drain_until, leg.wants = LegState.DRAINING, drain_until, []
                 if leg.pair.lost:
                     continue  # the fence settles it
                 leg.pair.send("cancel", nonce=leg.nonce, why=str(error)[:400])
@@ -336,7 +336,7 @@ class KVReceiver(KVWorker):
                 return  # of a request that has ended
             reservation, leg = found
             if message.kind == "want" and leg.state is LegState.OPEN:
-                self.unpacker.want(leg, int(message.fields["parts"]))
+                self.unpacker.want(leg, message.fields["parts"], int(message.fields["most"]))
                 self.wake.set()
             elif message.kind == "drained":
                 self._drained(reservation, leg, str(message.fields.get("why", "")))
