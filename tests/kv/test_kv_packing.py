@@ -160,7 +160,7 @@ def test_requests_share_a_small_ring(link: kv.KVLink) -> None:
             assert worker.ring.num_free == worker.ring.num_parts
         parts = len(sendings) * LAYERS * 6  # of 160 rows of 16 B, 31 in each
         written = sum(sending.flights[0].packing.written for sending in sendings)
-        assert written == parts if link is PACKED else parts / 2 <= written <= parts * 0.75
+        assert written == parts if link is PACKED else parts / 2 <= written < parts
 
 
 def test_places_that_follow_each_other_are_taken_at_once() -> None:
