@@ -411,8 +411,9 @@ class KVReceiver(KVWorker):
     def pause(self, seconds: float) -> None:
         """A packed write that arrives ends it, too: the sender waits for its part of the ring."""
         with self.lock:
-            legs = [leg for each in self.reservations for leg in each.legs]
-            awaited = self.unpacker.awaited(leg for leg in legs if leg.state is LegState.OPEN)
+            legs = [leg for each in self.reservations for leg in each.legs if leg.grants]
+            legs = [leg for leg in legs if leg.state is LegState.OPEN]
+            awaited, seconds = self.unpacker.awaited(legs), self.unpacker.patience(legs, seconds)
         if self.wake.is_set() or not self.unpacker.wait(awaited, seconds):
             super().pause(seconds)
 
@@ -424,9 +425,8 @@ class KVReceiver(KVWorker):
             phase, limit, since = "layers", limits.layers_s, first
         else:
             phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
-        if now - since <= limit or self.poll(reservation):
-            return ""
-        return self.text_of(reservation, f"waited {limit} s in phase {phase}")
+        late = now - since > limit and not self.poll(reservation)
+        return self.text_of(reservation, f"waited {limit} s in phase {phase}") if late else ""
 
     def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""

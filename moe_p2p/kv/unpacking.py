@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from moe_p2p.kv.legs import Leg
     from moe_p2p.kv.reservation import KVReservation
 
+# Between looks at a scatter, which takes about as long. Too large: the sender waits for its parts.
+_SCATTER_S = 5e-5
+
 
 @dataclass(eq=False)
 class Grant:
@@ -137,6 +140,9 @@ class Unpacker:
                 if grant.copy is None:
                     return grant.imm, 2 * leg.pair.theirs.num_nics
         return None
+
+    def patience(self, legs: Iterable[Leg], seconds: float) -> float:
+        return min(seconds, _SCATTER_S) if any(leg.grants[0].copy for leg in legs) else seconds
 
     def wait(self, awaited: tuple[int, int] | None, seconds: float) -> bool:
         """Without the lock, for so long at most. False: it did not wait."""

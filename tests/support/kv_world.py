@@ -248,9 +248,7 @@ class World:
             for deal in self.deals
             for leg in deal.reservation.legs
             for grant in leg.grants
-            if grant.slots[0].number == first
-            and last <= grant.slots[-1].number
-            and not grant.copy
+            if grant.slots[0].number == first and last <= grant.slots[-1].number and not grant.copy
         ]
         value = int(row.source.flat[row.source_at])
         if holders != [value]:
