@@ -4,10 +4,10 @@
     python benchmarks/kv_reclaim.py --over tcp --token-bytes 65536
 
 Two processes on this host, which have carried a request before. healthy: from the call of cancel()
-to reusable pages, with a request under way. stopped: the other process is stopped (SIGSTOP) before the cancel; dead: it is killed
-(SIGKILL), and the time counts from there. --gpu: the caches are memory of the first and of the last
-GPU. slowest: which cancel took most, from 1. Exit status 1 where a bound is broken: 5 ms p50
-healthy, else drain_s + 100 ms.
+to reusable pages, with a request under way. stopped: the other process is stopped (SIGSTOP) before
+the cancel; dead: it is killed (SIGKILL), and the time counts from there. slowest: which cancel took
+most, from 1. --gpu: the caches are memory of the first and of the last GPU. Exit status 1 where a
+bound is broken: 5 ms p50 healthy, else drain_s + 100 ms.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def main() -> int:
                 ok &= good
                 print(
                     f"{name:9} {case:9} {times:5}  {p50:6.2f}  {p99:6.2f}  {got[-1]:7.2f}  "
-                    f"{slowest:7}  {bound:g}{' (p50)' if case == 'healthy' else ''}{'' if good else '  BROKEN'}",
+                    f"{slowest:7}  {bound:g}{' (p50)' if case == 'healthy' else ''}"
+                    f"{'' if good else '  BROKEN'}",
                     flush=True,
                 )
     except kv_soak.FailedError as error:

@@ -23,7 +23,7 @@ _KINDS = {
     16: (torch.int64, 2),
 }
 
-# Numbers that differ from layer to layer, and from part to part. Specialized, they would be compiled
+# Numbers that differ from layer to layer and from part to part. Specialized, they would be compiled
 # anew in the middle of requests, under the worker's lock.
 _RUNTIME = (
     "offset",

@@ -149,7 +149,7 @@ class Packer:
     def _take(
         self, flight: Flight, pieces: deque[Piece], parts: int
     ) -> tuple[Piece, list[Slot], Copy] | None:
-        """Gathers rows into so many parts of the ring here, if these are free and the rows there."""
+        """Gathers rows into so many parts of our ring, if these are free and the rows computed."""
         if not pieces or not flight.packing.is_computed(pieces[0]):
             return None
         slots = self.ring.slots.take_run(parts, least=parts)

@@ -209,7 +209,7 @@ def test_a_grant_is_as_long_as_a_quarter_of_the_ring() -> None:
     assert leg.wants == [4]
     for bad in ([0], [3, -1]):
         message = Message("want", {"nonce": leg.nonce, "parts": bad, "most": 4})
-        with pytest.raises(InvalidArgumentError, match="wants .* parts of the ring"):
+        with pytest.raises(InvalidArgumentError, match=r"wants .* parts of the ring"):
             receiver.on_message(leg.pair, message)
     world.receiver.cancel(deal.reservation, "enough")
     world.finish()
