@@ -14,7 +14,7 @@ On a GPU kernels/triton/kv_checksum.py gives the same value.
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def rows_checksum(
         from moe_p2p.kernels.triton.kv_checksum import rows_checksum as on_gpu
 
         where = (offset, unit, row_bytes, num_rows, row_stride)
-        with relaxed_captures(), torch.cuda.stream(_stream_of(memory.device)):
+        with relaxed_captures():
             return int(on_gpu(flat, units, where, first_row))
     total, step = 0, max(_PIECE_BYTES // (row_bytes * num_rows), 1)
     for at in range(0, len(units), step):
@@ -71,15 +71,22 @@ def rows_checksum(
 
 @functools.cache
 def _stream_of(device: torch.device) -> Any:
-    """Of its own: on the caller's, a sum waits for the forward pass that is queued there."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with relaxed_captures():
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def apart(device: torch.device) -> AbstractContextManager[Any]:
+    """Sums of bytes that are there already, on a stream of their own: on the caller's they would
+    wait for the forward pass that is queued there, and other requests for them."""
+    return nullcontext() if device.type != "cuda" else torch.cuda.stream(_stream_of(device))
 
 
 def prepare(memory: Tensor, row_bytes: int) -> None:
     """Loads what sums of such rows need. The first request that is checked would do so while all
     others of its worker wait, and a cancel, too."""
     if memory.is_cuda and memory.numel() * memory.element_size() >= row_bytes:
-        with suppress(ImportError):  # without Triton: the first request that is checked says so
+        # Without Triton, the first request that is checked says so.
+        with apart(memory.device), suppress(ImportError):
             place = {"offset": 0, "unit": row_bytes, "row_bytes": row_bytes, "num_rows": 1}
             one = torch.zeros(1, dtype=torch.int64, device="cpu")
             rows_checksum(memory, one, **place, row_stride=row_bytes)
