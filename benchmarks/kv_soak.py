@@ -127,13 +127,13 @@ class Soak:
         self.processes.append(Process(role, setting.instance, handle, ours))
 
     def link(self, role: str) -> kv.KVLink | None:
-        """With --pack every other prefill worker packs all rows, into parts of two pages of which
-        the decode side has less than a request needs."""
+        """With --pack every other prefill worker packs all rows, into parts of two pages, one or
+        two in a write, of which the decode side has less than a request needs."""
         if not self.arguments.pack:
             return None
         pack = "auto" if role == "decode" else self.num_started % 2 == 1
         write_bytes = 2 * 4 * self.arguments.token_bytes
-        return kv.KVLink("soak", 1e9, 1e6, write_bytes, pack, 6 * write_bytes)
+        return kv.KVLink("soak", 1e9, 1e6, write_bytes, pack, 8 * write_bytes)
 
     def of(self, role: str) -> list[Process]:
         return [p for p in self.processes if p.role == role and not p.leaving]

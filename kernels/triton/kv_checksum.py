@@ -11,8 +11,12 @@ from torch import Tensor
 
 _BLOCK = 1024  # words of a program
 
+# Numbers that differ from layer to layer. Specialized, they would be compiled anew in the middle of
+# requests, under the worker's lock.
+_RUNTIME = ("offset", "unit", "row_bytes", "num_rows", "row_stride", "first_row", "words", "blocks")
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_RUNTIME)
 def _rows_kernel(
     memory_ptr,
     units_ptr,

@@ -23,8 +23,20 @@ _KINDS = {
     16: (torch.int64, 2),
 }
 
+# Numbers that differ from layer to layer and from part to part. Specialized, they would be compiled
+# anew in the middle of requests, under the worker's lock.
+_RUNTIME = (
+    "offset",
+    "unit",
+    "row_items",
+    "num_rows",
+    "row_stride",
+    "first_row",
+    "num_items",
+)
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_RUNTIME)
 def _rows_kernel(
     memory_ptr,
     packed_ptr,

@@ -13,6 +13,10 @@ On a GPU kernels/triton/kv_checksum.py gives the same value.
 
 from __future__ import annotations
 
+import functools
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,6 +67,29 @@ def rows_checksum(
         words = _words(flat, piece, (offset, unit, row_bytes, num_rows, row_stride))
         total = add(total, _mix(words, (first_row + at * num_rows) * words.shape[1]))
     return total
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> Any:
+    with relaxed_captures():
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def apart(device: torch.device) -> AbstractContextManager[Any]:
+    """Sums of bytes that are there already, on a stream of their own: on the caller's they would
+    wait for the forward pass that is queued there, and other requests for them."""
+    return nullcontext() if device.type != "cuda" else torch.cuda.stream(_stream_of(device))
+
+
+def prepare(memory: Tensor, row_bytes: int) -> None:
+    """Loads what sums of such rows need. The first request that is checked would do so while all
+    others of its worker wait, and a cancel, too."""
+    if memory.is_cuda and memory.numel() * memory.element_size() >= row_bytes:
+        # Without Triton, the first request that is checked says so.
+        with apart(memory.device), suppress(ImportError):
+            place = {"offset": 0, "unit": row_bytes, "row_bytes": row_bytes, "num_rows": 1}
+            one = torch.zeros(1, dtype=torch.int64, device="cpu")
+            rows_checksum(memory, one, **place, row_stride=row_bytes)
 
 
 def add(*sums: int) -> int:

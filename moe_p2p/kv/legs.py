@@ -43,11 +43,18 @@ class Leg:
     nonce_read: bool = False
     export_row: int = 0
     # of packed rows (moe_p2p/kv/unpacking.py)
-    wants: int = 0  # parts of the ring that the sender waits for
+    wants: list[int] = field(default_factory=list)  # parts of the ring that the sender waits for
+    most_parts: int = 1  # of a write, as its ring allows
     grants: list[Grant] = field(default_factory=list)
-    scattered: int = 0  # packed writes that are in the pages
+    scattered: int = 0  # parts that are in the pages
     units: Units | None = None
     placed: dict[tuple[int, Chunk], Placed] = field(default_factory=dict)
+
+    def text(self) -> str:
+        layers, want = len(self.pair.layers), self.expected or self.least
+        at = min(self.counted * layers // want, layers) if want else layers
+        count = f"{self.counted} of {want} immediates (about layer {at} of {layers})"
+        return f"{self.pair.name} {count}"
 
     def idle(self) -> bool:
         """Nothing that was begun here still writes to its pages."""

@@ -22,14 +22,14 @@ class KVLink:
     bytes_per_s: of large writes. writes_per_s: of small ones.
     pack: "auto": rows that the rates call too small; True: all rows that fit a packed write;
     False: none.
-    packed_write_bytes: most bytes of one write of packed rows, and of a part of the ring.
+    packed_write_bytes: of a part of the ring; a packed write takes one, or a few in a row.
     ring_bytes: staging memory of each worker. num_sms: multiprocessors that gather or scatter.
     """
 
     name: str
     bytes_per_s: float
     writes_per_s: float
-    packed_write_bytes: int = 4 << 20  # Python takes 50 us for one: 1 MiB would be 20 GB/s
+    packed_write_bytes: int = 4 << 20
     pack: bool | str = "auto"
     ring_bytes: int = 64 << 20
     num_sms: int = 6

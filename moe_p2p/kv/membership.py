@@ -204,7 +204,7 @@ class Membership:
             except Exception as error:
                 log.warning(f"{self.record.name}: a step failed: {error!r}")
                 pause = 0.05
-            self.worker.wake.wait(pause)
+            self.worker.pause(pause)
 
     def close(self) -> None:
         """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent."""

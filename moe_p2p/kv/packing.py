@@ -1,11 +1,11 @@
 """The sender's half of packing: gathers small rows into its ring and writes each part at once.
 
-    layer() --> pieces wait --> want --> (receiver) grant --> gather, write, header --> part is free
+    layer() --> rows wait --> want --> (receiver) grant --> gather, write, header --> parts are free
 
-A piece whose rows are one run at the target needs no grant: it is written straight into the pages.
-Others go into a part of the receiver's ring (moe_p2p/kv/unpacking.py) that was granted for one
-write. Beside the bytes travels a header, into the control row of that part; both count the part's
-immediate. Methods are called under the worker's lock.
+Rows that are one run at the target need no grant: they are written straight into the pages. Others
+go into parts of the receiver's ring (moe_p2p/kv/unpacking.py) that were granted for one write, in
+the order in which they were wanted. Beside the bytes travels a header, into the control row of the
+first part; both count its immediate. Methods are called under the worker's lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from moe_p2p.kv.copies import Copier, Copy, Placed, Rows, rows_of_request
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache
-from moe_p2p.kv.ring import HEADER_BYTES, Piece, Ring, pieces_of
+from moe_p2p.kv.ring import HEADER_BYTES, Piece, Ring
 from moe_p2p.kv.tail import Slot
 from moe_p2p.kv.units import Chunk
 
@@ -30,36 +30,67 @@ if TYPE_CHECKING:
 
 
 class Granted(NamedTuple):
-    number: int  # of the part at the receiver
+    number: int  # of the first part at the receiver
     imm: int
+    parts: int
+
+
+class Started(NamedTuple):
+    """A packed write whose rows are being gathered. slots: parts of our ring; granted: None where
+    the rows land in pages."""
+
+    piece: Piece
+    slots: list[Slot]
+    copy: Copy
+    granted: Granted | None
 
 
 @dataclass(eq=False)
 class Packing:
-    """Of one flight. under_way: parts of our ring, with the requests that read them."""
+    """Of one flight. pending, landing: rows that wait for a grant, or need none. under_way: parts
+    of our ring, with the requests that read them."""
 
     pending: deque[Piece] = field(default_factory=deque)
+    landing: deque[Piece] = field(default_factory=deque)
     granted: deque[Granted] = field(default_factory=deque)
-    under_way: list[tuple[Slot, list[Any]]] = field(default_factory=list)
+    under_way: list[tuple[list[Slot], list[Any]]] = field(default_factory=list)
     placed: dict[tuple[int, Chunk], Placed] = field(default_factory=dict)  # units, for the copier
     gates: dict[tuple[int, Chunk], Gate] = field(default_factory=dict)  # by layer: not computed yet
     written: int = 0
 
-    def take(self, parts: list[list[int]]) -> None:
-        self.granted.extend(Granted(int(number), int(imm)) for number, imm in parts)
+    def take(self, grants: list[list[int]]) -> None:
+        self.granted.extend(Granted(*map(int, grant)) for grant in grants)
+
+    @property
+    def left(self) -> bool:
+        return bool(self.pending or self.landing)
+
+    @property
+    def may_start(self) -> bool:
+        """Some may, as soon as they are computed and the ring here has parts: no message will say
+        so. Others wait for a grant."""
+        return bool(self.granted or self.landing)
 
     def is_computed(self, piece: Piece) -> bool:
-        gate = self.gates.get((piece.layer, piece.chunk))
-        return gate is None or gate.reached()
+        key = (piece.layer, piece.chunk)
+        if key in self.gates and self.gates[key].reached():
+            del self.gates[key]  # asked no more
+        return key not in self.gates
+
+    def clear(self) -> None:
+        """What has not begun will not."""
+        for each in (self.pending, self.landing, self.granted):
+            each.clear()
 
     def text(self) -> str:
-        if not self.pending:
+        if not self.left:
             return ""
-        if not self.is_computed(self.pending[0]):
-            return f", packed writes wait for the signal of layer {self.pending[0].layer}"
-        piece, what = self.pending[0], "of the receiver" if not self.granted else "here"
-        count, layer = len(self.pending), piece.layer
-        return f", {count} packed writes from layer {layer} on wait for parts of the ring {what}"
+        piece = (self.pending or self.landing)[0]
+        if not self.is_computed(piece):
+            return f", packed writes wait for the signal of layer {piece.layer}"
+        what = "of the receiver" if self.pending and not self.granted else "here"
+        rows = sum(each.rows for each in (*self.pending, *self.landing))
+        return f", {rows} packed rows from layer {piece.layer} on wait for parts of the ring {what}"
 
 
 class Packer:
@@ -74,58 +105,77 @@ class Packer:
         number of rows. after: the layer is not computed yet, and is gathered when it is."""
         assert flight.units is not None
         assert flight.opened is not None
-        wants = rows = 0
+        packing, wants, rows = flight.packing, [], 0
         if after is not None:
-            flight.packing.gates[layer, chunk] = after
+            packing.gates[layer, chunk] = after
         for index, request in enumerate(flight.pair.requests[layer]):
             if not request.move.why_packed:
                 continue
             ours, _ = flight.units.of(request.move, chunk)
-            pieces = list(pieces_of(layer, index, chunk, request, len(ours)))
-            flight.packing.pending.extend(pieces)
-            rows += sum(piece.rows for piece in pieces)
-            wants += 0 if request.move.lands else len(pieces)
+            piece = Piece(layer, index, chunk, 0, len(ours) * request.move.shape.num_rows)
+            if piece.rows:
+                (packing.landing if request.move.lands else packing.pending).append(piece)
+            if piece.rows and not request.move.lands:
+                wants.append(_parts(piece, request))
+            rows += piece.rows
         if wants:
-            flight.pair.send("want", nonce=flight.opened.nonce, parts=wants)
+            most = self.ring.most_parts
+            flight.pair.send("want", nonce=flight.opened.nonce, parts=wants, most=most)
         self.advance(flight)
         return rows
 
     def advance(self, flight: Flight) -> None:
-        """Frees parts that were read, and starts pieces."""
+        """Frees parts that were read, and starts writes: the rows of each are gathered while the
+        one before it is written."""
+        self._reclaim(flight.packing)
+        before: Started | None = None
+        while (started := self._start(flight)) is not None:
+            if before is not None:
+                self._write(flight, before)
+            before = started
+        if before is not None:
+            self._write(flight, before)
+
+    def _start(self, flight: Flight) -> Started | None:
+        """What the first grant is for, else what lands in pages; None: nothing can start now."""
         packing = flight.packing
-        self._reclaim(packing)
-        started: list[tuple[Piece, Slot, Copy, Granted | None]] = []
-        waiting: deque[Piece] = deque()
-        while packing.pending and self.ring.num_free:
-            piece = packing.pending.popleft()
-            request = _request(flight, piece)
-            ungranted = not request.move.lands and not packing.granted
-            if ungranted or not packing.is_computed(piece):
-                waiting.append(piece)
-                continue
-            granted = None if request.move.lands else packing.granted.popleft()
-            slot = self.ring.slots.take("ring")
-            packing.under_way.append((slot, []))
-            started.append((piece, slot, self._gather(flight, piece, request, slot), granted))
-        packing.pending = waiting + packing.pending
-        for piece, slot, copy, granted in started:
-            copy.wait()  # the next ones are gathered while this one is written
-            self._write(flight, piece, slot, granted)
+        if packing.granted:
+            found = self._take(flight, packing.pending, packing.granted[0].parts)
+            if found is not None:
+                return Started(*found, packing.granted.popleft())
+        found = self._take(flight, packing.landing, 1)
+        return None if found is None else Started(*found, None)
+
+    def _take(
+        self, flight: Flight, pieces: deque[Piece], parts: int
+    ) -> tuple[Piece, list[Slot], Copy] | None:
+        """Gathers rows into so many parts of our ring, if these are free and the rows computed."""
+        if not pieces or not flight.packing.is_computed(pieces[0]):
+            return None
+        slots = self.ring.slots.take_run(parts, least=parts)
+        if not slots:
+            return None
+        request = _request(flight, pieces[0])
+        piece, left = pieces.popleft().cut(parts * request.move.rows_per_write)
+        if left is not None:
+            pieces.appendleft(left)
+        flight.packing.under_way.append((slots, []))
+        return piece, slots, self._gather(flight, piece, request, slots[0])
 
     def _reclaim(self, packing: Packing) -> None:
         kept = []
-        for slot, requests in packing.under_way:
+        for slots, requests in packing.under_way:
             if all(request.done() for request in requests):
-                self.ring.slots.give_back(slot)
+                self.ring.slots.give_back_run(slots)
             else:
-                kept.append((slot, requests))
+                kept.append((slots, requests))
         packing.under_way = kept
 
     def settle(self, flight: Flight) -> None:
         """Nothing of the flight is under way any more: its parts are free."""
         packing = flight.packing
-        for slot, _ in packing.under_way:
-            self.ring.slots.give_back(slot)
+        for slots, _ in packing.under_way:
+            self.ring.slots.give_back_run(slots)
         flight.packing = Packing(written=packing.written)
 
     def _gather(self, flight: Flight, piece: Piece, request: KVRequest, slot: Slot) -> Copy:
@@ -143,14 +193,16 @@ class Packer:
         packed = self.ring.part(slot, piece.rows * request.move.shape.row_bytes)
         return self.copier.copy(rows, packed, gather=True)
 
-    def _write(self, flight: Flight, piece: Piece, slot: Slot, granted: Granted | None) -> None:
+    def _write(self, flight: Flight, started: Started) -> None:
+        piece, slots, copy, granted = started
+        copy.wait()
         request = _request(flight, piece)
-        under_way = next(found for at, found in flight.packing.under_way if at is slot)
+        under_way = next(found for at, found in flight.packing.under_way if at is slots)
         if granted is None:
-            writes = self._to_pages(flight, piece, request, slot)
+            writes = self._to_pages(flight, piece, request, slots[0])
         else:
             nbytes = piece.rows * request.move.shape.row_bytes
-            writes = self._to_part(flight, piece, (slot, nbytes), granted)
+            writes = self._to_part(flight, piece, (slots[0], nbytes), granted)
         for submitted in writes:  # noted one by one: a later one may fail
             under_way.append(submitted)
             flight.requests.append(submitted)
@@ -208,3 +260,7 @@ class Packer:
 
 def _request(flight: Flight, piece: Piece) -> KVRequest:
     return flight.pair.requests[piece.layer][piece.request]
+
+
+def _parts(piece: Piece, request: KVRequest) -> int:
+    return -(-piece.rows // request.move.rows_per_write)

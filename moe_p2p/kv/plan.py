@@ -77,7 +77,7 @@ class KVMove:
     shape: Shape
     why_packed: str  # empty: written straight from its place to its place
     lands: bool = False  # packed rows are one run at the target: no scatter
-    rows_per_write: int = 0  # of packed ones, at most; whole units where they land
+    rows_per_write: int = 0  # of packed ones, in a part of the ring; whole units where they land
 
     @property
     def via(self) -> str:

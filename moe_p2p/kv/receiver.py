@@ -294,7 +294,7 @@ class KVReceiver(KVWorker):
         drain_until = now + self.timeouts.drain_s
         for leg in reservation.legs:
             if leg.state is LegState.OPEN:
-                leg.state, leg.drain_until, leg.wants = LegState.DRAINING, drain_until, 0
+                leg.state, leg.drain_until, leg.wants = LegState.DRAINING, drain_until, []
                 if leg.pair.lost:
                     continue  # the fence settles it
                 leg.pair.send("cancel", nonce=leg.nonce, why=str(error)[:400])
@@ -336,7 +336,7 @@ class KVReceiver(KVWorker):
                 return  # of a request that has ended
             reservation, leg = found
             if message.kind == "want" and leg.state is LegState.OPEN:
-                self.unpacker.want(leg, int(message.fields["parts"]))
+                self.unpacker.want(leg, message.fields["parts"], int(message.fields["most"]))
                 self.wake.set()
             elif message.kind == "drained":
                 self._drained(reservation, leg, str(message.fields.get("why", "")))
@@ -404,9 +404,18 @@ class KVReceiver(KVWorker):
                 self.unpacker.advance(reservation, leg)
         except MoeP2pError as error:
             self._fail(reservation, error)
-        if legs:
-            self.changed.notify_all()
+        if legs and not any(leg.grants for leg in legs):
+            self.changed.notify_all()  # it may be complete
         return bool(legs)
+
+    def pause(self, seconds: float) -> None:
+        """A packed write that arrives ends it, too: the sender waits for its part of the ring."""
+        with self.lock:
+            legs = [leg for each in self.reservations for leg in each.legs if leg.grants]
+            legs = [leg for leg in legs if leg.state is LegState.OPEN]
+            awaited, seconds = self.unpacker.awaited(legs), self.unpacker.patience(legs, seconds)
+        if self.wake.is_set() or not self.unpacker.wait(awaited, seconds):
+            super().pause(seconds)
 
     def _late(self, reservation: KVReservation, now: float) -> str:
         limits, first = self.timeouts, reservation.stats.first_arrival_at
@@ -416,22 +425,15 @@ class KVReceiver(KVWorker):
             phase, limit, since = "layers", limits.layers_s, first
         else:
             phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
-        if now - since <= limit or self.poll(reservation):
-            return ""
-        return self.text_of(reservation, f"waited {limit} s in phase {phase}")
+        late = now - since > limit and not self.poll(reservation)
+        return self.text_of(reservation, f"waited {limit} s in phase {phase}") if late else ""
 
     def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""
-        legs = []
-        for leg in reservation.legs:
-            layers, want = len(leg.pair.layers), leg.expected or leg.least
-            at = min(leg.counted * layers // want, layers) if want else layers
-            legs.append(
-                f"{leg.pair.name} {leg.counted} of {want} immediates (about layer {at} of {layers})"
-            )
+        legs = ", ".join(leg.text() for leg in reservation.legs) or "nobody"
         return (
             f"{self.name}: request {reservation.request!r}, tokens {reservation.begin} to "
-            f"{reservation.total}: {why}; arrived from {', '.join(legs) or 'nobody'}"
+            f"{reservation.total}: {why}; arrived from {legs}"
         )
 
     def on_lost(self, pair: Pair) -> None:

@@ -1,14 +1,16 @@
-"""Staging memory of a worker, in parts of one packed write each, and what the packed writes are.
+"""Staging memory of a worker, in parts, and what the packed writes are.
 
-A part is held like a page: by the sender until its NIC has read it, by the receiver from the grant
-until it was scattered, or, after a cancel, until the sender has drained or was fenced. Each use has
-a number of its own by which its immediates are counted, so a late one counts for nobody.
+A write takes parts that follow each other: a few, because Python takes as long for a small write as
+for a large one, but a quarter of the ring at most, because others are gathered, written and
+scattered meanwhile. A part is held like a page: by the sender until its NIC has read it, by the
+receiver from the grant until it was scattered, or, after a cancel, until the sender has drained or
+was fenced. Each use has a number of its own by which its immediates are counted, so a late one
+counts for nobody.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 
 from moe_p2p.errors import ProtocolError, make, require
 from moe_p2p.kv.link import KVLink
-from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.tail import Slot, Slots
 
 _ALIGN = 256  # of parts: 16-byte accesses, and no line of a cache is of two parts
@@ -41,6 +42,7 @@ class Ring:
     def __init__(self, link: KVLink, device: torch.device, first: int) -> None:
         self.parts = Parts(first, -(-link.packed_write_bytes // _ALIGN) * _ALIGN)
         self.num_parts = link.ring_bytes // self.parts.part_bytes if link.pack is not False else 0
+        self.most_parts = max(self.num_parts // 4, 1)  # of a write
         self.num_sms = link.num_sms
         require(
             self.num_parts >= 1 or link.pack is False,
@@ -63,7 +65,8 @@ class Ring:
 
 
 class Piece(NamedTuple):
-    """One packed write: rows `first` to `first + rows` of one request of a layer and chunk."""
+    """Rows `first` to `first + rows` of one request of a layer and chunk: of a packed write, or
+    those that are to be written."""
 
     layer: int
     request: int  # place of the request among those of the layer
@@ -74,6 +77,13 @@ class Piece(NamedTuple):
     def to_bytes(self, nonce: int) -> bytes:
         return _HEADER.pack(nonce, self.layer, self.request, *self.chunk, self.first, self.rows)
 
+    def cut(self, rows: int) -> tuple[Piece, Piece | None]:
+        """The first rows, up to so many, and what is left."""
+        left = self.rows - rows
+        if left <= 0:
+            return self, None
+        return self._replace(rows=rows), self._replace(first=self.first + rows, rows=left)
+
     @staticmethod
     def parse(data: memoryview, nonce: int, what: str) -> Piece:
         """Raises ProtocolError where it is of another reservation."""
@@ -82,11 +92,3 @@ class Piece(NamedTuple):
             text = f"{what}: a packed write of nonce {got:x}, expected {nonce:x}"
             raise make(ProtocolError, text)
         return Piece(layer, request, (begin, end), first, rows)
-
-
-def pieces_of(
-    layer: int, index: int, chunk: tuple[int, int], request: KVRequest, num_units: int
-) -> Iterator[Piece]:
-    total, most = num_units * request.move.shape.num_rows, request.move.rows_per_write
-    for first in range(0, total, most):
-        yield Piece(layer, index, chunk, first, min(most, total - first))

@@ -251,7 +251,7 @@ class KVSender(KVWorker):
                 return
         if not self._pack(sending, flight):
             return
-        opened, over = flight.opened, not flight.requests and not flight.packing.pending
+        opened, over = flight.opened, not flight.requests and not flight.packing.left
         if flight.committed and over and opened is not None and not opened.pull:
             self._settle(flight)
 
@@ -300,7 +300,7 @@ class KVSender(KVWorker):
                 flight.state = "settled"
             elif flight.state == "open":
                 flight.state, flight.drain_until = "draining", until
-                flight.packing.pending.clear()
+                flight.packing.clear()
                 if flight.opened is not None and flight.opened.pull:
                     self._withdraw_offer(flight)
                 for request in flight.requests:
@@ -400,7 +400,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             if sending.state == "open":
                 self.poll(sending)
-                draining |= any(flight.packing.pending for flight in sending.flights)
+                draining |= any(flight.packing.may_start for flight in sending.flights)
                 self._check_opened(sending, now)
                 self._check_signals(sending, now)
             draining |= self._drain(sending)

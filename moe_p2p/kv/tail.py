@@ -120,7 +120,28 @@ class Slots:
                 ResourceExhaustedError,
                 f"{what}: all {self.count} requests are under way; raise max_requests, or wait",
             )
-        number = self._free.pop()
+        return self._take(self._free[-1])
+
+    def take_run(self, most: int, *, least: int = 1) -> list[Slot]:
+        """Places that follow each other, from the longest unused one on that begins a run of at
+        least `least` free ones; else none. The first one's number counts for all."""
+        free = set(self._free)
+        for begin in reversed(self._free):
+            end = begin + 1
+            while end < begin + most and end in free:
+                end += 1
+            if end - begin >= least:
+                rest = (Slots._take(self, number) for number in range(begin + 1, end))
+                return [self._take(begin), *rest]
+        return []
+
+    def give_back_run(self, slots: list[Slot]) -> None:
+        self.give_back(slots[0])
+        for slot in slots[1:]:
+            Slots.give_back(self, slot)
+
+    def _take(self, number: int) -> Slot:
+        self._free.remove(number)
         self._epochs[number] += 1
         return Slot(self._first + number, self._epochs[number])
 
@@ -140,11 +161,11 @@ class CountedSlots(Slots):
         self._engine = engine
         self._last_imm: dict[int, int] = {}  # by number
 
-    def take(self, what: str) -> Slot:
-        slot = super().take(what)
-        if slot.number in self._last_imm:
-            self._drop(self._last_imm[slot.number])  # what arrived late
-        self._last_imm[slot.number] = slot.imm
+    def _take(self, number: int) -> Slot:
+        slot = super()._take(number)
+        if number in self._last_imm:
+            self._drop(self._last_imm[number])  # what arrived late
+        self._last_imm[number] = slot.imm
         return slot
 
     def give_back(self, slot: Slot) -> None:

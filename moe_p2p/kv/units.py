@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.errors import require
-from moe_p2p.kv.checksum import add, rows_checksum
+from moe_p2p.kv.checksum import add, apart, rows_checksum
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache, Pair
@@ -101,16 +101,18 @@ class Units:
         for request, ours, theirs in self.each(layer, chunk):
             shape = request.move.shape
             place = request.source if at_source else request.target
-            part = rows_checksum(
-                cache.tensors[place.region],
-                ours if at_source else theirs,
-                offset=place.offset,
-                unit=shape.source_unit if at_source else shape.target_unit,
-                row_bytes=shape.row_bytes,
-                num_rows=shape.num_rows,
-                row_stride=shape.source_row_stride if at_source else shape.target_row_stride,
-                first_row=row,
-            )
+            memory = cache.tensors[place.region]
+            with apart(memory.device):
+                part = rows_checksum(
+                    memory,
+                    ours if at_source else theirs,
+                    offset=place.offset,
+                    unit=shape.source_unit if at_source else shape.target_unit,
+                    row_bytes=shape.row_bytes,
+                    num_rows=shape.num_rows,
+                    row_stride=shape.source_row_stride if at_source else shape.target_row_stride,
+                    first_row=row,
+                )
             total, row = add(total, part), row + len(ours) * shape.num_rows
         self._num_rows[layer] = row
         return total

@@ -18,6 +18,7 @@ import torch
 
 from moe_p2p import env, errors, log
 from moe_p2p.errors import UnavailableError, make, require, require_type
+from moe_p2p.kv import checksum
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_worker
 from moe_p2p.kv.leases import Worker
@@ -161,7 +162,10 @@ class KVWorker:
         sends = self.role == "sender"
         ours = self.hello(memory, self.worker)
         link = agreed_link(*((ours, theirs) if sends else (theirs, ours)))
-        return make_pair(self.engine, self.cache, memory, theirs, channel, sends=sends, link=link)
+        pair = make_pair(self.engine, self.cache, memory, theirs, channel, sends=sends, link=link)
+        for row_bytes in {move.shape.row_bytes for move in pair.plan.moves}:
+            checksum.prepare(self.cache.tensors[0], row_bytes)
+        return pair
 
     def attach(self, pair: Pair) -> None:
         with self.lock:
@@ -257,6 +261,10 @@ class KVWorker:
                 self.changed.notify_all()
             self.close_pair(pair)
         return QUICK_S if busy else SLOW_S
+
+    def pause(self, seconds: float) -> None:
+        """Between two steps: until somebody wakes it, or for so long."""
+        self.wake.wait(seconds)
 
     def _try_to_fence(self, pair: Pair) -> bool:
         """Without the lock: other pairs go on. False: pages stay held, and it is tried again."""

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,6 +35,24 @@ def test_aligned_rows_move_16_bytes_at_a_time(capability: int) -> None:
         for wide in (r"ld\.global\.v(2\.b64|4\.b32)", r"st\.global\.v(2\.b64|4\.b32)"):
             assert re.search(wide, ptx), wide
         assert not re.search(r"st\.global\.b", ptx)
+
+
+def sums() -> None:
+    from moe_p2p.kernels.triton.kv_checksum import rows_checksum
+
+    rows_checksum(torch.empty(1 << 20).byte(), torch.arange(9), (0, 4608, 576, 8, 576), 0)
+
+
+@pytest.mark.parametrize("work", [copies, sums])
+def test_numbers_of_a_layer_do_not_compile_a_kernel_anew(work: Callable[[], None]) -> None:
+    """It would take a tenth of a second, in a request, under the worker's lock."""
+    for launch in launches(work):
+        found = [
+            each.name
+            for each in launch.kernel.params
+            if not (each.is_constexpr or each.do_not_specialize)
+        ]
+        assert all(name.endswith("_ptr") for name in found)
 
 
 @pytest.mark.gpu

@@ -76,19 +76,20 @@ def compile_for(launch: Launch, capability: int) -> Any:
     from triton.compiler import ASTSource, compile
 
     names = launch.kernel.arg_names
+    as_given = {each.name for each in launch.kernel.params if each.do_not_specialize}
     given = dict(zip(names, launch.args, strict=False))
     given |= {name: value for name, value in launch.kwargs.items() if name in names}
     signature, constants, attributes = {}, {}, {}
     for i, (name, value) in enumerate(given.items()):
         if isinstance(value, Tensor):
             signature[name] = f"*{_NAMES[value.dtype]}"
-        elif value is None or value == 1 or name in launch.kwargs:
+        elif value is None or name in launch.kwargs or (value == 1 and name not in as_given):
             signature[name] = "constexpr"
             constants[(i,)] = value
             continue
         else:
             signature[name] = "i32"
-        if isinstance(value, Tensor) or value % 16 == 0:
+        if isinstance(value, Tensor) or (value % 16 == 0 and name not in as_given):
             attributes[(i,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in launch.kwargs.items() if name not in names}
     source = ASTSource(launch.kernel, signature, constants, attributes)

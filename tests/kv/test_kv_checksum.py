@@ -14,6 +14,7 @@ from moe_p2p import InvalidArgumentError
 from moe_p2p.kv import checksum
 from moe_p2p.kv.checksum import add, rows_checksum
 from moe_p2p.kv.verify import Verify
+from tests.support.kv_world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def rows(seed: int, nbytes: int = 4096) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (nbytes,), generator=generator).to(torch.uint8)
+
+
+def test_workers_that_meet_load_what_sums_of_their_rows_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU: else the first request that is checked would, and others wait for it."""
+    seen: list[int] = []
+    monkeypatch.setattr(checksum, "prepare", lambda memory, row_bytes: seen.append(row_bytes))
+    pairs = [pair for link in World().links for pair in link.pairs]
+    rows = [{move.shape.row_bytes for move in pair.plan.moves} for pair in pairs]
+    assert sorted(seen) == sorted(each for found in rows for each in found)
 
 
 @pytest.mark.parametrize("row_bytes", [1, 7, 8, 12, 64])

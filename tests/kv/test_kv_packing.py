@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError, errors, kv
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.ring import Ring
-from tests.support.kv_fakes import FakeEngine, FakeNet, Link, cache_of
-from tests.support.kv_workers import PACKED, QUICK, random_cache, some_pages, workers
-from tests.support.kv_world import DECODE, PAGES, PREFILL, World
+from moe_p2p.kv.ring import HEADER_BYTES, Ring
+from moe_p2p.kv.tail import Slots
+from moe_p2p.kv.worker import SLOW_S
+from tests.support.kv_fakes import FakeCopier, FakeEngine, FakeNet, Link, cache_of
+from tests.support.kv_workers import (
+    IN_PAIRS,
+    PACKED,
+    QUICK,
+    random_cache,
+    some_pages,
+    workers,
+)
+from tests.support.kv_world import DECODE, PAGES, PREFILL, Deal, World
 from tests.support.kv_world import PACKED as IN_WORLD
 
 LAYERS = 3
@@ -87,7 +97,7 @@ def test_a_sender_that_keeps_its_parts_leaves_some_to_others() -> None:
     assert deal is not None
     legs = {leg.pair.worker.rank: leg for leg in deal.reservation.legs}
     for rank, most in ((0, 2), (1, 1)):
-        message = Message("want", {"nonce": legs[rank].nonce, "parts": 6})
+        message = Message("want", {"nonce": legs[rank].nonce, "parts": [6], "most": 1})
         world.receiver.on_message(legs[rank].pair, message)
         assert len(legs[rank].grants) == most
     assert world.receiver.ring.num_free == 1
@@ -100,7 +110,7 @@ def test_parts_that_are_missing_are_named() -> None:
     short = dataclasses.replace(QUICK, open_s=0.4, layers_s=0.4)
     with workers(LAYOUT, TURNED, timeouts=short, link=PACKED) as found:
         sender, receiver = found.senders[0], found.receivers[0]
-        receiver.unpacker.want = lambda leg, parts: None  # type: ignore[method-assign]
+        receiver.unpacker.want = lambda leg, parts, most: None  # type: ignore[method-assign]
         reservation = receiver.reserve("r", "prefill", ALL, total=120)
         sending = sender.start("r", "decode", ALL, total=120)
         for layer in range(LAYERS):
@@ -110,7 +120,7 @@ def test_parts_that_are_missing_are_named() -> None:
             time.sleep(0.001)
         with pytest.raises(
             errors.TimeoutError,
-            match=r"waited 0 s; .* packed writes from layer 0 on wait for parts of the ring of the",
+            match=r"waited 0 s; .* packed rows from layer 0 on wait for parts of the ring of the",
         ):
             sending.wait(0)
         with pytest.raises(errors.TimeoutError, match=r"0.4 s in phase \w+; .* \(about layer 0"):
@@ -122,9 +132,10 @@ def test_parts_that_are_missing_are_named() -> None:
         assert receiver.ring.num_free == receiver.ring.num_parts
 
 
-def test_requests_share_a_small_ring() -> None:
+@pytest.mark.parametrize("link", [PACKED, IN_PAIRS], ids=["one part", "two parts"])
+def test_requests_share_a_small_ring(link: kv.KVLink) -> None:
     """Six at a time want ten times what there is; all bytes arrive, and all parts come back."""
-    with workers(LAYOUT, TURNED, num_pages=(32, 32), link=PACKED) as found:
+    with workers(LAYOUT, TURNED, num_pages=(32, 32), link=link) as found:
         sender, receiver = found.senders[0], found.receivers[0]
         random_cache(sender.cache, 1)
         pages = [{"kv": part.clone()} for part in ALL["kv"].split(5)]
@@ -147,6 +158,118 @@ def test_requests_share_a_small_ring() -> None:
         assert torch.equal(tokens.flatten(2), got)
         for worker in (sender, receiver):
             assert worker.ring.num_free == worker.ring.num_parts
+        parts = len(sendings) * LAYERS * 6  # of 160 rows of 16 B, 31 in each
+        written = sum(sending.flights[0].packing.written for sending in sendings)
+        assert written == parts if link is PACKED else parts / 2 <= written < parts
+
+
+def test_places_that_follow_each_other_are_taken_at_once() -> None:
+    slots = Slots(6)
+    assert [slot.number for slot in slots.take_run(4)] == [0, 1, 2, 3]
+    last = slots.take_run(4)  # up to the end
+    assert [slot.number for slot in last] == [4, 5]
+    assert not slots.take_run(1)
+    slots.give_back(last[1])
+    assert not slots.take_run(2, least=2)
+    slots.give_back(last[0])
+    again = slots.take_run(2, least=2)
+    assert [slot.number for slot in again] == [4, 5]
+    assert all(one.imm != other.imm for one, other in zip(last, again, strict=True))
+    slots.give_back_run(again)
+    assert slots.num_taken == 4
+
+
+def wide_world() -> tuple[World, Deal]:
+    """A layer of each rank is 8 parts, a ring 16. Opened; nothing was sent."""
+    world = World(link=dataclasses.replace(IN_WORLD, packed_write_bytes=8, ring_bytes=16 * 256))
+    deal = world.reserve(4)
+    assert deal is not None
+    for rank, link in enumerate(world.links):
+        world.start(deal, rank)
+        link.deliver(0)
+    return world, deal
+
+
+def lengths(deal: Deal, rank: int) -> list[int]:
+    """Of the writes that were granted to a rank."""
+    legs = (leg for leg in deal.reservation.legs if leg.pair.worker.rank == rank)
+    return [len(grant.slots) for leg in legs for grant in leg.grants]
+
+
+def test_a_grant_is_as_long_as_a_quarter_of_the_ring() -> None:
+    """A short one at the end of a layer is not followed by short ones."""
+    world, deal = wide_world()
+    receiver, leg = world.receiver, deal.reservation.legs[0]
+    message = Message("want", {"nonce": leg.nonce, "parts": [5, 8], "most": 4})
+    receiver.on_message(leg.pair, message)
+    assert [len(grant.slots) for grant in leg.grants] == [4, 1]
+    receiver.unpacker._give_back(leg, leg.grants.pop())  # as if it were scattered
+    receiver.unpacker._serve()
+    assert [len(grant.slots) for grant in leg.grants] == [4, 4]
+    assert leg.wants == [4]
+    for bad in ([0], [3, -1]):
+        message = Message("want", {"nonce": leg.nonce, "parts": bad, "most": 4})
+        with pytest.raises(InvalidArgumentError, match=r"wants .* parts of the ring"):
+            receiver.on_message(leg.pair, message)
+    world.receiver.cancel(deal.reservation, "enough")
+    world.finish()
+
+
+def test_rows_are_gathered_while_those_before_are_written() -> None:
+    world, deal = wide_world()
+    events: list[str] = []
+    sender = world.senders[0]
+    copier, write = sender.packer.copier, sender.engine.write
+
+    def copy(*what: Any, gather: bool) -> Any:
+        events.append("gather")
+        return FakeCopier.copy(copier, *what, gather=gather)
+
+    def noted(memory: Any, region: Any, **how: Any) -> Any:
+        events.extend(["write"] if how["nbytes"] != HEADER_BYTES else [])
+        return write(memory, region, **how)
+
+    sender.packer.copier.copy = copy  # type: ignore[method-assign]
+    sender.engine.write = noted
+    for _ in range(2):
+        world.layer(deal, 0)
+    assert not events
+    world.links[0].deliver(1)  # what it wants
+    world.links[0].deliver(0)
+    assert lengths(deal, 0) == [4, 4]
+    assert events == ["gather", "gather", "write", "write"]
+    world.finish()
+
+
+def test_a_sender_that_waits_for_parts_does_not_look_for_them() -> None:
+    """The grant starts what it can; the looks would keep Python's lock from the other threads."""
+    world, deal = wide_world()
+    world.layer(deal, 0)
+    assert world.senders[0].step() == SLOW_S
+    for sender in (1, 0):
+        world.links[0].deliver(sender)
+    assert deal.sendings[0] is not None
+    assert not deal.sendings[0].flights[0].packing.left
+    world.finish()
+
+
+def test_an_arrival_ends_the_pause_of_the_receiver() -> None:
+    world, deal = wide_world()
+    waits: list[tuple[int, int, float]] = []
+    engine, receiver = world.receiver.engine, world.receiver
+    engine.wait_imm = lambda *what: waits.append(what)
+    receiver.pause(0.0)  # nothing is granted
+    assert not waits
+    world.layer(deal, 0)
+    world.links[0].deliver(1)
+    receiver.wake.clear()
+    first = deal.reservation.legs[0].grants[0]
+    receiver.pause(5.0)
+    assert waits == [(first.imm, 2, 5.0)]
+    receiver.wake.set()
+    receiver.pause(5.0)
+    assert len(waits) == 1  # somebody has woken it before
+    world.finish()
 
 
 def test_a_packed_write_of_another_layer_is_refused() -> None:

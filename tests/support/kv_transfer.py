@@ -25,7 +25,7 @@ from moe_p2p.kv import (
     span_of,
 )
 from moe_p2p.kv.copies import Copier, Rows, rows_of_request
-from moe_p2p.kv.ring import pieces_of
+from moe_p2p.kv.ring import Piece
 from tests.support.kv_oracle import UNTOUCHED, Cache, value_of
 
 DIRECT = replace(CX7, pack=False)
@@ -119,10 +119,13 @@ def _pack(
     target: bytearray,
     written: bytearray,
 ) -> int:
-    """As moe_p2p/kv/packing.py and unpacking.py do; returns the number of writes."""
+    """As moe_p2p/kv/packing.py and unpacking.py do; returns the number of parts."""
     move, writes, copier = request.move, 0, Copier(torch.device("cpu"), 1)
     here, there = (copier.place(each.to(torch.int64)) for each in units)
-    for piece in pieces_of(request.layer, 0, (0, 0), request, len(units[0])):
+    most = move.rows_per_write * (1 if move.lands else 2)  # of parts that follow each other
+    left: Piece | None = Piece(request.layer, 0, (0, 0), 0, len(units[0]) * move.shape.num_rows)
+    while left is not None:
+        piece, left = left.cut(most)
         packed = torch.empty(piece.rows * move.shape.row_bytes, dtype=torch.uint8)
         memory = torch.frombuffer(source, dtype=torch.uint8)
         where = rows_of_request(request, at_source=True)
@@ -133,7 +136,7 @@ def _pack(
             memory = torch.frombuffer(target, dtype=torch.uint8)
             where = rows_of_request(request, at_source=False)
             copier.copy(Rows(memory, there, where, piece.first), packed, gather=False)
-        writes += 1
+        writes += -(-piece.rows // move.rows_per_write)
     # What was written, and how often, as row by row.
     _copy_request(request, units, source, bytearray(target), written)
     return writes

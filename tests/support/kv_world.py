@@ -239,16 +239,20 @@ class World:
         """A part of the ring belongs to a request from its grant until it was scattered, or the
         sender drained or was fenced. Nothing of another one lands in it."""
         ring = self.receiver.ring
-        number = ring.parts.first + row.target_at // ring.parts.part_bytes
+        first, last = (
+            ring.parts.first + at // ring.parts.part_bytes
+            for at in (row.target_at, row.target_at + row.nbytes - 1)
+        )
         holders = [
             deal.number % 251 + 1
             for deal in self.deals
             for leg in deal.reservation.legs
-            if any(grant.slot.number == number and not grant.copy for grant in leg.grants)
+            for grant in leg.grants
+            if grant.slots[0].number == first and last <= grant.slots[-1].number and not grant.copy
         ]
         value = int(row.source.flat[row.source_at])
         if holders != [value]:
-            raise FaultError(f"a row of {value} lands in part {number}, which is of {holders}")
+            raise FaultError(f"a row of {value} lands in parts {first} to {last} of {holders}")
 
     def check_row(self, row: Row) -> None:
         """Called when a row is about to land."""
