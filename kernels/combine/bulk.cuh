@@ -69,8 +69,7 @@ __device__ __forceinline__ bool rows_stay(const CombineParams& p) {
 // Whether such a sum is not sent to the own rank: the receiving half of the same kernel takes the
 // row from y.
 __device__ __forceinline__ bool own_stays(const CombineParams& p) {
-  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
-         rows_stay(p);
+  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 && rows_stay(p);
 }
 
 // Bytes of piece `piece` of a row.

@@ -18,8 +18,7 @@ __device__ __forceinline__ bool is_copied(const DispatchParams& p) {
 // Whether a slot for the own rank is its head alone: the receiving half of the same kernel takes
 // the rest from x and the scales, which nobody writes meanwhile.
 __device__ __forceinline__ bool own_stays(const DispatchParams& p) {
-  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 &&
-         is_copied(p);
+  return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 && is_copied(p);
 }
 
 // Where payload and scales of a token lie.

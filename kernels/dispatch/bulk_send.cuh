@@ -70,8 +70,7 @@ __device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 tok
     if constexpr (kQuantize) x.wait_empty(pipe.xs);
     char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
     barrier_expect(&pipe.xs.full[x.at], kRowBytes);
-    bulk_load(to, GivenRow::of(p, static_cast<u32>(token)).payload, kRowBytes,
-              &pipe.xs.full[x.at]);
+    bulk_load(to, GivenRow::of(p, static_cast<u32>(token)).payload, kRowBytes, &pipe.xs.full[x.at]);
   }
   __syncwarp();
   x.next();
