@@ -23,7 +23,7 @@ from tests.support import installation
 
 os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured changes no test
 # torch looks up a name for each address that connects to a TCPStore, on both ends. A name server
-# that loses one of these questions costs 5 s, during which the store answers nobody; here 1 s, once.
+# that loses one of these questions costs 5 s, in which the store answers nobody; here 1 s, once.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 # torch.compile finds no program of an earlier run, which need not fit; processes share none.
 _compiled = tempfile.TemporaryDirectory(prefix="moe_p2p-inductor-")

@@ -25,7 +25,10 @@ test-again:
 	@{again}
 """
 PASSED = 'echo "==== 40 passed, 2 skipped in 9.10s ===="'
-FAILED = 'echo "FAILED tests/test_a.py::test_b[1] - Error"; echo "==== 1 failed, 39 passed in 9.10s ===="; exit 1'
+FAILED = (
+    'echo "FAILED tests/test_a.py::test_b[1] - Error"; '
+    'echo "==== 1 failed, 39 passed in 9.10s ===="; exit 1'
+)
 ONE_PASSED = 'echo "==== 1 passed in 0.10s ===="'
 NOTHING = 'echo "==== no tests ran in 0.10s ===="; exit 5'
 
