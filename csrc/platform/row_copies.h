@@ -34,7 +34,7 @@ class RowCopies {
   // Copies of at most so many bytes. Too small: the driver is asked for each copy, which takes the
   // polling thread about seven microseconds. Too large: multiprocessors do what the copy engines
   // do as well.
-  static constexpr uint64_t kMostBytes = 4 << 20;
+  static constexpr uint64_t kMostBytes = 4096 << 10;
 
   // The device's context must be current, also for launch(), status(), idle() and the destructor.
   // Throws Error{kTransport} with the driver's text.
