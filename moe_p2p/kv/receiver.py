@@ -51,8 +51,7 @@ class KVReceiver(KVWorker):
         self.reservations: list[KVReservation] = []  # not reusable yet
         self._holds = PageHolds(self.cache.layout, self.cache.pages)
         self.slots = CountedSlots(self.slots.count, self.engine)
-        control = (self.rows, self.row_bytes)
-        self.unpacker = Unpacker(self.engine, self.cache, self.ring, control)
+        self.unpacker = Unpacker(self.engine, self.cache, self.ring, (self.rows, self.row_bytes))
 
     # --- open ---
 

@@ -442,8 +442,7 @@ class WeightGenerator:
         check_tensors("check_equal: reference", reference)
         absent = [name for name in self._tensors if name not in reference]
         require(not absent, f"check_equal: the reference lacks {', '.join(absent[:3])}")
-        ours = self.checksums()
-        wrong = [name for name, each in ours.items()
+        wrong = [name for name, each in self.checksums().items()
                  if attempt.whole_sum(reference[name].contiguous()) != each]  # fmt: skip
         if wrong:
             text = f"{self.name} at version {self.version}: {', '.join(wrong)} differ"
