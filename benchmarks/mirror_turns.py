@@ -57,6 +57,10 @@ CASES = (
         for t, chain in ((512, 20), (4096, 6))
     ),
     Case(name="T 128 V2", calls="v2", tokens=128, num_sms=24),
+    *(
+        Case(name=f"EP2 T {t} V2", calls="v2", tokens=t, ranks=2, num_sms=24, chain=chain)
+        for t, chain in ((128, 20), (4096, 6))
+    ),
     *(Case(name=f"T {t} low latency", calls="low-latency", tokens=t) for t in (8, 32, 128)),
 )
 # Pairs on 8 H200, commit 9e4a91b, python -m moe_p2p bench (docs/tuning.md).
