@@ -90,14 +90,19 @@ def partials_among(shape: Mapping[str, int], by_topk: bool, partials: int) -> in
     return 0 if one_node and partials == INT10_NODES else partials
 
 
+def is_captured() -> bool:
+    """Whether the current stream is captured into a CUDA graph. Does not start CUDA."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(started and torch.cuda.is_current_stream_capturing())
+
+
 def refuse_capture(missing: str) -> None:
     """Raises UnavailableError while the current stream is captured into a CUDA graph.
 
     Compilers, loading and allocation are no part of a graph. missing: what is missing, and what
     makes it.
     """
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if started and torch.cuda.is_current_stream_capturing():
+    if is_captured():
         text = f"this stream is captured into a CUDA graph, and {missing} before the capture"
         raise errors.make(errors.UnavailableError, text)
 

@@ -32,6 +32,7 @@ import torch
 
 from moe_p2p import communicator, routing_counts, row_counts
 from moe_p2p.config import AllToAllConfig
+from moe_p2p.gpu import prepared
 from moe_p2p.gpu.kernels import (
     _NO_REGIONS,
     DeviceSide,
@@ -354,6 +355,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(communicator, "DeviceSide", EmulatedDevice)
     patch.setattr(communicator.Communicator, "_on_gpu", True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(prepared, "is_captured", lambda: getattr(_capturing, "graph", None) is not None)
     count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
     patch.setattr(routing_counts, "count_kernel", count)
     patch.setattr(row_counts, "count_kernel", count)
