@@ -45,6 +45,7 @@ NEW_TESTS = (
         "engine",
         "signals",
         "kv_rows",
+        "pack",
         "timed_nic",
         "arrival_flags",
     ),

@@ -3,20 +3,11 @@
 // whole rows; the first rows of a batch go to different blocks. Sources are the GPU's own memory
 // and stores wait for nothing, so one row under way in each warp keeps NVLink busy.
 #include "kernels/abi/rows.h"
-#include "kernels/device/ptx.cuh"
+#include "kernels/device/items.cuh"
 
 namespace moe_p2p::device {
 
 constexpr u32 kItemsAtOnce = 8;  // of a lane
-
-__device__ __forceinline__ Vec load(const char* p, const Vec*) { return ld_na_v4(p); }
-__device__ __forceinline__ Pair load(const char* p, const Pair*) { return ld_na_v2(p); }
-__device__ __forceinline__ u32 load(const char* p, const u32*) { return ld_na_u32(p); }
-__device__ __forceinline__ char load(const char* p, const char*) { return *p; }
-__device__ __forceinline__ void store(char* p, const Vec& v) { st_na_v4(p, v); }
-__device__ __forceinline__ void store(char* p, const Pair& v) { st_na_v2(p, v); }
-__device__ __forceinline__ void store(char* p, u32 v) { st_na_u32(p, v); }
-__device__ __forceinline__ void store(char* p, char v) { *p = v; }
 
 // Copies num items; both places are multiples of an item. A lane's items lie at constant distances,
 // and are zero before they are loaded: a value that only some turns load would stay in its
@@ -31,10 +22,10 @@ __device__ __forceinline__ void copy_items(char* to, const char* from, u32 num, 
     Item item[kItemsAtOnce] = {};
 #pragma unroll
     for (u32 j = 0; j < kItemsAtOnce; ++j)
-      if (at + 32 * j < num) item[j] = load(from + j * kApart, static_cast<Item*>(nullptr));
+      if (at + 32 * j < num) item[j] = load_item<Item>(from + j * kApart);
 #pragma unroll
     for (u32 j = 0; j < kItemsAtOnce; ++j)
-      if (at + 32 * j < num) store(to + j * kApart, item[j]);
+      if (at + 32 * j < num) store_item(to + j * kApart, item[j]);
     to += kItemsAtOnce * kApart, from += kItemsAtOnce * kApart;
   }
 }

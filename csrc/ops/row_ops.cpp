@@ -1,9 +1,14 @@
-// torch.ops.moe_p2p.copy_rows: small rows that are strided in host memory, to or from one packed
-// run. moe_p2p/kv/packing.py calls it; kernels/triton/kv_rows.py does the same on a GPU.
+// torch.ops.moe_p2p.copy_rows: small rows that are strided in memory, to or from one packed run: on
+// the host here, on a GPU by kernels/pack.cu. moe_p2p/kv/copies.py calls it.
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <numeric>
 
+#include "kernels/abi/pack.h"
 #include "ops/tensor_checks.h"
+#include "platform/cuda.h"
+#include "platform/cuda_context.h"
 
 namespace moe_p2p::ops {
 
@@ -32,9 +37,54 @@ void check_inside(const Rows& rows, int64_t first, int64_t last, int64_t bytes) 
   }
 }
 
+template <typename T>
+abi::DevicePtr<T> pointer(const void* address) {
+  return {reinterpret_cast<uint64_t>(address)};
+}
+
+// The widest item that a thread of the kernel may move.
+uint32_t item_bytes(const Rows& rows, const void* memory, const void* packed) {
+  uint64_t all = reinterpret_cast<uint64_t>(memory) | reinterpret_cast<uint64_t>(packed);
+  for (const int64_t each : {rows.offset, rows.unit, rows.row_bytes}) all |= uint64_t(each);
+  if (rows.num_rows > 1) all |= static_cast<uint64_t>(rows.row_stride);
+  const uint64_t widest = std::gcd(all, uint64_t{sizeof(uint64_t) * 2});
+  return widest == 2 ? 1 : static_cast<uint32_t>(widest);
+}
+
+// Where units lie on a GPU, the caller has checked that all rows are within `memory`.
+struct OnGpu {
+  int64_t kernel, num_blocks, stream;  // a CUfunction and a CUstream
+};
+
+void launch(const OnGpu& gpu, int device, const Rows& rows, abi::PackParams params,
+            int64_t packed_bytes) {
+  params.item_bytes = item_bytes(rows, params.memory.get(), params.packed.get());
+  const int64_t items = packed_bytes / params.item_bytes;
+  const int64_t most = std::numeric_limits<uint32_t>::max();
+  MOE_P2P_CHECK(items <= most && rows.num_rows <= most && rows.row_bytes <= most,
+                Code::kInvalidArgument, "copy_rows: ", packed_bytes, " bytes of ", rows.num_rows,
+                " rows a unit, ", rows.row_bytes, " bytes each: a kernel takes at most ", most);
+  params.units = pointer<const int64_t>(rows.units);
+  params.offset = rows.offset, params.unit = rows.unit, params.row_stride = rows.row_stride;
+  params.row_bytes = static_cast<uint32_t>(rows.row_bytes);
+  params.num_rows = static_cast<uint32_t>(rows.num_rows);
+  params.num_items = static_cast<uint32_t>(items);
+  const int64_t useful = (items + abi::kPackThreads - 1) / abi::kPackThreads;
+  const platform::ContextGuard current(platform::context_of(device));
+  platform::launch_kernel(
+      {.kernel = static_cast<uint64_t>(gpu.kernel),
+       .num_blocks = static_cast<unsigned>(std::clamp<int64_t>(gpu.num_blocks, 1, useful)),
+       .num_threads = abi::kPackThreads,
+       .stream = reinterpret_cast<void*>(gpu.stream)},
+      &params);
+}
+
+// kernel, num_blocks, stream: OnGpu; kernel 0: host memory.
 void copy_rows(const Tensor& memory, const Tensor& packed, const Tensor& units, int64_t offset,
                int64_t unit, int64_t row_bytes, int64_t num_rows, int64_t row_stride,
-               int64_t first_row, bool gather) {
+               int64_t first_row, bool gather, int64_t kernel, int64_t num_blocks, int64_t stream) {
+  const int device = device_of(memory);
+  const OnDevice here(kernel == 0 ? -1 : device);
   auto* const strided = output<char>(memory, {"memory", {ScalarType::Byte}, {kAny}});
   auto* run = output<char>(packed, {"packed", {ScalarType::Byte}, {kAny}});
   const auto* index = input<int64_t>(units, {"units", {ScalarType::Long}, {kAny}});
@@ -45,6 +95,13 @@ void copy_rows(const Tensor& memory, const Tensor& packed, const Tensor& units, 
   MOE_P2P_CHECK(first_row >= 0 && last <= units.numel() * num_rows, Code::kInvalidArgument,
                 "copy_rows: rows ", first_row, " to ", last, " of ", units.numel() * num_rows);
   const Rows rows{index, offset, unit, row_bytes, num_rows, row_stride};
+  if (packed.numel() == 0) return;
+  if (kernel != 0) {
+    abi::PackParams params{};
+    params.memory = pointer<char>(strided), params.packed = pointer<char>(run);
+    params.first_row = first_row, params.gather = gather;
+    return launch({kernel, num_blocks, stream}, device, rows, params, packed.numel());
+  }
   check_inside(rows, first_row, last, memory.numel());
   for (int64_t row = first_row; row < last; ++row, run += row_bytes) {
     char* const place = strided + rows.place(row);

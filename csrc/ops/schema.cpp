@@ -107,7 +107,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_imm_discarded(int engine) -> int");
   m.def(
       "copy_rows(Tensor(a!) memory, Tensor(b!) packed, Tensor units, int offset, int unit, "
-      "int row_bytes, int num_rows, int row_stride, int first_row, bool gather) -> ()");
+      "int row_bytes, int num_rows, int row_stride, int first_row, bool gather, int kernel=0, "
+      "int num_blocks=0, int stream=0) -> ()");
 
   // --- signals: `after` of engine_write_pages is [signals, layer, step], or empty ---
   m.def(

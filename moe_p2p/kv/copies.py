@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.errors import require
+from moe_p2p.gpu import jit
 from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.ops import call
@@ -74,17 +75,23 @@ class Copy:
                 self._event.synchronize()
 
 
+def pack_kernel(device: torch.device) -> int:
+    """Returns kernels/pack.cu."""
+    return jit.load(device.index or 0, "pack.cu", "moe_p2p_pack", {})
+
+
 class Copier:
     """num_sms: multiprocessors that a copy on a GPU takes. Its stream is its own, so neither the
     user's kernels nor these wait for each other; whoever needs the bytes asks the `Copy`. Any
     thread may call it, also while another one captures a CUDA graph."""
 
     def __init__(self, device: torch.device, num_sms: int) -> None:
-        self._num_sms = num_sms
         self._stream: Any = None
+        self._on_gpu = (0, 0, 0)  # last arguments of the op
         if device.type == "cuda":
             with relaxed_captures():
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._on_gpu = (pack_kernel(device), num_sms, self._stream.cuda_stream)
 
     def place(self, units: Tensor) -> Placed:
         bounds = int(units.min()), int(units.max())
@@ -97,22 +104,13 @@ class Copier:
         """As many rows as `packed` has room for."""
         rows.check()
         flat = rows.memory.reshape(-1).view(torch.uint8)
+        where = (rows.placed.units, *rows.where, rows.first_row)
+        arguments = (flat, packed, *where, gather, *self._on_gpu)
         if self._stream is None:
-            op = torch.ops.moe_p2p.copy_rows.default
-            call(op, flat, packed, rows.placed.units, *rows.where, rows.first_row, gather)
+            call(torch.ops.moe_p2p.copy_rows.default, *arguments)
             return Copy(None)
-        from moe_p2p.kernels.triton.kv_rows import copy_rows
-
-        with self._on_stream():
-            copy_rows(
-                flat,
-                packed,
-                rows.placed.units,
-                rows.where,
-                rows.first_row,
-                gather=gather,
-                num_sms=self._num_sms,
-            )
+        with relaxed_captures():
+            call(torch.ops.moe_p2p.copy_rows.default, *arguments)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return Copy(event)

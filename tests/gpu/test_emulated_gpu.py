@@ -50,6 +50,7 @@ CASES = {
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
         "test_gpu_copy_kernel.py",
         "test_gpu_row_kernel.py",
+        "test_gpu_pack.py",
         "test_gpu_count_kernel.py",
         "test_gpu_signals.py::test_replays_send_their_step_and_nothing_else",
         "test_gpu_signals.py::test_a_layer_travels_before_later_ones_are_computed",

@@ -1,13 +1,9 @@
-"""Small rows are gathered and scattered: on the CPU here, by Triton in its interpreter."""
+"""Small rows are gathered and scattered, on the CPU; tests/gpu/test_gpu_pack.py: on a GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from moe_p2p import InvalidArgumentError
 from moe_p2p.kv import copies
 from moe_p2p.kv.copies import Copier, Rows
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = Copier(torch.device("cpu"), 1)
 
 
@@ -83,18 +78,3 @@ def test_an_event_is_asked_for_while_another_thread_may_capture(
     copy.wait()
     assert copy.done()
     assert modes == ["global"]
-
-
-def test_triton_moves_the_same_bytes() -> None:
-    """In its interpreter, which Triton decides about when it is imported."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/support/kv_rows_cases.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "13 passed" in done.stdout

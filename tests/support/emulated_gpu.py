@@ -41,7 +41,7 @@ from moe_p2p.gpu.kernels import (
 from moe_p2p.gpu.launch_shape import Chosen
 from moe_p2p.gpu.partners import Partners
 from moe_p2p.gpu.shape_macros import of_arrivals
-from moe_p2p.kv import signals
+from moe_p2p.kv import copies, signals
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.rendezvous.bootstrap import Bootstrap
@@ -359,6 +359,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
     patch.setattr(routing_counts, "count_kernel", count)
     patch.setattr(row_counts, "count_kernel", count)
+    patch.setattr(copies, "pack_kernel", lambda _: _function("pack.cu", ())[1])
     patch.setattr(signals, "kernel_for", lambda _: _function("signal.cu", ())[1])
     # Its memory is host memory, which the software NIC copies by itself.
     patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)

@@ -71,10 +71,15 @@ def workers(
         yield found
 
 
+def random_bytes(shape: torch.Size, seed: int | torch.Generator) -> Tensor:
+    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+    return torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+
+
 def random_cache(cache: kv.KVCache, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for tensor in cache.tensors:
-        tensor.copy_(torch.randint(0, 256, tensor.shape, generator=generator).to(torch.uint8))
+        tensor.copy_(random_bytes(tensor.shape, generator))
 
 
 def some_pages(count: int, of: int, seed: int) -> Tensor:
