@@ -12,7 +12,7 @@ from moe_p2p.options import CombineDtype, partials_of
 from tests.calls.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, sums, with_specials
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
-from tests.gpu.test_gpu_failures import SOON_S
+from tests.gpu.test_gpu_failures import SOON_S, settle
 from tests.support.cases import Wanted, combine_arguments, dispatch_arguments, finish
 from tests.support.gpu_ranks import World, make, meet, prepare, run, worlds
 from tests.support.ranks import Rank
@@ -99,7 +99,7 @@ def combines_never(
         if rank.rank != lost:
             back = combine_arguments(comm, wanted) | {"combine_dtype": kind}
             out = comm.combine(dispatched=got, **back)
-            finish(comm)
+            settle(comm)
             first = lost * world.num_experts // world.ranks
             needs = (wanted.tokens[rank.rank].topk_idx >= first).any(dim=1)
             assert needs.any()

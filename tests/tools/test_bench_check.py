@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_p2p import AllToAll, errors
+from moe_p2p.reference import Tokens
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import (
     command,
@@ -24,6 +25,7 @@ from moe_p2p.tools.bench import (
 )
 from moe_p2p.tools.bench.conformance_faults import Fault
 from moe_p2p.tools.bench.conformance_ranks import LAYOUTS, TYPES, Ranks
+from moe_p2p.tools.bench.gpu_calls import on_device
 from moe_p2p.tools.bench.options import Options, parse
 
 SMALL = ["--check", "--device=cpu", "--ranks=2", "--tokens=4", "--hidden=256", "--topk=2"]
@@ -56,6 +58,15 @@ def test_every_line_of_ranks_on_cpus() -> None:
     for name in ("a rank that stays away is masked, the others go on", *FAULTS):
         assert lines[name].startswith("ok"), name
     assert lines["graphs"] == "skipped: ranks are on CPUs"
+
+
+def test_all_of_a_calls_tensors_are_where_its_ranks_are() -> None:
+    idx, weights = torch.zeros(2, 1).long(), torch.ones(2, 1)
+    extras = (torch.zeros(2, 3), torch.zeros(2).byte())
+    tokens = Tokens(torch.zeros(2, 8), idx, weights, torch.ones(2, 1), extras)
+    given = on_device(tokens, "meta")
+    tensors = (given.x, given.topk_idx, given.topk_weights, given.scales, *given.extras)
+    assert [str(each.device) for each in tensors] == ["meta"] * 6
 
 
 def test_nodes_of_both_sizes_are_checked_unless_one_is_asked_for() -> None:

@@ -51,8 +51,9 @@ class Calls:
 
 def on_device(tokens: Tokens, device: str) -> Tokens:
     names = ("x", "topk_idx", "topk_weights", "scales")
-    parts = {name: getattr(tokens, name) for name in names}
-    return replace(tokens, **{k: v.to(device) for k, v in parts.items() if v is not None})
+    parts: dict[str, Any] = {name: getattr(tokens, name) for name in names}
+    parts = {name: part.to(device) for name, part in parts.items() if part is not None}
+    return replace(tokens, extras=tuple(extra.to(device) for extra in tokens.extras), **parts)
 
 
 def layout_of(options: Options, tokens: int) -> Layout:
