@@ -63,7 +63,7 @@ def test_every_line_of_ranks_on_cpus() -> None:
 def test_all_of_a_calls_tensors_are_where_its_ranks_are() -> None:
     idx, weights = torch.zeros(2, 1).long(), torch.ones(2, 1)
     extras = (torch.zeros(2, 3), torch.zeros(2).byte())
-    tokens = Tokens(torch.zeros(2, 8), topk_idx=idx, topk_weights=weights, extras=extras)
+    tokens = Tokens(x=torch.zeros(2, 8), topk_idx=idx, topk_weights=weights, extras=extras)
     given = on_device(tokens, "meta")
     tensors = (given.x, given.topk_idx, given.topk_weights, *given.extras)
     assert {str(each.device) for each in tensors if each is not None} == {"meta"}
