@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import MoeP2pError, make
+from moe_p2p.errors import MoeP2pError, TimeoutError, make
 from moe_p2p.kv import checksum
 from moe_p2p.kv.strides import Rows
 from moe_p2p.transfers import Memory, Peer, Region, Request
@@ -209,12 +209,20 @@ class Sender:
 
 
 class UnwrittenError(Exception):
-    """A write to rank `who` failed. `named`: the provider's error with parameter and rank."""
+    """A write of parameter `what` to rank `who` failed."""
 
     def __init__(self, who: str, what: str, error: MoeP2pError) -> None:
         super().__init__(str(error))
-        self.who = who
-        self.named: Exception = make(type(error), f"writing {what} to {who}: {error}")
+        self.who, self.what, self.error = who, what, error
+
+    def named(self, stages: Mapping[str, float]) -> Exception:
+        """The provider's error with parameter and rank. stages: seconds from the attempt's begin;
+        a write that began late, because ranks waited for another one, is late itself."""
+        text = f"writing {self.what} to {self.who}: {self.error}"
+        if isinstance(self.error, TimeoutError):
+            reached = (f"{stage} after {seconds:.1f} s" for stage, seconds in stages.items())
+            text = f"{text}; this attempt was at {', '.join(reached)}"
+        return make(type(self.error), text)
 
 
 def _await(queue: _UnderWay, timeout_s: float) -> None:

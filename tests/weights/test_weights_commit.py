@@ -110,7 +110,7 @@ def a_write_comes_after_its_update() -> None:
             sender.write(batch, attempt.immediate(1))
             sender.finish(None, 20)
         except UnwrittenError as error:
-            if isinstance(error.named, RemoteAccessError):
+            if isinstance(error.error, RemoteAccessError):
                 sender._direct.clear()
                 return
         raise NotTrueError("a write of an update that failed reached the shadow of the next one")
