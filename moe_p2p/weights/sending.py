@@ -250,8 +250,8 @@ def _await(queue: _UnderWay, deadline: Deadline, stop: Stop) -> None:
             request.wait(min(deadline.left, _LOOK_S))
         except TimeoutError as error:
             if not deadline.left:
-                over = make(TimeoutError, f"it is not done, and {deadline.timeout_s:g} s are over")
-                raise _unwritten(group, over) from error
+                over = f"{deadline.timeout_s:g} s are over: {error}"
+                raise _unwritten(group, make(TimeoutError, over)) from error
             stop([group.generator])
         except MoeP2pError as error:
             raise _unwritten(group, error) from error

@@ -152,6 +152,17 @@ def test_a_trainer_that_connects_after_a_refusal_begins_again_at_once() -> None:
         assert late.totals["failed"] == 2
 
 
+def test_a_generator_that_begins_anew_within_an_attempt_is_named() -> None:
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1, found.model.values(1))
+        board = found.trainers[0]._board
+        board.put(Keys(2).ready("generator 1"), "of another process")
+        running = begin(found, 2, found.model.values(2))
+        fail(found, running, "generator 1 has begun anew: it lends of another process no more")
+        update(found, 3, found.model.values(3))
+        check(found, 3, found.model.values(3))
+
+
 def test_a_write_that_began_late_says_so() -> None:
     late = make(TimeoutError, "trainer 0: write is not done within 0 s")
     error = UnwrittenError("generator 1", "q", late).named({"begin": 39.96, "ready": 39.98})
