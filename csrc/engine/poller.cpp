@@ -239,6 +239,13 @@ std::optional<Cancellation> Poller::cancel(Request& request) noexcept {
   return cancellation;
 }
 
+Progress Poller::progress(const Request& active) const noexcept {
+  return {.held = active.held_,
+          .posted_writes = active.num_writes_,
+          .in_flight = active.in_flight_,
+          .more = active.open_rails_ != 0};
+}
+
 void Poller::finish_if_settled(Request& request) noexcept {
   if (request.open_rails_ != 0 || request.in_flight_ != 0) return;
   Request* previous = request.previous_active_;

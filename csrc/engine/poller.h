@@ -49,6 +49,7 @@ class Poller {
   // Takes back what is not posted of a Request that was submitted; it is done once the rest has
   // completed, with kCancelled if well. Returns nothing when it ended well before.
   std::optional<Cancellation> cancel(Request& request) noexcept;
+  Progress progress(const Request& active) const noexcept;
   // Finishes every active and every mailed Request. Call it after the NICs are closed: nothing
   // completes any more.
   void close(base::Status status) noexcept;

@@ -166,6 +166,14 @@ struct Cancellation {
   Amount taken_back;           // never posted
 };
 
+// How far a Request is that is not done.
+struct Progress {
+  bool held = false;           // by its gate
+  uint64_t posted_writes = 0;  // or next to be, where a NIC is full
+  uint64_t in_flight = 0;      // of these
+  bool more = false;           // to post
+};
+
 class Request : private MailboxNode {
  public:
   Request() noexcept : MailboxNode(Kind::kRequest) {}

@@ -75,7 +75,8 @@ struct TransferEngine::State {
 
   // Runs closure where it cannot overlap with progress(): here when no other thread polls,
   // otherwise on the polling thread.
-  void run_exclusive(TransferEngine& engine, const Closure& closure) {
+  void run_exclusive(TransferEngine& engine, const Closure& closure,
+                     std::optional<Deadline> deadline = {}) {
     // acquire: pairs with the release in detach_poller().
     if (polling_thread.load(std::memory_order_acquire) == nullptr) {
       const std::lock_guard lock(unpolled_mutex);
@@ -83,7 +84,7 @@ struct TransferEngine::State {
       closure();
       return;
     }
-    engine.run_on_poller(closure, Clock::now() + options.control_timeout);
+    engine.run_on_poller(closure, deadline.value_or(Clock::now() + options.control_timeout));
   }
 
   RemoteRegion* find_or_add_region(const Peer* peer, const MemoryDescriptor& descriptor);
@@ -318,6 +319,15 @@ std::optional<Cancellation> TransferEngine::cancel(Request& request) {
   std::optional<Cancellation> cancellation;
   state_->run_exclusive(*this, [&] { cancellation = state_->poller.cancel(request); });
   return cancellation;
+}
+
+std::optional<Progress> TransferEngine::progress_of(const Request& request, Deadline deadline) {
+  std::optional<Progress> progress;
+  const auto look = [&] {
+    if (request.active()) progress = state_->poller.progress(request);
+  };
+  state_->run_exclusive(*this, look, deadline);
+  return progress;
 }
 
 void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {

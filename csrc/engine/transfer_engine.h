@@ -95,6 +95,8 @@ class TransferEngine {
   // failed, or was cancelled before, how far it was then. The Request must have been submitted.
   // Throws Error{kTimeout} as run_on_poller() does.
   std::optional<Cancellation> cancel(Request& request);
+  // Of a Request that was submitted; nothing when it is done. Throws as run_on_poller() does.
+  std::optional<Progress> progress_of(const Request& request, platform::Deadline deadline);
   // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows its
   // exception. Throws Error{kTimeout} when it had not begun by the deadline; it then never runs.
   // The closure must not block. Runs at once when the caller is the polling thread.

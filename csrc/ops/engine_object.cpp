@@ -19,6 +19,10 @@ namespace {
 // How late a waiter notices a signal, or that its engine was closed.
 constexpr milliseconds kSlice{50};
 
+// How long an error text waits for what the polling thread knows. Too small: a busy one is called
+// one that does not answer.
+constexpr milliseconds kAnswer{100};
+
 // Returns the first of `count` numbers, which no object of any engine has: what belongs to another
 // engine is refused, and not taken for something of this one.
 int64_t new_ids(int64_t count = 1) {
@@ -280,13 +284,28 @@ std::vector<int64_t> EngineObject::take_finished(int64_t queue, double timeout_s
   return ended;
 }
 
+// For the error text of a wait that has ended before the request.
+std::string EngineObject::where_is(const engine::Request& request) {
+  std::optional<engine::Progress> at;
+  try {
+    at = engine_.progress_of(request, platform::Clock::now() + kAnswer);
+  } catch (const base::Error&) {
+    return base::concat("; the polling thread did not answer within ", kAnswer.count(), " ms");
+  }
+  if (!at) return {};
+  if (at->held) return "; nothing of it is posted: its gate has not opened";
+  if (at->posted_writes == 0) return "; nothing of it is posted: other requests come first";
+  return base::concat("; of ", at->posted_writes, " work requests that are posted, ", at->in_flight,
+                      " have not ended", at->more ? ", and more are to come" : "");
+}
+
 void EngineObject::wait_request(int64_t request_id, double timeout_s, double waited_s) {
   const auto record = request(request_id);
   const bool done = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
     return record->request.wait(until, wait_);
   });
   MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ",
-                timeout_s + waited_s, " s; it may still be waited for");
+                timeout_s + waited_s, " s; it may still be waited for", where_is(record->request));
   {
     const std::lock_guard lock(mutex_);
     requests_.erase(request_id);

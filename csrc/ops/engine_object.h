@@ -88,6 +88,7 @@ class EngineObject {
     int64_t granted = 0;  // of a grant: the memory
   };
   int64_t add_registration(const provider::MemorySpan& span, const Tensor& tensor, int64_t granted);
+  std::string where_is(const engine::Request& request);
   template <typename Ready>
   bool wait_in_slices(std::chrono::milliseconds timeout, Ready&& ready);
   void check_open() const;

@@ -342,11 +342,10 @@ class WeightGenerator:
         writes = self.plan.without(lost).writes_to(self.rank) if lost else self._inbox.writes
         self._arrivals.begin([e for e in writes if names is None or e.name in names])
         why = ""
-        if names is not None:
-            if self._update["base"] != self.version:
-                why = f"it is at version {self.version}, not {self._update['base']}"
-            else:
-                why = self._inbox.keep_others(names)
+        if names is not None and self._update["base"] != self.version:
+            why = f"it is at version {self.version}, not {self._update['base']}"
+        elif names is not None:
+            why = self._inbox.keep_others(names)
         if why:
             changed = self._update["wish"]["changed"]
             text = f"{self.name}: some parameters alone make no version here, {why}"
@@ -385,6 +384,7 @@ class WeightGenerator:
         assert self._update is not None
         if decision is None:
             return
+        self._board.count("changes", 1)  # trainers look again who is there
         version = self._update["version"]
         behind = decision == COMMIT and version != self.version
         reads = behind and self.mode == "shadow" and not self._shared

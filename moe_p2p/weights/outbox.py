@@ -22,7 +22,7 @@ from moe_p2p.weights.conversion import Conversions
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import MaximaExchange, synchronize
 from moe_p2p.weights.plan import Maxima, WeightPlan, weight_plan
-from moe_p2p.weights.sending import Batch, Prepared, Replica, Sender, sums
+from moe_p2p.weights.sending import Batch, Prepared, Replica, Sender, Stop, sums
 
 _GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
 Sending = dict[str, list[Prepared]]  # by generator
@@ -50,7 +50,7 @@ class Outbox:
         self._met = ""
         self._grouped: tuple[object, list[tuple[list[int], Batch]]] = ((), [])
         self._deadline: Deadline | None = None
-        self._stop: Callable[[list[str]], None] = lambda missing: None
+        self._stop: Stop = lambda missing: None
         self.totals = {"bytes_written": 0, "requests": 0, "staging_bytes": 0}
         self.seconds = {"convert": 0.0, "submit": 0.0, "wait": 0.0}  # of the last update
         self._prepare()
@@ -143,7 +143,7 @@ class Outbox:
         exchange.run(number, self._until)
 
     @contextmanager
-    def bounded(self, stop: Callable[[list[str]], None], deadline: Deadline) -> Iterator[None]:
+    def bounded(self, stop: Stop, deadline: Deadline) -> Iterator[None]:
         """Bounds all waits inside: by the deadline, and by stop(missing ranks), which may raise."""
         self._stop, self._deadline = stop, deadline
         yield
@@ -219,7 +219,7 @@ class Outbox:
         reached("converted")
         reached("submitted")
         began = time.monotonic()
-        self.sender.finish(None, self._deadline.left)
+        self.sender.finish(None, self._deadline, self._stop)
         self.seconds["wait"] += time.monotonic() - began
         reached("written")
         return found
@@ -229,7 +229,7 @@ class Outbox:
         began = time.monotonic()
         after = max(self._conversions.places[number].after for number in batch)
         if after >= 0:
-            self.sender.finish(after, self._deadline.left)
+            self.sender.finish(after, self._deadline, self._stop)
         self._stop([])
         middle = time.monotonic()
         self._conversions.convert(batch)

@@ -7,9 +7,8 @@ ring.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import MoeP2pError, make
+from moe_p2p.errors import MoeP2pError, TimeoutError, make
 from moe_p2p.kv import checksum
 from moe_p2p.kv.strides import Rows
 from moe_p2p.transfers import Memory, Peer, Region, Request
 from moe_p2p.weights import attempt
 from moe_p2p.weights.attempt import PRIORITY
+from moe_p2p.weights.board import Deadline
 from moe_p2p.weights.plan import WeightPlan, Write
 
 
@@ -110,7 +110,14 @@ class _Target(NamedTuple):
     regions: dict[str, tuple[Region, int]]
 
 
+Stop = Callable[[list[str]], None]  # gets ranks that are waited for; may raise
 _UnderWay = deque[tuple[Group, Request]]
+
+# Between two looks whether the wait has a point. Too small: many trainers keep the store's thread
+# busy.
+_LOOK_S = 0.1
+# Writes that were posted end within it, unless their generator has been stopped.
+_ANSWER_S = 1.0
 
 
 class Sender:
@@ -183,49 +190,80 @@ class Sender:
         for group, request in zip(batch.groups, requests, strict=True):
             (self._direct if group.copy < 0 else self._staged).append((group, request))
 
-    def finish(self, copy: int | None, timeout_s: float) -> None:
+    def finish(self, copy: int | None, deadline: Deadline, stop: Stop) -> None:
         """Waits for writes from copies up to a number, or for all. Raises UnwrittenError."""
         while self._staged and (copy is None or self._staged[0][0].copy <= copy):
-            _await(self._staged, timeout_s)
+            _await(self._staged, deadline, stop)
         while copy is None and self._direct:
-            _await(self._direct, timeout_s)
+            _await(self._direct, deadline, stop)
 
     def oldest(self) -> int | None:
         """Number of the first copy from which a write is under way."""
         return self._staged[0][0].copy if self._staged else None
 
     def cancel(self, others: Iterable[Request], timeout_s: float) -> None:
-        """Ends what is under way, so that the tensors may be changed."""
-        requests = [*(request for _, request in (*self._direct, *self._staged)), *others]
+        """Ends what is under way, so that the tensors may be changed; where a generator does not
+        answer, which may be stopped, by disconnecting from it."""
+        under_way = [*self._direct, *self._staged]
+        requests = [*(request for _, request in under_way), *others]
         for request in requests:
             with suppress(RuntimeError):
                 request.cancel()
-        until = time.monotonic() + timeout_s
-        for request in requests:
+        deadline = Deadline(timeout_s)
+        _end(requests, Deadline(min(timeout_s, _ANSWER_S)))
+        for group, request in under_way:
             with suppress(RuntimeError):
-                request.wait(max(until - time.monotonic(), 0.0))
+                if not request.done():
+                    self.forget(group.generator)
+        _end(requests, deadline)
         self._direct.clear()
         self._staged.clear()
 
 
+def _end(requests: Iterable[Request], deadline: Deadline) -> None:
+    for request in requests:
+        with suppress(RuntimeError):
+            request.wait(deadline.left)
+
+
 class UnwrittenError(Exception):
-    """A write to rank `who` failed. `named`: the provider's error with parameter and rank."""
+    """A write of parameter `what` to rank `who` failed."""
 
     def __init__(self, who: str, what: str, error: MoeP2pError) -> None:
         super().__init__(str(error))
-        self.who = who
-        self.named: Exception = make(type(error), f"writing {what} to {who}: {error}")
+        self.who, self.what, self.error = who, what, error
+
+    def named(self, stages: Mapping[str, float]) -> Exception:
+        """The provider's error with parameter and rank. stages: seconds from the attempt's begin;
+        a write that began late, because ranks waited for another one, is late itself."""
+        text = f"writing {self.what} to {self.who}: {self.error}"
+        if isinstance(self.error, TimeoutError):
+            reached = (f"{stage} after {seconds:.1f} s" for stage, seconds in stages.items())
+            text = f"{text}; this attempt was at {', '.join(reached)}"
+        return make(type(self.error), text)
 
 
-def _await(queue: _UnderWay, timeout_s: float) -> None:
+def _await(queue: _UnderWay, deadline: Deadline, stop: Stop) -> None:
     group, request = queue[0]
-    try:
-        request.wait(timeout_s)
-    except MoeP2pError as error:
-        names = list(dict.fromkeys(write.name for write in group.writes))
-        what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        raise UnwrittenError(group.generator, what, error) from error
-    queue.popleft()
+    while True:
+        try:
+            request.wait(min(deadline.left, _LOOK_S))
+        except TimeoutError as error:
+            if not deadline.left:
+                over = f"{deadline.timeout_s:g} s are over: {error}"
+                raise _unwritten(group, make(TimeoutError, over)) from error
+            stop([group.generator])
+        except MoeP2pError as error:
+            raise _unwritten(group, error) from error
+        else:
+            queue.popleft()
+            return
+
+
+def _unwritten(group: Group, error: MoeP2pError) -> UnwrittenError:
+    names = list(dict.fromkeys(write.name for write in group.writes))
+    what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return UnwrittenError(group.generator, what, error)
 
 
 def sums(

@@ -93,7 +93,9 @@ class WeightTrainer:
         try:
             for generator, founder in self._founders().items():
                 if founder in self._outbox.targets(""):
-                    self._connect(generator, "", deadline)
+                    key = f"{generator} lends"
+                    lent = self._board.wait({key: generator}, deadline)[key]
+                    self._outbox.sender.connect(generator, lent)
             self._board.put(f"trainer {rank}", {"nics": engine.num_nics})
             self._meet(deadline)
         except BaseException:
@@ -110,16 +112,6 @@ class WeightTrainer:
 
     def _there(self) -> list[int]:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]
-
-    def _connect(self, generator: str, generation: str, deadline: Deadline) -> None:
-        key = f"{generator} lends"
-        while True:
-            lent = self._board.wait({key: generator}, deadline)[key]
-            if generation in ("", lent["generation"]):
-                break
-            require(deadline.left > 0, f"{generator} does not lend {generation}")
-            time.sleep(0.002)
-        self._outbox.sender.connect(generator, lent)
 
     def _meet_for_maxima(self, deadline: Deadline, meanwhile: Callable[[list[str]], None]) -> None:
         """Trainers that share blocks write into each other's inboxes; anew where others share."""
@@ -212,7 +204,7 @@ class WeightTrainer:
                 self._send(keys, update, deadline)
             except UnwrittenError as failed:
                 self._explain(keys, failed, deadline)
-                raise failed.named from failed
+                raise failed.named(self.stages) from failed
             self._commit(keys, update, deadline)
         except BaseException as error:
             mine = self._refusal(str(error) or type(error).__name__)
@@ -338,7 +330,7 @@ class WeightTrainer:
             for generator in sending:
                 generation = found[keys.ready(generator)]
                 if generation != self._outbox.sender.generation(generator):
-                    self._connect(generator, generation, deadline)
+                    self._connect(keys, generator, generation)
             self._reached("ready")
             groups = self._outbox.groups(sending, names)
             counts = Counter(group.generator for _, each in groups for group in each.groups)
@@ -347,6 +339,14 @@ class WeightTrainer:
             sums = self._outbox.send(groups, imm, update["verify"], self._reached)
         self._board.put(keys.sent(self.rank), sums)
         self._reached("sent")
+
+    def _connect(self, keys: Keys, generator: str, generation: str) -> None:
+        """generation: of what it lends for this attempt; it lends anew after one that failed."""
+        lent = self._board.get(f"{generator} lends")
+        if lent["generation"] != generation:
+            self._stop(keys, [])
+            raise make(AbortedError, f"{generator} has begun anew: it lends {generation} no more")
+        self._outbox.sender.connect(generator, lent)
 
     def _learn(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
         """Replicas that are new, and who stands in for trainers that are lost."""
@@ -400,8 +400,9 @@ class WeightTrainer:
 
     def _explain(self, keys: Keys, error: UnwrittenError, deadline: Deadline) -> None:
         """A write failed: returns when that was not because its rank is lost."""
-        most = min(deadline.left, 2 * self._presence.lease_s)
-        began, until = time.monotonic(), time.monotonic() + most
+        began = time.monotonic()
+        until = began + min(deadline.left, 2 * self._presence.lease_s)
+        self._stop(keys, [])  # also where no time is left
         while time.monotonic() < until:
             self._stop(keys, [error.who], since=began)
             time.sleep(0.01)

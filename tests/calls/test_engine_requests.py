@@ -195,8 +195,9 @@ def test_an_await_ends_at_the_deadline_of_the_engine_and_may_be_repeated() -> No
 
         async def late() -> None:
             for _ in range(2):
-                with pytest.raises(moe_p2p.TimeoutError, match=r"not done within 0\.1 s"):
+                with pytest.raises(moe_p2p.TimeoutError, match=r"not done within 0\.1 s") as late:
                     await request
+                assert "of 1 work requests that are posted, 1 have not ended" in str(late.value)
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(_wait(request), 0.01)  # the task's own, shorter
 

@@ -91,8 +91,10 @@ TEST_CASE("engine: cancelling says exactly what was posted, wherever it comes") 
     engines[0].submit(request);
     for (uint64_t turns = random() % 8; turns > 0; --turns) engines.turn();
     const bool over = request.done();
+    const auto at = engines[0].progress_of(request, platform::Clock::now());
     const auto cancelled = engines[0].cancel(request);
     REQUIRE(cancelled.has_value() == !over);
+    REQUIRE(at.has_value() == !over);
     const Cancellation posted = posted_on(network, nics);
     if (over) {
       CHECK(posted.posted.bytes == drawn.all.bytes);
@@ -102,6 +104,10 @@ TEST_CASE("engine: cancelling says exactly what was posted, wherever it comes") 
     CHECK(cancelled->posted.bytes == posted.posted.bytes);
     CHECK(cancelled->posted.imms == posted.posted.imms);
     CHECK(cancelled->posted_writes == posted.posted_writes);
+    CHECK(at->posted_writes >= posted.posted_writes);
+    CHECK(at->posted_writes >= at->in_flight);
+    CHECK((at->more || at->posted_writes > posted.posted_writes) ==
+          (cancelled->taken_back.bytes + cancelled->taken_back.imms != 0));
     CHECK(cancelled->taken_back.bytes == drawn.all.bytes - posted.posted.bytes);
     CHECK(cancelled->taken_back.imms == drawn.all.imms - posted.posted.imms);
     num_partial += posted.posted_writes != 0 && cancelled->taken_back.bytes != 0 ? 1 : 0;

@@ -274,5 +274,5 @@ def test_a_cancel_has_one_deadline_for_all_its_requests() -> None:
     late: list[Any] = [_Late() for _ in range(20)]
     engine: Any = None
     sending.Sender(engine, 0).cancel(late, 0.1)
-    assert sum(each.waited[0] for each in late) < 20 * 0.1 / 2
-    assert late[-1].waited == [0.0]
+    assert sum(sum(each.waited) for each in late) < 20 * 0.1 / 2
+    assert not any(late[-1].waited)

@@ -15,6 +15,7 @@ from moe_p2p import InvalidArgumentError, MoeP2pError, ProtocolError
 from moe_p2p.errors import RemoteAccessError
 from moe_p2p.weights import WeightGenerator, attempt
 from moe_p2p.weights.attempt import Keys
+from moe_p2p.weights.board import Deadline
 from moe_p2p.weights.outbox import Outbox
 from moe_p2p.weights.sending import UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
@@ -108,9 +109,9 @@ def a_write_comes_after_its_update() -> None:
         # The next update disconnects; a write that is under way stands for one that is not.
         try:
             sender.write(batch, attempt.immediate(1))
-            sender.finish(None, 20)
+            sender.finish(None, Deadline(20), lambda missing: None)
         except UnwrittenError as error:
-            if isinstance(error.named, RemoteAccessError):
+            if isinstance(error.error, RemoteAccessError):
                 sender._direct.clear()
                 return
         raise NotTrueError("a write of an update that failed reached the shadow of the next one")

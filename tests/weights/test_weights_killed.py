@@ -1,4 +1,5 @@
-"""A rank killed at each stage of an update: a fifth of the runs, or all (weights_killed.py)."""
+"""A rank killed at each stage of an update: a fifth of the runs, or all (weights_killed.py). One
+that is stopped, and goes on (weights_stopped.py)."""
 
 from __future__ import annotations
 
@@ -14,14 +15,23 @@ from tests.support.weights_killed import Run, faults, runs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(900)
-def test_what_is_left_tells_the_truth() -> None:
+def output_of(module: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.weights_killed"],
+        [sys.executable, "-m", f"tests.support.{module}"],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert " 0 wrong" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_what_is_left_tells_the_truth() -> None:
+    assert " 0 wrong" in output_of("weights_killed")
+
+
+def test_a_generator_that_is_stopped_is_left_out_and_comes_back() -> None:
+    """Also while trainers wait for their writes to it."""
+    assert "it came back" in output_of("weights_stopped")
 
 
 def test_a_fifth_has_both_modes_and_sides() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from moe_p2p import MoeP2pError, ResourceExhaustedError
+from moe_p2p import MoeP2pError, ResourceExhaustedError, TimeoutError
+from moe_p2p.errors import make
 from moe_p2p.weights import staging, weight_plan
+from moe_p2p.weights.attempt import Keys
 from moe_p2p.weights.conversion import Conversions
+from moe_p2p.weights.sending import UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
 
 Values = dict[str, torch.Tensor]
@@ -106,17 +110,65 @@ def test_a_generator_at_another_version_refuses_a_part_and_takes_all() -> None:
         check(found, 3, values)
 
 
+def refuse_a_part(found: Fleet) -> Values:
+    """An update of a part fails, as will one of what changed; returns its values."""
+    update(found, 1, found.model.values(1), changed=True)
+    found.generators[1].version = 0
+    values = mixed(found, 1, 2, {"q"})
+    running = begin(found, 2, values, only={"q"})
+    fail(found, running, r"generator 1: some .* at version 0, not 1")
+    return values
+
+
 def test_a_generator_that_missed_a_version_refuses_a_part() -> None:
     """The leader believes the store; the generator knows what it has."""
     with fleet(MODELS["fused"]) as found:
-        update(found, 1, found.model.values(1), changed=True)
-        found.generators[1].version = 0
-        values = mixed(found, 1, 2, {"q"})
-        running = begin(found, 2, values, only={"q"})
-        fail(found, running, r"generator 1: some .* at version 0, not 1")
+        values = refuse_a_part(found)
         update(found, 3, values, changed=True)  # begins again, with all
         check(found, 3, values)
         assert found.trainers[0].totals["failed"] == 2
+
+
+def test_a_trainer_that_connects_after_a_refusal_begins_again_at_once() -> None:
+    """What it was told is lent has been taken back: what it waits for would never come."""
+    with fleet(MODELS["fused"]) as found:
+        values, late = refuse_a_part(found), found.trainers[1]
+        late.timeout_s *= 1.5  # others give up before
+        board, generation = late._board, late._outbox.sender.generation
+
+        def late_look(generator: str) -> str:
+            """Between what is ready and what is lent."""
+            ready = board.get(Keys(3).ready(generator))
+            while late.totals["attempts"] == 3 and lent(generator) == ready:
+                time.sleep(0.001)
+            return generation(generator)
+
+        def lent(generator: str) -> str:
+            return str(board.get(f"{generator} lends")["generation"])
+
+        late._outbox.sender.generation = late_look  # type: ignore[method-assign]
+        update(found, 3, values, changed=True)
+        check(found, 3, values)
+        assert late.totals["failed"] == 2
+
+
+def test_a_generator_that_begins_anew_within_an_attempt_is_named() -> None:
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1, found.model.values(1))
+        board = found.trainers[0]._board
+        board.put(Keys(2).ready("generator 1"), "of another process")
+        running = begin(found, 2, found.model.values(2))
+        fail(found, running, "generator 1 has begun anew: it lends of another process no more")
+        update(found, 3, found.model.values(3))
+        check(found, 3, found.model.values(3))
+
+
+def test_a_write_that_began_late_says_so() -> None:
+    late = make(TimeoutError, "trainer 0: write is not done within 0 s")
+    error = UnwrittenError("generator 1", "q", late).named({"begin": 39.96, "ready": 39.98})
+    assert isinstance(error, TimeoutError)
+    assert "writing q to generator 1" in str(error)
+    assert "within 0 s; this attempt was at begin after 40.0 s, ready after 40.0 s" in str(error)
 
 
 @pytest.mark.parametrize("name", ["fused", "mixed"])
