@@ -51,8 +51,7 @@ CopyQueue::~CopyQueue() {
   }
   if (rows_) {
     const ControlGuard guard(context_);
-    while (!rows_->idle() && Clock::now() < deadline) sched_yield();
-    if (!rows_->idle()) static_cast<void>(rows_.release());  // its kernel still reads its rows
+    if (!rows_->end(deadline)) static_cast<void>(rows_.release());  // its kernel reads its rows
   }
   if (copies || !drain(deadline)) {
     MOE_P2P_LOG(base::LogLevel::kError, "device ", device_,

@@ -169,6 +169,37 @@ TEST_CASE("timed: lower classes alone go at once; beside urgent writes in parts,
   }
 }
 
+TEST_CASE("timed: what lower classes have in a GPU's stream stays short, however slow the GPU is") {
+  FakeDriver& fake = FakeDriver::install();
+  const std::string settings = base::concat("gbps=400,row_kernel=", FakeDriver::kRowKernel);
+  Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
+  a.maps_windows = false;
+  test_time = kStart;
+  for (Node* node : {&a, &b})
+    dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+  constexpr size_t kBytes = 8 << 20, kFragment = 64 << 10;
+  Memory source(a, kBytes), target(b, kBytes);
+  fill(source.data, 3);
+  a.domain->map_remote(target.key.remote_key, target.span(), true);
+  static_cast<void>(a.connect(b));
+  const PeerId lower = a.domain->connect_for(b.domain->address(), 2, 0);
+  fake.hold(true);
+  const uint64_t before = fake.num_row_launches();
+  a.post(with_imm(make_write(1, lower, source, 0, target, 0, kBytes), 1));
+  const auto poll = [&] {  // the link is free at each
+    test_time += 100'000;
+    return a.poll() + b.poll();
+  };
+  for (int i = 0; i < 100; ++i) poll();
+  CHECK(fake.num_row_launches() - before <= (256 << 10) / kFragment);
+  fake.hold(false);
+  const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
+  while (b.imms.empty() && platform::Clock::now() < deadline) poll();
+  CHECK(b.imms == std::vector<uint32_t>{1});
+  CHECK(std::ranges::equal(source.data, target.data));
+  a.domain->map_remote(target.key.remote_key, {});
+}
+
 TEST_CASE("timed: hollow writes of GPU memory take their time and carry nothing") {
   const std::string settings = base::concat(kPlain, ",hollow=1");
   Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);

@@ -85,8 +85,10 @@ base::Status Copies::start_lent(Connection& connection, const Fragment& fragment
 
 base::Status Copies::wait_for(Connection& connection, const Fragment& fragment,
                               const CopyQueue::Started& started) noexcept {
-  if (started.status.ok()) waiting_.push_back({&connection, started.ticket, fragment});
-  return started.status;
+  if (!started.status.ok()) return started.status;
+  waiting_.push_back({&connection, started.ticket, fragment});
+  bytes_under_way_ += fragment.bytes;
+  return {};
 }
 
 bool Copies::poll() noexcept {
@@ -109,7 +111,11 @@ Copies::Fate Copies::look_at(Waiting& waiting) noexcept {
 }
 
 void Copies::forget(const Connection& connection) noexcept {
-  std::erase_if(waiting_, [&](const Waiting& w) { return w.connection == &connection; });
+  std::erase_if(waiting_, [&](const Waiting& waiting) {
+    if (waiting.connection != &connection) return false;
+    bytes_under_way_ -= waiting.fragment.bytes;
+    return true;
+  });
 }
 
 }  // namespace moe_p2p::provider::loopback

@@ -59,6 +59,8 @@ class Copies {
   enum class State : uint8_t { kUnderWay, kDone, kFailed };
   State state_of(uint64_t ticket) noexcept;
   base::Status failure() const noexcept { return queue_->status(); }  // after a kFailed
+  // Of fragments that wait for their copies.
+  uint64_t bytes_under_way() const noexcept { return bytes_under_way_; }
   // Puts fragments whose payload is in place into their rings, with an adversary only some of them.
   // Calls published(connection) for each. Gives up writes whose copies failed.
   template <typename Published>
@@ -87,7 +89,8 @@ class Copies {
   // Constant once made; published to the polling thread with the key of a region or window.
   std::unique_ptr<platform::CopyQueue> queue_;
   std::vector<Waiting> waiting_;  // capacity reserved
-  bool noted_ = false;            // start_lent() since the last launch()
+  uint64_t bytes_under_way_ = 0;
+  bool noted_ = false;  // start_lent() since the last launch()
 };
 
 template <typename Published>
@@ -96,6 +99,7 @@ void Copies::publish(Published&& published) noexcept {
   std::erase_if(waiting_, [&](Waiting& waiting) {
     const Fate fate = look_at(waiting);
     if (fate == Fate::kLeft) published(*waiting.connection);
+    if (fate != Fate::kWaits) bytes_under_way_ -= waiting.fragment.bytes;
     return fate != Fate::kWaits;
   });
 }

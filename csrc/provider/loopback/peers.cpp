@@ -18,6 +18,11 @@ uint32_t max_fragment_bytes(uint64_t ring_bytes) noexcept {
 // large: urgent writes wait for it; real NICs take turns between their queue pairs after some
 // packets.
 constexpr int64_t kLowerBacklogNs = 5'000;
+// And a GPU copies at most so much for them at a time, with the fragment that passes it. Too small:
+// each launch carries little. Too large: where a GPU copies more slowly than the link is modelled,
+// what waits in its stream grows without end, and kernels of urgent calls, waits for the device and
+// the next launches wait behind it.
+constexpr uint64_t kLowerCopyBytes = 256 << 10;
 
 }  // namespace
 
@@ -271,7 +276,8 @@ bool Connection::announce(uint32_t slot, const SendContext& context) noexcept {
 
 // More urgent writes must not wait for all that lower classes have to send.
 bool Connection::gives_way(const SendContext& context) const noexcept {
-  return is_lower(context) && context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs;
+  return is_lower(context) && (context.copies.bytes_under_way() >= kLowerCopyBytes ||
+                               context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs);
 }
 
 // What takes no room in the ring goes at once, unless others wait for the link meanwhile.
