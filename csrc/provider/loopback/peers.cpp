@@ -120,9 +120,10 @@ bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
     abort(write, Fragment::kAbort, {base::Code::kInvalidArgument, 0});
     return send_abort(slot);
   }
-  if (write.request.is_read) return send_read(slot, context);
-  if (is_in_place(write.request, *kind, context)) return announce(slot, context);
-  return *kind == MemoryKind::kCuda ? start_copy(slot, context) : send_fragment(slot, context);
+  if (!write.request.is_read && is_in_place(write.request, *kind, context))
+    return announce(slot, context);
+  if (*kind == MemoryKind::kCuda) return start_copy(slot, context);
+  return write.request.is_read ? send_read(slot, context) : send_fragment(slot, context);
 }
 
 bool Connection::send_read(uint32_t slot, const SendContext& context) noexcept {
@@ -130,6 +131,7 @@ bool Connection::send_read(uint32_t slot, const SendContext& context) noexcept {
   const uint32_t bytes = next_bytes(read);
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
   read.reading = true;
+  read.read_in_place = false;
   read.read_bytes = bytes;
   read.read_at = head_;
   reads_.push(slot);
@@ -143,6 +145,11 @@ bool Connection::land(uint32_t slot, base::Code code, const SendContext& context
   std::byte* const to = request.local + (read.cursor - read.read_bytes);
   const std::byte* const from = channel_.ring + ((read.read_at + kLine) & channel_.ring_mask);
   base::Status status{code, 0};
+  if (read.read_in_place) {
+    read.reading = false;
+    read.status = status;
+    return true;
+  }
   if (landing_) {
     const Copies::State state = context.copies.state_of(landing_ticket_);
     if (state == Copies::State::kUnderWay) return false;
@@ -222,21 +229,31 @@ bool Connection::publish_staged(Copies& copies) noexcept {
   return true;
 }
 
-// The payload takes no room in the ring.
+bool Connection::send_by_ring(uint32_t slot, const SendContext& context) noexcept {
+  return writes_[slot].request.is_read ? send_read(slot, context) : stage(slot, context);
+}
+
+// The payload takes no room in the ring. Windows that are kept may be host memory; what is read
+// from their owner goes by the ring.
 bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   const WorkRequest& request = write.request;
   const RegionTable::Window window =
       context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
-  if (!window.data) return stage(slot, context);
+  if (!window.data || (request.is_read && !window.lent)) return send_by_ring(slot, context);
   const uint32_t bytes = next_bytes_in_place(write, context);
   if (context.copies.full(window.lent ? bytes : 0)) return false;
-  std::byte* const to = window.data + write.cursor;
-  const std::byte* const from = request.local + write.cursor;
+  std::byte *to = window.data + write.cursor, *from = request.local + write.cursor;
   // The receiver refuses what comes through the ring.
   if (window.lent && !is_lent(request.remote_key, bytes, context.copies))
-    return stage(slot, context);
-  const Fragment fragment = begin_fragment(slot, bytes, Fragment::kInPlace, context);
+    return send_by_ring(slot, context);
+  uint32_t flags = Fragment::kInPlace;
+  if (request.is_read) {
+    std::swap(to, from);
+    flags |= Fragment::kRead;
+    write.reading = write.read_in_place = true;
+  }
+  const Fragment fragment = begin_fragment(slot, bytes, flags, context);
   base::Status status{base::Code::kInvalidArgument, 0};
   if (!window.lent)
     status = context.copies.start(*this, fragment, to, from);
@@ -315,6 +332,7 @@ bool Connection::send_abort(uint32_t slot) noexcept {
 void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept {
   write.abort_flags = flags;
   write.status = status;
+  write.reading = false;
   write.pieces = 0;
   write.cursor_end = write.cursor;
   write.begun = false;
@@ -322,7 +340,7 @@ void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status
 
 void Connection::give_up(uint32_t slot, base::Status status) noexcept {
   OutgoingWrite& write = writes_[slot];
-  if (write.all_sent()) unsent_.push(slot);
+  if (write.nothing_to_send()) unsent_.push(slot);
   abort(write, Fragment::kAbort, status);
 }
 

@@ -35,6 +35,7 @@ struct OutgoingWrite {
   // Reads have one fragment under way at a time, so that each slot owes one acknowledgement at
   // most: the one before the cursor.
   bool reading = false;
+  bool read_in_place = false;  // it takes no room in the ring: our GPU reads the peer's memory
   uint32_t read_bytes = 0;
   uint64_t read_at = 0;  // ring position of its header
 
@@ -126,6 +127,7 @@ class Connection {
   bool send_part(uint32_t slot, const SendContext& context) noexcept;
   bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
   bool send_read(uint32_t slot, const SendContext& context) noexcept;
+  bool send_by_ring(uint32_t slot, const SendContext& context) noexcept;
   bool is_in_place(const WorkRequest& request, MemoryKind kind,
                    const SendContext& context) const noexcept;
   bool announce(uint32_t slot, const SendContext& context) noexcept;
