@@ -255,7 +255,7 @@ class Outbox:
         self._conversions.convert(batch)
         end = None
         if self._conversions.buffer.is_cuda:
-            end = torch.cuda.Event()
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record(torch.cuda.current_stream(self._conversions.buffer.device))
         oldest = self.sender.oldest()
         if oldest is None and before is not None and before.batch:

@@ -72,7 +72,7 @@ class Watched:
         self._posted.submit_s += time.perf_counter() - began
         self._posted.requests += len(requests)
         near = [number in self._near_regions for number in table[:, 1].tolist()]
-        return [_Request(*each) for each in zip(requests, map(self._spans.get, near), strict=True)]
+        return [_Request(r, self._spans[n]) for r, n in zip(requests, near, strict=True)]
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
