@@ -189,7 +189,7 @@ def test_a_batch_is_converted_before_the_one_before_is_submitted(
     with fleet(MODELS["mixed"]) as found:
         update(found, 1, found.model.values(1))
         check(found, 1, found.model.values(1))
-        outbox = found.trainers[0]._outbox
+        outbox = found.trainers[3]._outbox  # sends both copies
         firsts = [batch[0] for batch, _ in outbox._grouped[1] if batch]
         assert len(firsts) > 1
         for before, number in itertools.pairwise(firsts):
