@@ -37,17 +37,16 @@ class Copies {
   bool copies_lent();      // whether windows may be lent ones
 
   // --- polling thread, once it has found GPU memory registered ---
-  // lent_bytes: as CopyQueue::full().
-  bool full(uint64_t lent_bytes = 0) noexcept;
+  bool full(const platform::LentBytes& lent = {}) noexcept;
   // Must not be full. publish() sends the fragment, unless the status is a failure.
   base::Status start(Connection& connection, const Fragment& fragment, std::byte* to,
                      const std::byte* from) noexcept;
   // The same into memory that its owner may take back. announce() before the owner's word is read,
   // withdraw() when that refuses.
   base::Status start_lent(Connection& connection, const Fragment& fragment, std::byte* to,
-                          const std::byte* from) noexcept;
-  void announce(uint64_t bytes) noexcept { queue_->announce(bytes); }
-  void withdraw(uint64_t bytes) noexcept { queue_->withdraw(bytes); }
+                          const std::byte* from, const platform::LentBytes& lent) noexcept;
+  void announce(const platform::LentBytes& lent) noexcept { queue_->announce(lent); }
+  void withdraw(const platform::LentBytes& lent) noexcept { queue_->withdraw(lent); }
   // Launches what start_lent() noted. Before the polling thread leaves the NIC.
   void launch() noexcept {
     if (noted_) queue_->launch();
