@@ -51,8 +51,7 @@ CopyQueue::~CopyQueue() {
   }
   if (rows_) {
     const ControlGuard guard(context_);
-    while (!rows_->idle() && Clock::now() < deadline) sched_yield();
-    if (!rows_->idle()) static_cast<void>(rows_.release());  // its kernel still reads its rows
+    if (!rows_->end(deadline)) static_cast<void>(rows_.release());  // its kernel reads its rows
   }
   if (copies || !drain(deadline)) {
     MOE_P2P_LOG(base::LogLevel::kError, "device ", device_,
@@ -189,35 +188,35 @@ base::Status CopyQueue::ask_engines(Copy& copy) noexcept {
   return status_;
 }
 
-void CopyQueue::announce(uint64_t bytes) noexcept {
-  if (by_rows(bytes)) return rows_->announce();
+void CopyQueue::announce(const LentBytes& lent) noexcept {
+  if (by_rows(lent)) return rows_->announce();
   // seq_cst: pairs with LentCopies::begun(); the owner's word is read after this.
   std::atomic_ref(words_->engine_begun).store(num_lent_by_engine_ + 1, std::memory_order_seq_cst);
 }
 
-void CopyQueue::withdraw(uint64_t bytes) noexcept {
-  if (by_rows(bytes)) return rows_->withdraw();
+void CopyQueue::withdraw(const LentBytes& lent) noexcept {
+  if (by_rows(lent)) return rows_->withdraw();
   std::atomic_ref(words_->engine_begun).store(num_lent_by_engine_, std::memory_order_release);
 }
 
 CopyQueue::Started CopyQueue::copy_lent(std::byte* to, const std::byte* from,
-                                        uint64_t bytes) noexcept {
-  if (!status_.ok()) return withdraw(bytes), Started{status_, 0};
+                                        const LentBytes& lent) noexcept {
+  if (!status_.ok()) return withdraw(lent), Started{status_, 0};
   enter();
   Copy& copy = copies_[num_started_ % kCapacity];
-  copy = {.to = to, .from = from, .bytes = bytes, .event = copy.event};
-  if (by_rows(bytes)) {
+  copy = {.to = to, .from = from, .bytes = lent.bytes, .event = copy.event};
+  if (by_rows(lent)) {
     copy.by = Copy::By::kRows;
-    copy.number = rows_->add(to, from, bytes);
+    copy.number = rows_->add(to, from, lent.bytes);
     ++num_rows_under_way_;
     return {{}, ++num_started_};
   }
   int error = driver_.copy_async(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from),
-                                 bytes, stream_);
-  if (error != 0) return withdraw(bytes), Started{{Code::kTransport, error}, 0};
-  ++num_lent_by_engine_;
+                                 lent.bytes, stream_);
+  if (error != 0) return withdraw(lent), Started{{Code::kTransport, error}, 0};
+  copy.by = Copy::By::kLentByEngine;
+  copy.number = ++num_lent_by_engine_;
   error = driver_.stream_write(stream_, engine_done_, num_lent_by_engine_, 0);
-  if (error == 0) error = driver_.event_record(copy.event, stream_);
   if (error != 0) status_ = {Code::kTransport, error};  // it runs, and nothing says when it ends
   return {status_, error == 0 ? ++num_started_ : 0};
 }
@@ -251,9 +250,23 @@ bool CopyQueue::done(const Copy& copy) noexcept {
     if (++num_looks_ % kLooksUntilQuery == 0) status_ = kernel_->status();
     return false;
   }
+  if (copy.by == Copy::By::kLentByEngine) {
+    // acquire: pairs with the GPU's store, which follows its copy.
+    if (std::atomic_ref(words_->engine_done).load(std::memory_order_acquire) >= copy.number)
+      return true;
+    if (++num_looks_ % kLooksUntilQuery == 0) look_for_failure(copy);
+    return false;
+  }
   const int error = driver_.event_query(copy.event);
   if (error != 0 && error != kDriverNotReady) status_ = {Code::kTransport, error};
   return error == 0;
+}
+
+// An event that is reached says nothing of a device that has failed since.
+void CopyQueue::look_for_failure(const Copy& copy) noexcept {
+  int error = driver_.event_query(copy.event);
+  if (error == 0) error = driver_.event_record(copy.event, stream_);
+  if (error != 0 && error != kDriverNotReady) status_ = {Code::kTransport, error};
 }
 
 void CopyQueue::poll() noexcept {

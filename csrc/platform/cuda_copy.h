@@ -31,6 +31,13 @@
 
 namespace moe_p2p::platform {
 
+// A copy of memory that is lent; 0 bytes: another one. by_engine: also where it is short enough for a
+// launch of rows.
+struct LentBytes {
+  uint64_t bytes = 0;
+  bool by_engine = false;
+};
+
 class CopyQueue {
  public:
   // Copies under way at a time. Too small: short writes wait for an event although the copy engine
@@ -61,21 +68,21 @@ class CopyQueue {
     base::Status status;  // kTransport, detail = CUresult: nothing was started
     uint64_t ticket = 0;
   };
-  // Whether a copy has to wait: one of `lent_bytes` into memory that is lent, 0: another one. Never
-  // true once the queue has failed: copy() then reports the failure.
-  bool full(uint64_t lent_bytes = 0) const noexcept {
-    const uint64_t most = lent_bytes > 0 ? kCapacity - kKept : kCapacity;
-    const bool rows = lent_bytes > 0 && by_rows(lent_bytes);
+  // Whether a copy has to wait. Never true once the queue has failed: copy() then reports the
+  // failure.
+  bool full(const LentBytes& lent = {}) const noexcept {
+    const uint64_t most = lent.bytes > 0 ? kCapacity - kKept : kCapacity;
+    const bool rows = lent.bytes > 0 && by_rows(lent);
     return status_.ok() && (num_started_ - num_done_ >= most || (rows && rows_->full()));
   }
   // Must not be full. With on_device = false one side is host memory, and the kernel is not used.
   Started copy(std::byte* to, const std::byte* from, uint64_t bytes,
                bool on_device = true) noexcept;
-  // Into memory that is lent: announce() before its owner's word is read, then copy_lent(), or
+  // Of memory that is lent: announce() before its owner's word is read, then copy_lent(), or
   // withdraw() when it is not lent any more. launch() before the polling thread does anything else.
-  void announce(uint64_t bytes) noexcept;
-  void withdraw(uint64_t bytes) noexcept;
-  Started copy_lent(std::byte* to, const std::byte* from, uint64_t bytes) noexcept;
+  void announce(const LentBytes& lent) noexcept;
+  void withdraw(const LentBytes& lent) noexcept;
+  Started copy_lent(std::byte* to, const std::byte* from, const LentBytes& lent) noexcept;
   void launch() noexcept;
   // Asks the driver which copies are done. Cheap when there are none.
   void poll() noexcept;
@@ -93,22 +100,26 @@ class CopyQueue {
     uint64_t bytes = 0;
     bool on_device = true;
     bool is_done = false;
-    enum class By : uint8_t { kEngine, kKernel, kRows };
+    enum class By : uint8_t { kEngine, kLentByEngine, kKernel, kRows };
     By by = By::kEngine;
-    uint64_t number = 0;    // by kernel or rows: its number there
-    void* event = nullptr;  // recorded after it when the engines carry it
+    uint64_t number = 0;  // but of kEngine: its number there
+    // Recorded after it when the engines carry it; of kLentByEngine when it takes long.
+    void* event = nullptr;
   };
 
   void open(uint64_t copy_kernel, const LentCopies& lent);
   void open_lent(LentCopies lent);
   std::string share_words(LentCopies& lent);
-  bool by_rows(uint64_t bytes) const noexcept { return rows_ && bytes <= RowCopies::kMostBytes; }
+  bool by_rows(const LentBytes& lent) const noexcept {
+    return rows_ && !lent.by_engine && lent.bytes <= RowCopies::kMostBytes;
+  }
   void close() noexcept;
   void enter() const noexcept;
   bool ask_kernel(Copy& copy) noexcept;
   base::Status ask_engines(Copy& copy) noexcept;
   void take_over() noexcept;
   bool done(const Copy& copy) noexcept;
+  void look_for_failure(const Copy& copy) noexcept;
   uint64_t num_settled() const noexcept;
 
   const DriverTable& driver_;

@@ -1,5 +1,7 @@
 #include "platform/row_copies.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -66,8 +68,18 @@ void RowCopies::free() noexcept {
   if (rows_) driver_.host_free(rows_);
 }
 
+bool RowCopies::end(Deadline deadline) noexcept {
+  if (driver_.event_record(event_, stream_) != 0) return true;  // it runs nothing any more
+  while (driver_.event_query(event_) == kDriverNotReady) {
+    if (Clock::now() > deadline) return false;
+    sched_yield();
+  }
+  return true;
+}
+
 base::Status RowCopies::status() const noexcept {
-  const int error = driver_.event_query(event_);
+  int error = driver_.event_query(event_);
+  if (error == 0) error = driver_.event_record(event_, stream_);  // the next look finds it pending
   return error == 0 || error == kDriverNotReady ? base::Status{}
                                                 : base::Status{Code::kTransport, error};
 }
@@ -130,8 +142,7 @@ base::Status RowCopies::launch() noexcept {
   num_launched_rows_ = num_rows_;
   num_bytes_ = 0;
   num_launched_.store(batch, std::memory_order_release);
-  const int error = driver_.event_record(event_, stream_);
-  return error == 0 ? base::Status{} : base::Status{Code::kTransport, error};
+  return {};
 }
 
 }  // namespace moe_p2p::platform

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "kernels/abi/rows.h"
 #include "platform/cuda_driver.h"
+#include "platform/wait.h"
 
 namespace moe_p2p::platform {
 
@@ -36,15 +37,15 @@ class RowCopies {
   // do as well.
   static constexpr uint64_t kMostBytes = 4096 << 10;
 
-  // The device's context must be current, also for launch(), status(), idle() and the destructor.
+  // The device's context must be current, also for launch(), status(), end() and the destructor.
   // Throws Error{kTransport} with the driver's text.
   RowCopies(int device, const LentCopies& lent);
-  ~RowCopies();  // must be idle()
+  ~RowCopies();  // after end()
   RowCopies(const RowCopies&) = delete;
   RowCopies& operator=(const RowCopies&) = delete;
 
-  // True when all launches have ended. Any thread.
-  bool idle() const noexcept { return driver_.event_query(event_) != kDriverNotReady; }
+  // After the last launch: true once all have ended, false at the deadline.
+  bool end(Deadline deadline) noexcept;
   // A failure once the device has failed. Any thread.
   base::Status status() const noexcept;
   uint64_t num_done() const noexcept;       // batches
@@ -78,7 +79,7 @@ class RowCopies {
   const uint64_t words_on_device_;
   abi::RowCopy* rows_ = nullptr;  // [kRowCopies], pinned
   void* stream_ = nullptr;
-  void* event_ = nullptr;  // recorded after the last launch
+  void* event_ = nullptr;  // recorded when somebody asks: each launch would cost more by a third
 
   // Polling thread only; num_launched_ is stored by launch(), release.
   std::atomic<uint64_t> num_launched_{0};

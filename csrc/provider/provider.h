@@ -139,11 +139,11 @@ class Domain {
   // deadline; to be called again. Throws Error{kUnavailable} where there is no such fence.
   virtual bool sever(uint64_t tag, platform::Deadline deadline);
   // A window: GPU memory of a peer on this host, registered there under remote_key, is mapped here
-  // at `local`. Providers without a NIC write through it, others ignore it. A span without bytes
-  // drops the window; when that returns nothing is written through it any more. The peer must not
-  // call unregister_memory() for it before that, unless `lent`: then the NIC sees to it that its
-  // unregister_memory() is the end of writes through the window too. Where it cannot, a lent one is
-  // ignored.
+  // at `local`. Providers without a NIC write through it and, where it is lent, read; others ignore
+  // it. A span without bytes drops the window; when that returns nothing goes through it any more.
+  // The peer must not call unregister_memory() for it before that, unless `lent`: then the NIC sees
+  // to it that its unregister_memory() is the end of what goes through the window too. Where it
+  // cannot, a lent one is ignored.
   virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/, bool /*lent*/) {}
   void map_remote(uint64_t remote_key, const MemorySpan& local) {
     map_remote(remote_key, local, false);

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ from moe_p2p.weights.staging import Need
 # Device memory beside the ring, at most: of a block its number, two entries of a launch's tables,
 # and its place in an exchange; of a copy its row of a table and what allocations are rounded up.
 _BLOCK_BYTES, _COPY_BYTES = 32, 1024
+
+
+class _Work(NamedTuple):
+    """What converts a batch. loaded: copies whose source is loaded first. launches: one for each
+    source type and block shape. rest: copies that torch converts."""
+
+    loaded: list[int]
+    launches: list[Any]
+    rest: list[int]
 
 
 class Conversions:
@@ -43,8 +53,7 @@ class Conversions:
         triton: bool | None = None,
     ) -> None:
         self._tensors, self._device = tensors, device
-        found = {copy.tensor: copy for plan in plans for copy in plan.copies(rank)}
-        self.copies: list[Copy] = list(found.values())
+        self.copies: list[Copy] = _in_order(list(plans), rank)
         missing = {each.param.tensor for each in self.copies} - tensors.keys()
         if missing:
             text = f"trainer {rank} has no tensor {sorted(missing)[0]!r}, which its layout names"
@@ -55,6 +64,7 @@ class Conversions:
         left = None if watermark is None else watermark - self._beside
         needs = [self._need(each) for each in self.copies]
         self.places, size = staging.ring(needs, left, f"trainer {rank}")
+        self._ends = [0, *accumulate(each.end - each.elements for each in self.places)]
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.number = {each.tensor: i for i, each in enumerate(self.copies)}
         self.staged: dict[str, Tensor] = {}
@@ -62,7 +72,7 @@ class Conversions:
         for i, (copy, need) in enumerate(zip(self.copies, needs, strict=True)):
             self._place(i, copy, need)
         self._triton = device.type == "cuda" and _has_triton() if triton is None else triton
-        self._boxes: dict[tuple[int, ...], list[Any]] = {}
+        self._works: dict[tuple[int, ...], _Work] = {}
 
     def _need(self, copy: Copy) -> Need:
         scales = 4 * copies.num_scales(copy) if copy.stage.blocks else 0
@@ -98,29 +108,25 @@ class Conversions:
         for `convert`: the ring need not hold all of it at once."""
         self.grids.flat.zero_()
         for batch in batches:
-            blocked = [i for i in batch if self.copies[i].stage.blocks]
-            self._load(blocked)
-            if self._triton:
-                for each in self._launches(blocked):
-                    each.maxima()
-            else:
-                for i in blocked:
-                    copy = self.copies[i]
+            work = self._work(batch)
+            self._load(i for i in work.loaded if self.copies[i].stage.blocks)
+            for each in work.launches:
+                each.maxima()
+            for i in work.rest:
+                copy = self.copies[i]
+                if copy.stage.blocks:
                     grid, origin = self.grids.of[copy.tensor], self.grids.origins[copy.tensor]
                     copies.merge_maxima(copy, self._views(i), grid, origin)
 
     def convert(self, batch: Sequence[int]) -> None:
         """Into the ring, by the grids; not done when it returns, on a GPU."""
-        self._load(batch)
-        blocked = [i for i in batch if self.copies[i].stage.blocks]
-        if self._triton:
-            for each in self._launches(blocked):
-                each.quantize()
-        for i in batch:
+        work = self._work(batch)
+        self._load(work.loaded)
+        for each in work.launches:
+            each.quantize()
+        for i in work.rest:
             copy = self.copies[i]
             grid = self.grids.of.get(copy.tensor)
-            if grid is not None and self._triton:
-                continue
             origin = self.grids.origins.get(copy.tensor, ())
             copies.convert_into(copy, self._views(i), grid, self.staged[copy.tensor], origin)
             if grid is not None:
@@ -130,8 +136,12 @@ class Conversions:
         """Bytes in use once a batch is converted, with what is beside the ring. oldest: first copy
         that is being written."""
         first = batch[0] if oldest is None else oldest
-        used = staging.between(self.places, first, batch[-1])
+        used = self._ends[batch[-1] + 1] - self._ends[first]
         return min(used, len(self.buffer)) + self._beside
+
+    def after(self, batch: Sequence[int]) -> int:
+        """Number of the last copy that must be written before the batch is converted; -1: none."""
+        return self.places[batch[-1]].after if batch else -1  # it grows with the numbers
 
     def _views(self, number: int) -> list[Tensor]:
         copy = self.copies[number]
@@ -139,21 +149,23 @@ class Conversions:
             return copies.held(copy, self._tensors[copy.param.tensor])
         return copies.dense(copy, self._loaded[number])
 
-    def _load(self, batch: Sequence[int]) -> None:
+    def _load(self, numbers: Iterable[int]) -> None:
         """From pinned memory these are copies by the GPU; from other memory the CPU waits."""
-        for i in batch:
-            if i in self._loaded:
-                copy = self.copies[i]
-                ours = copies.held(copy, self._tensors[copy.param.tensor])
-                for to, view in zip(self._views(i), ours, strict=True):
-                    to.copy_(view, non_blocking=True)
+        for i in numbers:
+            copy = self.copies[i]
+            ours = copies.held(copy, self._tensors[copy.param.tensor])
+            for to, view in zip(self._views(i), ours, strict=True):
+                to.copy_(view, non_blocking=True)
 
-    def _launches(self, batch: Sequence[int]) -> list[Any]:
-        """One for each source type and block shape; made in the first update."""
+    def _work(self, batch: Sequence[int]) -> _Work:
+        """Made in the first update: while thousands of copies are looked through, a GPU idles."""
         key = tuple(batch)
-        if key not in self._boxes:
-            self._boxes[key] = self._make_launches(batch)
-        return self._boxes[key]
+        if key not in self._works:
+            blocked = [i for i in batch if self._triton and self.copies[i].stage.blocks]
+            launches = self._make_launches(blocked) if blocked else []
+            rest = sorted(set(batch).difference(blocked))
+            self._works[key] = _Work([i for i in batch if i in self._loaded], launches, rest)
+        return self._works[key]
 
     def _make_launches(self, batch: Sequence[int]) -> list[Any]:
         from moe_p2p.kernels.triton import weights_fp8
@@ -172,6 +184,20 @@ class Conversions:
             weights_fp8.Boxes(found, dtype, block, self._device)
             for (dtype, block), found in rows.items()
         ]
+
+
+def _in_order(plans: Sequence[WeightPlan], rank: int) -> list[Copy]:
+    """Copies by the first target that gets some of each: from the one behind this rank round to the
+    one of the same number, as `of_source` has them. Ranks of the same number often share a GPU, and
+    what crosses a link is under way then while the rest is converted."""
+    found = {copy.tensor: copy for plan in plans for copy in plan.copies(rank)}
+    turns: dict[str, int] = {}
+    for plan in plans:
+        for write in plan.of_source(rank):
+            name = write.source_tensor.removesuffix(":scales")
+            turn = (write.target_rank - rank - 1) % plan.target.world_size
+            turns[name] = min(turns.get(name, turn), turn)
+    return sorted(found.values(), key=lambda copy: turns.get(copy.tensor, 0))
 
 
 def _has_triton() -> bool:

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Outbox:
         self._exchange: MaximaExchange | None = None
         self._met = ""
         self._grouped: tuple[object, list[tuple[list[int], Batch]]] = ((), [])
+        self._sending: tuple[Mapping[str, tuple[str, int]], Sending] = ({}, {})  # of all names
         self._deadline: Deadline | None = None
         self._stop: Stop = lambda missing: None
         self.totals = {"bytes_written": 0, "requests": 0, "staging_bytes": 0}
@@ -89,7 +90,7 @@ class Outbox:
             copy.tensor not in known for plan in plans.values() for copy in plan.copies(self._rank)
         ):
             self._convert_for(list(plans.values()))
-        self._grouped = (), []
+        self._grouped, self._sending = ((), []), ({}, {})
         writes = [e.write for r in self._replicas.values() for e in r.prepared(self._numbers)]
         sources = {**self._tensors, **self._conversions.staged}
         attempt.check_rows(f"trainer {self._rank}", writes, sources, 0)
@@ -168,6 +169,8 @@ class Outbox:
 
     def sending(self, members: Mapping[str, tuple[str, int]], names: set[str] | None) -> Sending:
         """Returns the writes of an update. members: replica and rank of each generator in it."""
+        if names is None and self._sending[0] == members:
+            return self._sending[1]
         who = {place: generator for generator, place in members.items()}
         found: Sending = {}
         for name in dict.fromkeys(replica for replica, _ in members.values()):
@@ -175,6 +178,8 @@ class Outbox:
                 generator = who.get((name, each.write.target_rank))
                 if generator and (names is None or each.write.name in names):
                     found.setdefault(generator, []).append(each)
+        if names is None:
+            self._sending = dict(members), found
         return found
 
     def groups(self, sending: Sending, names: set[str] | None) -> list[tuple[list[int], Batch]]:
@@ -210,12 +215,24 @@ class Outbox:
         on_gpu = [each for each in self._tensors.values() if each.is_cuda]
         if on_gpu:  # values that kernels are still writing
             synchronize(on_gpu[0])
+        launched: _Launched | None = None  # the GPU converts it while the one before is submitted
+
+        def submit() -> None:
+            nonlocal launched
+            if launched is not None:
+                self._await(launched)
+                self._submit(launched.chosen, imm)
+                if verify:
+                    sums(launched.chosen.groups, tensors, found)
+            launched = None
+
         for batch, chosen in groups:
-            if batch:
-                self._convert(batch)
-            self._submit(chosen, imm)
-            if verify:
-                sums(chosen.groups, tensors, found)
+            if launched and launched.batch and self._conversions.after(batch) >= launched.batch[0]:
+                submit()  # it lies where this one goes
+            following = _Launched(batch, chosen, self._convert(batch, launched))
+            submit()
+            launched = following
+        submit()
         reached("converted")
         reached("submitted")
         began = time.monotonic()
@@ -224,20 +241,36 @@ class Outbox:
         reached("written")
         return found
 
-    def _convert(self, batch: list[int]) -> None:
+    def _convert(self, batch: list[int], before: _Launched | None) -> Any:
+        """Launches it; returns an event at its end, on a GPU. before: it is not submitted yet."""
+        if not batch:
+            return None
         assert self._deadline is not None
         began = time.monotonic()
-        after = max(self._conversions.places[number].after for number in batch)
+        after = self._conversions.after(batch)
         if after >= 0:
             self.sender.finish(after, self._deadline, self._stop)
         self._stop([])
         middle = time.monotonic()
         self._conversions.convert(batch)
-        synchronize(self._conversions.buffer)
-        used = self._conversions.high_water(batch, self.sender.oldest())
+        end = None
+        if self._conversions.buffer.is_cuda:
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record(torch.cuda.current_stream(self._conversions.buffer.device))
+        oldest = self.sender.oldest()
+        if oldest is None and before is not None and before.batch:
+            oldest = before.batch[0]
+        used = self._conversions.high_water(batch, oldest)
         self.totals["staging_bytes"] = max(self.totals["staging_bytes"], used)
         self.seconds["wait"] += middle - began
         self.seconds["convert"] += time.monotonic() - middle
+        return end
+
+    def _await(self, launched: _Launched) -> None:
+        if launched.end is not None:
+            began = time.monotonic()
+            launched.end.synchronize()
+            self.seconds["convert"] += time.monotonic() - began
 
     def _submit(self, chosen: Batch, imm: int) -> None:
         began = time.monotonic()
@@ -274,6 +307,14 @@ class Outbox:
                 each.unregister()
         self._registered.clear()
         self._ring = None
+
+
+class _Launched(NamedTuple):
+    """A batch of copies that is being converted, and the writes that follow."""
+
+    batch: list[int]
+    chosen: Batch
+    end: Any
 
 
 class _Nothing:

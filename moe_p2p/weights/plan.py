@@ -143,7 +143,7 @@ class WeightPlan:
                 for i, target in enumerate(flow.targets)
                 if self._number(entry, flow, i) == number
             ]
-            found.sort(key=lambda write: (write.target_rank - rank) % self.target.world_size)
+            found.sort(key=lambda write: (write.target_rank - rank - 1) % self.target.world_size)
             yield from found
 
     def of_target(self, rank: int) -> dict[int, Counts]:

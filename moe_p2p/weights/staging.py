@@ -83,8 +83,3 @@ def batches(places: Sequence[Place], chosen: Sequence[int], size: int) -> Iterat
         nbytes += length
     if batch:
         yield batch
-
-
-def between(places: Sequence[Place], first: int, last: int) -> int:
-    """Returns the bytes of copies first to last."""
-    return sum(each.end - each.elements for each in places[first : last + 1])

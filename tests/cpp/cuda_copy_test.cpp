@@ -61,12 +61,12 @@ TEST_CASE("copy queue: rows that wait for room on the device keep no other copy 
   CopyQueue queue(0, 0, {.function = FakeDriver::kRowKernel, .words = &page->words});
   REQUIRE(queue.copies_lent());
   driver.fake.hold_rows(true);
-  queue.announce(1);
-  const auto row = queue.copy_lent(&to[0], &from[0], 1);
+  queue.announce({1});
+  const auto row = queue.copy_lent(&to[0], &from[0], {1});
   queue.launch();
-  while (!queue.full(1)) {
-    queue.announce(1);
-    queue.copy_lent(&to[0], &from[0], 1);
+  while (!queue.full({1})) {
+    queue.announce({1});
+    queue.copy_lent(&to[0], &from[0], {1});
     queue.launch();
   }
   CHECK_FALSE(queue.full());

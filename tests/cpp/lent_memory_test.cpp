@@ -38,6 +38,86 @@ TEST_CASE("lent memory: the rows of one post are one launch, long ones are for t
   CHECK(std::ranges::equal(pair.target.data.subspan(kLong), pair.source.data.subspan(kLong)));
 }
 
+TEST_CASE("lent memory: it is read in place, short reads of one post by one launch") {
+  const Driver driver;
+  constexpr size_t kLong = platform::RowCopies::kMostBytes + 1;
+  Pair pair(lent(kRows), 2 * kLong);
+  fill(pair.target.data, 1);
+  std::vector<WorkRequest> rows;
+  for (uint32_t i = 0; i < 60; ++i) rows.push_back(pair.read(i, i * 600, 576));
+  const uint64_t launches = driver.fake.num_row_launches(), copies = driver.fake.num_copies();
+  CHECK(pair.a.domain->post(rows) == 60);
+  CHECK(driver.fake.num_row_launches() == launches + 1);
+  CHECK(pair.pump_until_done(60));
+  for (size_t i = 0; i < 60; ++i)
+    CHECK(std::ranges::equal(pair.source.data.subspan(i * 600, 576),
+                             pair.target.data.subspan(i * 600, 576)));
+  CHECK(driver.fake.num_copies() == copies);
+  pair.post(pair.read(60, kLong, kLong));
+  CHECK(pair.pump_until_done(61));
+  CHECK(pair.a.num_failed() == 0);
+  CHECK(driver.fake.num_copies() == copies + 1);
+  CHECK(std::ranges::equal(pair.source.data.subspan(kLong), pair.target.data.subspan(kLong)));
+}
+
+TEST_CASE("lent memory: it comes back when reads of it are over; later ones are refused") {
+  const Driver driver;
+  for (const size_t bytes : {size_t{5000}, size_t{5} << 20}) {  // by the kernel, by the engines
+    CAPTURE(bytes);
+    Pair pair(lent(kRows), bytes);
+    driver.fake.hold(true);
+    fill(pair.target.data, 1);
+    pair.post(pair.read(0, 0, bytes));
+    bool back = pair.target.give_back();
+    CHECK_FALSE(back);
+    driver.fake.hold(false);
+    while (!back) back = pair.target.give_back();
+    std::ranges::fill(pair.target.data, std::byte{7});  // who still read it would see this
+    CHECK(pump({&pair.a, &pair.b}, [&] { return pair.a.done.size() == 1; }));
+    CHECK(pair.a.code(0) == Code::kRemoteAccess);  // it was not known to have ended
+    CHECK(holds(pair.source.data, 1));
+    pair.post(pair.read(1, 0, 100));
+    CHECK(pair.pump_until_done(2));
+    CHECK(pair.a.code(1) == Code::kRemoteAccess);
+    CHECK(holds(pair.source.data, 1));
+  }
+}
+
+TEST_CASE("lent memory: a read into memory that was given back ends before, by the device too") {
+  const Driver driver;
+  Pair pair(lent(kRows), 5000);
+  driver.fake.hold(true);
+  fill(pair.target.data, 1);
+  pair.post(pair.read(0, 0, 5000));
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    driver.fake.hold(false);
+  });
+  pair.source.unregister();
+  CHECK(holds(pair.source.data, 1));  // nothing follows
+  later.join();
+  CHECK(pair.pump_until_done(1));
+}
+
+TEST_CASE("lent memory: a read that the driver refuses fails with its number, others go on") {
+  const Driver driver;
+  for (const std::string& more : {std::string(), std::string(",ring_kib=4")}) {
+    constexpr size_t kLong = platform::RowCopies::kMostBytes + 1;
+    Pair pair(lent(kRows + more), kLong);
+    fill(pair.target.data, 1);
+    driver.fake.fail_copies(700);
+    pair.post(pair.read(0, 0, kLong));
+    CHECK(pair.pump_until_done(1));
+    CHECK(pair.a.code(0) == Code::kTransport);
+    CHECK(pair.a.status.at(0).detail == 700);
+    driver.fake.fail_copies(0);
+    for (uint64_t i = 1; i <= 3; ++i) pair.post(pair.read(i, 0, i == 3 ? kLong : 4000));
+    CHECK(pair.pump_until_done(4));
+    CHECK(pair.a.num_failed() == 1);
+    CHECK(holds(pair.source.data, 1));
+  }
+}
+
 TEST_CASE("lent memory: more rows than fit a batch or the queue arrive, each after its bytes") {
   const Driver driver;
   for (const char* settings : {",max_in_flight=5000", ",ring_kib=16"}) {

@@ -169,6 +169,76 @@ TEST_CASE("timed: lower classes alone go at once; beside urgent writes in parts,
   }
 }
 
+TEST_CASE("timed: what lower classes have in a GPU's stream stays short, however slow the GPU is") {
+  FakeDriver& fake = FakeDriver::install();
+  const std::string settings = base::concat("gbps=400,row_kernel=", FakeDriver::kRowKernel);
+  Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
+  a.maps_windows = false;
+  test_time = kStart;
+  for (Node* node : {&a, &b})
+    dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+  constexpr size_t kBytes = 8 << 20;
+  Memory source(a, kBytes), target(b, kBytes);
+  fill(source.data, 3);
+  a.domain->map_remote(target.key.remote_key, target.span(), true);
+  static_cast<void>(a.connect(b));
+  const PeerId lower = a.domain->connect_for(b.domain->address(), 2, 0);
+  fake.hold(true);
+  const uint64_t launches = fake.num_row_launches(), before = fake.num_copies();
+  a.post(with_imm(make_write(1, lower, source, 0, target, 0, kBytes), 1));
+  const auto poll = [&] {  // the link is free at each
+    test_time += 100'000;
+    return a.poll() + b.poll();
+  };
+  for (int i = 0; i < 100; ++i) poll();
+  CHECK(fake.num_copies() - before == 1);
+  fake.hold(false);
+  const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
+  while (b.imms.empty() && platform::Clock::now() < deadline) poll();
+  CHECK(b.imms == std::vector<uint32_t>{1});
+  CHECK(std::ranges::equal(source.data, target.data));
+  // By the engines alone: kernels of urgent calls want all multiprocessors.
+  CHECK(fake.num_row_launches() == launches);
+  CHECK(fake.num_copies() - before < 64);
+  a.domain->map_remote(target.key.remote_key, {});
+}
+
+TEST_CASE("timed: no copy of a lower class begins while urgent writes are under way, for 50 us") {
+  FakeDriver& fake = FakeDriver::install();
+  const std::string settings = "gbps=400,latency_us=1000";
+  Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
+  a.maps_windows = false;
+  test_time = kStart;
+  for (Node* node : {&a, &b})
+    dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+  Memory source(a, 4096), target(b, 4096), kept(b, 4096);
+  a.domain->map_remote(target.key.remote_key, target.span(), true);
+  a.domain->map_remote(kept.key.remote_key, kept.span());
+  const PeerId lower = a.domain->connect_for(b.domain->address(), 2, 0);
+  const PeerId urgent = a.connect(b);
+  const uint64_t before = fake.num_copies();
+  const auto begun = [&] { return fake.num_copies() - before; };
+  a.post(make_write(1, lower, source, 0, target, 0, 64));
+  a.post(make_write(2, urgent, source, 0, kept, 0, 64));
+  a.post(make_write(3, lower, source, 0, target, 0, 64));
+  CHECK(begun() == 1);
+  test_time = kStart + 49'000;
+  a.poll();
+  CHECK(begun() == 1);
+  test_time = kStart + 50'000;
+  a.poll();
+  CHECK(begun() == 2);
+  const auto done = [&](size_t num) {
+    return pump({&a, &b}, [&] { return test_time += 1'000, a.done.size() == num; });
+  };
+  CHECK(done(3));
+  a.post(make_write(4, lower, source, 0, target, 0, 64));
+  a.post(make_write(5, lower, source, 0, target, 0, 64));
+  CHECK(begun() == 4);
+  CHECK(done(5));
+  for (const Memory* memory : {&target, &kept}) a.domain->map_remote(memory->key.remote_key, {});
+}
+
 TEST_CASE("timed: hollow writes of GPU memory take their time and carry nothing") {
   const std::string settings = base::concat(kPlain, ",hollow=1");
   Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);

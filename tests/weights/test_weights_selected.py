@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 import time
 from typing import Any
@@ -13,8 +15,10 @@ from moe_p2p import MoeP2pError, ResourceExhaustedError, TimeoutError
 from moe_p2p.errors import make
 from moe_p2p.weights import staging, weight_plan
 from moe_p2p.weights.attempt import Keys
-from moe_p2p.weights.conversion import Conversions
-from moe_p2p.weights.sending import UnwrittenError
+from moe_p2p.weights.conversion import Conversions, _in_order
+from moe_p2p.weights.models import MODELS as SHAPES
+from moe_p2p.weights.models import generators, trainers
+from moe_p2p.weights.sending import Batch, Sender, UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
 
 Values = dict[str, torch.Tensor]
@@ -216,6 +220,45 @@ def test_updates_through_a_small_ring(name: str) -> None:
         assert 0 < max(each.totals["staging_bytes"] for each in found.trainers) <= watermark
 
 
+def test_a_batch_is_converted_before_the_one_before_is_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a GPU stands idle while the CPU submits."""
+    seen: list[tuple[object, int]] = []
+    convert, write = Conversions.convert, Sender.write
+
+    def converted(self: Conversions, batch: list[int]) -> None:
+        seen.append((self, batch[0]))
+        convert(self, batch)
+
+    def written(self: Sender, batch: Batch, imm: int) -> None:
+        seen.append((self, min((each.copy for each in batch.groups), default=-1)))
+        write(self, batch, imm)
+
+    monkeypatch.setattr(Conversions, "convert", converted)
+    monkeypatch.setattr(Sender, "write", written)
+    with fleet(MODELS["mixed"]) as found:
+        update(found, 1, found.model.values(1))
+        check(found, 1, found.model.values(1))
+        outbox = found.trainers[3]._outbox  # sends both copies
+        firsts = [batch[0] for batch, _ in outbox._grouped[1] if batch]
+        assert len(firsts) > 1
+        for before, number in itertools.pairwise(firsts):
+            at = seen.index((outbox._conversions, number))
+            assert seen.index((outbox._conversions, before)) < at
+            assert at < seen.index((outbox.sender, before))
+
+
+def test_copies_for_other_ranks_come_first() -> None:
+    """A trainer and the generator of its number often share a GPU."""
+    model = dataclasses.replace(SHAPES["qwen3-30b-a3b"], layers=1, experts=8)
+    plan = weight_plan(trainers(model, 2), generators(model, 2, ep=2, tp=2))
+    for rank in (0, 1):
+        to = {each.source_tensor: each.target_rank for each in plan.of_source(rank)}
+        experts = [to[each.tensor] for each in _in_order([plan], rank) if ".experts." in each.name]
+        assert experts == [1 - rank] * 12 + [rank] * 12
+
+
 def test_a_copy_that_does_not_fit_is_named() -> None:
     plan = weight_plan(*MODELS["fp8"].layouts)
     tensors = MODELS["fp8"].trainer_tensors(0, MODELS["fp8"].values(1))
@@ -238,6 +281,7 @@ def test_copies_in_the_ring_do_not_meet() -> None:
                  for i in range(draw.randint(1, 40))]  # fmt: skip
         most = max(sum(staging.sizes(each)) for each in needs)
         places, size = staging.ring(needs, draw.choice([None, most, 2 * most, 5 * most]), "t")
+        assert [each.after for each in places] == sorted(each.after for each in places)
         for i, place in enumerate(places):
             assert place.end <= size
             for j, other in enumerate(places[:i]):

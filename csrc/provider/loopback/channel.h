@@ -9,6 +9,7 @@
 // memory of the peer that the sender has mapped, the ring carries no payload: the sender copies it
 // into place before it puts the fragment into the ring. A read asks with a fragment whose payload
 // the receiver fills in place; the sender copies it out before it uses that part of the ring again.
+// What a peer lends is read as it is written: the fragment follows once the bytes are here.
 #pragma once
 
 #include <atomic>
@@ -101,7 +102,7 @@ struct Partial {
 struct alignas(kLine) Fragment {
   static constexpr uint32_t kHasImm = 1;
   static constexpr uint32_t kAbort = 2;  // the sender gives this write up and sends no more of it
-  // The payload is already in its target GPU memory.
+  // The payload is already in its target GPU memory, of a read: in the sender's.
   static constexpr uint32_t kInPlace = 4;
   // The receiver fills the payload, from the memory named, and acknowledges this fragment alone.
   static constexpr uint32_t kRead = 8;

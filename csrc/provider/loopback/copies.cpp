@@ -66,10 +66,10 @@ Copies::State Copies::state_of(uint64_t ticket) noexcept {
   return queue_->status().ok() ? State::kUnderWay : State::kFailed;
 }
 
-bool Copies::full(uint64_t lent_bytes) noexcept {
-  if (queue_->full(lent_bytes)) queue_->poll();  // copies of forgotten connections may be done
-  const uint32_t most = CopyQueue::kCapacity - (lent_bytes > 0 ? CopyQueue::kKept : 0);
-  return queue_->full(lent_bytes) || waiting_.size() >= most;
+bool Copies::full(const platform::LentBytes& lent) noexcept {
+  if (queue_->full(lent)) queue_->poll();  // copies of forgotten connections may be done
+  const uint32_t most = CopyQueue::kCapacity - (lent.bytes > 0 ? CopyQueue::kKept : 0);
+  return queue_->full(lent) || waiting_.size() >= most;
 }
 
 base::Status Copies::start(Connection& connection, const Fragment& fragment, std::byte* to,
@@ -78,15 +78,17 @@ base::Status Copies::start(Connection& connection, const Fragment& fragment, std
 }
 
 base::Status Copies::start_lent(Connection& connection, const Fragment& fragment, std::byte* to,
-                                const std::byte* from) noexcept {
+                                const std::byte* from, const platform::LentBytes& lent) noexcept {
   noted_ = true;
-  return wait_for(connection, fragment, queue_->copy_lent(to, from, fragment.bytes));
+  return wait_for(connection, fragment, queue_->copy_lent(to, from, lent));
 }
 
 base::Status Copies::wait_for(Connection& connection, const Fragment& fragment,
                               const CopyQueue::Started& started) noexcept {
-  if (started.status.ok()) waiting_.push_back({&connection, started.ticket, fragment});
-  return started.status;
+  if (!started.status.ok()) return started.status;
+  waiting_.push_back({&connection, started.ticket, fragment});
+  bytes_under_way_ += fragment.bytes;
+  return {};
 }
 
 bool Copies::poll() noexcept {
@@ -109,7 +111,11 @@ Copies::Fate Copies::look_at(Waiting& waiting) noexcept {
 }
 
 void Copies::forget(const Connection& connection) noexcept {
-  std::erase_if(waiting_, [&](const Waiting& w) { return w.connection == &connection; });
+  std::erase_if(waiting_, [&](const Waiting& waiting) {
+    if (waiting.connection != &connection) return false;
+    bytes_under_way_ -= waiting.fragment.bytes;
+    return true;
+  });
 }
 
 }  // namespace moe_p2p::provider::loopback

@@ -37,17 +37,16 @@ class Copies {
   bool copies_lent();      // whether windows may be lent ones
 
   // --- polling thread, once it has found GPU memory registered ---
-  // lent_bytes: as CopyQueue::full().
-  bool full(uint64_t lent_bytes = 0) noexcept;
+  bool full(const platform::LentBytes& lent = {}) noexcept;
   // Must not be full. publish() sends the fragment, unless the status is a failure.
   base::Status start(Connection& connection, const Fragment& fragment, std::byte* to,
                      const std::byte* from) noexcept;
   // The same into memory that its owner may take back. announce() before the owner's word is read,
   // withdraw() when that refuses.
   base::Status start_lent(Connection& connection, const Fragment& fragment, std::byte* to,
-                          const std::byte* from) noexcept;
-  void announce(uint64_t bytes) noexcept { queue_->announce(bytes); }
-  void withdraw(uint64_t bytes) noexcept { queue_->withdraw(bytes); }
+                          const std::byte* from, const platform::LentBytes& lent) noexcept;
+  void announce(const platform::LentBytes& lent) noexcept { queue_->announce(lent); }
+  void withdraw(const platform::LentBytes& lent) noexcept { queue_->withdraw(lent); }
   // Launches what start_lent() noted. Before the polling thread leaves the NIC.
   void launch() noexcept {
     if (noted_) queue_->launch();
@@ -59,6 +58,8 @@ class Copies {
   enum class State : uint8_t { kUnderWay, kDone, kFailed };
   State state_of(uint64_t ticket) noexcept;
   base::Status failure() const noexcept { return queue_->status(); }  // after a kFailed
+  // Of fragments that wait for their copies.
+  uint64_t bytes_under_way() const noexcept { return bytes_under_way_; }
   // Puts fragments whose payload is in place into their rings, with an adversary only some of them.
   // Calls published(connection) for each. Gives up writes whose copies failed.
   template <typename Published>
@@ -87,7 +88,8 @@ class Copies {
   // Constant once made; published to the polling thread with the key of a region or window.
   std::unique_ptr<platform::CopyQueue> queue_;
   std::vector<Waiting> waiting_;  // capacity reserved
-  bool noted_ = false;            // start_lent() since the last launch()
+  uint64_t bytes_under_way_ = 0;
+  bool noted_ = false;  // start_lent() since the last launch()
 };
 
 template <typename Published>
@@ -96,6 +98,7 @@ void Copies::publish(Published&& published) noexcept {
   std::erase_if(waiting_, [&](Waiting& waiting) {
     const Fate fate = look_at(waiting);
     if (fate == Fate::kLeft) published(*waiting.connection);
+    if (fate != Fate::kWaits) bytes_under_way_ -= waiting.fragment.bytes;
     return fate != Fate::kWaits;
   });
 }

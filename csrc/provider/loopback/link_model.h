@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 
 #include "platform/wait.h"
 
@@ -49,6 +50,10 @@ class LinkModel {
     const double took = static_cast<double>(bytes) * ns_per_byte_;
     busy_until_ = start + (first ? std::max(took, message_ns_) : took);
     return origin_ + static_cast<int64_t>(busy_until_) + latency_ns_;
+  }
+  uint64_t bytes_in(int64_t ns) const noexcept {
+    return ns_per_byte_ > 0 ? static_cast<uint64_t>(static_cast<double>(ns) / ns_per_byte_)
+                            : std::numeric_limits<uint64_t>::max();
   }
   // How long what was handed over before `now` still takes to leave.
   int64_t backlog_ns(int64_t now) noexcept {

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
+#include <span>
 
 namespace moe_p2p::provider::loopback {
+
 namespace {
 
 // Small enough that the receiver copies one fragment while the sender writes the next, large enough
@@ -18,18 +21,31 @@ uint32_t max_fragment_bytes(uint64_t ring_bytes) noexcept {
 // large: urgent writes wait for it; real NICs take turns between their queue pairs after some
 // packets.
 constexpr int64_t kLowerBacklogNs = 5'000;
+// And a GPU copies at most so much for them at a time, with the fragment that passes it. Too small:
+// each of the driver's calls carries little. Too large: where a GPU copies more slowly than the
+// link is modelled, what waits in its stream grows without end, and urgent copies, waits for the
+// device and the next launches wait behind it.
+constexpr uint64_t kLowerCopyBytes = 192 << 10;
+// Of these, copies of so much are for the copy engines. Too small: a call of the driver for each.
+// Too large: kernels that want all their blocks at once wait until multiprocessors have copied.
+constexpr uint64_t kLowerByEngine = 128 << 10;
+// While urgent writes are under way no copy begins for them, for so long. Too small: the polling
+// thread asks the driver for copies, some microseconds each, when it should look for what comes.
+// Too large: lower classes stand still beside writes without end.
+constexpr int64_t kLowerPatienceNs = 50'000;
 
 }  // namespace
 
 Connection::Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
                        const std::string& own_segment, const std::string& own_waker,
-                       const Config& config, uint64_t stream, int priority)
+                       const Config& config, uint64_t stream, int priority, InFlight& in_flight)
     : id_(id),
       segment_(std::move(segment)),
       claimed_(segment_->claim(own_segment, own_waker)),
       channel_(segment_->channel(claimed_.index)),
       max_fragment_bytes_(max_fragment_bytes(segment_->layout().ring_bytes)),
       priority_(priority),
+      class_in_flight_(in_flight[static_cast<size_t>(priority)]),
       waker_(std::move(waker)),
       // The channel's number separates ranks with the same seed.
       chaos_(config.seed, stream ^ static_cast<uint64_t>(claimed_.index) << 32),
@@ -59,12 +75,14 @@ void Connection::enqueue(const WorkRequest& request) noexcept {
   }
   unsent_.push(slot);
   ++num_in_flight_;
+  ++class_in_flight_;
 }
 
 void Connection::finish(uint32_t slot) noexcept {
   writes_[slot].in_use = false;
   free_slots_.push_back(slot);  // within its capacity: does not allocate
   --num_in_flight_;
+  --class_in_flight_;
 }
 
 bool Connection::pump(const SendContext& context) noexcept {
@@ -115,9 +133,10 @@ bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
     abort(write, Fragment::kAbort, {base::Code::kInvalidArgument, 0});
     return send_abort(slot);
   }
-  if (write.request.is_read) return send_read(slot, context);
-  if (is_in_place(write.request, *kind, context)) return announce(slot, context);
-  return *kind == MemoryKind::kCuda ? start_copy(slot, context) : send_fragment(slot, context);
+  if (!write.request.is_read && is_in_place(write.request, *kind, context))
+    return announce(slot, context);
+  if (*kind == MemoryKind::kCuda) return start_copy(slot, context);
+  return write.request.is_read ? send_read(slot, context) : send_fragment(slot, context);
 }
 
 bool Connection::send_read(uint32_t slot, const SendContext& context) noexcept {
@@ -125,6 +144,7 @@ bool Connection::send_read(uint32_t slot, const SendContext& context) noexcept {
   const uint32_t bytes = next_bytes(read);
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
   read.reading = true;
+  read.read_in_place = false;
   read.read_bytes = bytes;
   read.read_at = head_;
   reads_.push(slot);
@@ -138,6 +158,11 @@ bool Connection::land(uint32_t slot, base::Code code, const SendContext& context
   std::byte* const to = request.local + (read.cursor - read.read_bytes);
   const std::byte* const from = channel_.ring + ((read.read_at + kLine) & channel_.ring_mask);
   base::Status status{code, 0};
+  if (read.read_in_place) {
+    read.reading = false;
+    read.status = status;
+    return true;
+  }
   if (landing_) {
     const Copies::State state = context.copies.state_of(landing_ticket_);
     if (state == Copies::State::kUnderWay) return false;
@@ -217,40 +242,54 @@ bool Connection::publish_staged(Copies& copies) noexcept {
   return true;
 }
 
-// The payload takes no room in the ring.
+bool Connection::send_by_ring(uint32_t slot, const SendContext& context) noexcept {
+  return writes_[slot].request.is_read ? send_read(slot, context) : stage(slot, context);
+}
+
+// The payload takes no room in the ring. Windows that are kept may be host memory; what is read
+// from their owner goes by the ring.
 bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   const WorkRequest& request = write.request;
   const RegionTable::Window window =
       context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
-  if (!window.data) return stage(slot, context);
-  const uint32_t bytes = next_bytes_in_place(write, context);
-  if (context.copies.full(window.lent ? bytes : 0)) return false;
-  std::byte* const to = window.data + write.cursor;
-  const std::byte* const from = request.local + write.cursor;
+  if (!window.data || (request.is_read && !window.lent)) return send_by_ring(slot, context);
+  if (copies_later(context)) return false;
+  const uint32_t bytes = next_bytes_to_copy(write, context);
+  const bool by_engine = is_lower(context) && bytes >= kLowerByEngine;
+  const platform::LentBytes lent{window.lent ? bytes : 0, by_engine};
+  if (context.copies.full(lent)) return false;
+  std::byte *to = window.data + write.cursor, *from = request.local + write.cursor;
   // The receiver refuses what comes through the ring.
-  if (window.lent && !is_lent(request.remote_key, bytes, context.copies))
-    return stage(slot, context);
-  const Fragment fragment = begin_fragment(slot, bytes, Fragment::kInPlace, context);
+  if (window.lent && !is_lent(request.remote_key, lent, context.copies))
+    return send_by_ring(slot, context);
+  uint32_t flags = Fragment::kInPlace;
+  if (request.is_read) {
+    std::swap(to, from);
+    flags |= Fragment::kRead;
+    write.reading = write.read_in_place = true;
+  }
+  const Fragment fragment = begin_fragment(slot, bytes, flags, context);
   base::Status status{base::Code::kInvalidArgument, 0};
   if (!window.lent)
     status = context.copies.start(*this, fragment, to, from);
   else if (from + bytes <= to || to + bytes <= from)
-    status = context.copies.start_lent(*this, fragment, to, from);
+    status = context.copies.start_lent(*this, fragment, to, from, lent);
   else
-    context.copies.withdraw(bytes);  // no order of copying is right for all bytes
+    context.copies.withdraw(lent);  // no order of copying is right for all bytes
   if (status.ok()) return true;
   abort(write, Fragment::kAbort, status);
   return send_abort(slot);
 }
 
-// Whether the owner still lends the memory; a copy of `bytes` that follows is known to it then.
-bool Connection::is_lent(uint64_t remote_key, uint64_t bytes, Copies& copies) noexcept {
-  copies.announce(bytes);
+// Whether the owner still lends the memory; a copy that follows is known to it then.
+bool Connection::is_lent(uint64_t remote_key, const platform::LentBytes& lent,
+                         Copies& copies) noexcept {
+  copies.announce(lent);
   // seq_cst: pairs with RegionTable::remove() at the owner.
   const auto& word = RegionTable::lent_word(segment_->header(), remote_key);
   if (word.load(std::memory_order_seq_cst) == remote_key) return true;
-  copies.withdraw(bytes);
+  copies.withdraw(lent);
   return false;
 }
 
@@ -271,7 +310,15 @@ bool Connection::announce(uint32_t slot, const SendContext& context) noexcept {
 
 // More urgent writes must not wait for all that lower classes have to send.
 bool Connection::gives_way(const SendContext& context) const noexcept {
-  return is_lower(context) && context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs;
+  return is_lower(context) && (context.copies.bytes_under_way() >= kLowerCopyBytes ||
+                               context.link.backlog_ns(context.time.now_ns()) > kLowerBacklogNs);
+}
+
+// Nor for the driver.
+bool Connection::copies_later(const SendContext& context) const noexcept {
+  const auto more_urgent = std::span(context.in_flight).first(static_cast<size_t>(priority_));
+  return is_lower(context) && std::ranges::any_of(more_urgent, std::identity{}) &&
+         context.time.now_ns() - last_sent_ns_ < kLowerPatienceNs;
 }
 
 // What takes no room in the ring goes at once, unless others wait for the link meanwhile.
@@ -279,6 +326,17 @@ uint32_t Connection::next_bytes_in_place(const OutgoingWrite& write,
                                          const SendContext& context) const noexcept {
   const uint32_t bytes = write.cursor_end - write.cursor;
   return is_lower(context) ? std::min(bytes, max_fragment_bytes_) : bytes;
+}
+
+// Of a copy, which takes a call of the driver: as much as leaves within the time that a lower class
+// may keep the link busy.
+uint32_t Connection::next_bytes_to_copy(const OutgoingWrite& write,
+                                        const SendContext& context) const noexcept {
+  const uint32_t bytes = write.cursor_end - write.cursor;
+  if (!is_lower(context)) return bytes;
+  const uint64_t most = std::min(kLowerCopyBytes, context.link.bytes_in(kLowerBacklogNs));
+  return static_cast<uint32_t>(std::min<uint64_t>(
+      bytes, std::max<uint64_t>(most / max_fragment_bytes_, 1) * max_fragment_bytes_));
 }
 
 bool Connection::publish_copied(const Fragment& fragment) noexcept {
@@ -309,6 +367,7 @@ bool Connection::send_abort(uint32_t slot) noexcept {
 void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept {
   write.abort_flags = flags;
   write.status = status;
+  write.reading = false;
   write.pieces = 0;
   write.cursor_end = write.cursor;
   write.begun = false;
@@ -316,7 +375,7 @@ void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status
 
 void Connection::give_up(uint32_t slot, base::Status status) noexcept {
   OutgoingWrite& write = writes_[slot];
-  if (write.all_sent()) unsent_.push(slot);
+  if (write.nothing_to_send()) unsent_.push(slot);
   abort(write, Fragment::kAbort, status);
 }
 
@@ -337,7 +396,8 @@ Fragment Connection::begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flag
                     .flag_addr = write.request.flag_addr,
                     .flag_value = write.request.flag_value};
   if (LinkModel& link = context.link; link.on()) {
-    fragment.arrival_ns = link.transmit(context.time.now_ns(), kLine + bytes, !write.begun);
+    last_sent_ns_ = context.time.now_ns();
+    fragment.arrival_ns = link.transmit(last_sent_ns_, kLine + bytes, !write.begun);
     write.complete_after_ns = fragment.arrival_ns + link.latency_ns();
   }
   write.begun = true;

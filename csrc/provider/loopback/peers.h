@@ -3,6 +3,7 @@
 // thread uses it, except close_requested.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -35,12 +36,16 @@ struct OutgoingWrite {
   // Reads have one fragment under way at a time, so that each slot owes one acknowledgement at
   // most: the one before the cursor.
   bool reading = false;
+  bool read_in_place = false;  // it takes no room in the ring: our GPU reads the peer's memory
   uint32_t read_bytes = 0;
   uint64_t read_at = 0;  // ring position of its header
 
   bool all_sent() const noexcept { return begun && pieces == 0 && cursor == cursor_end; }
   bool nothing_to_send() const noexcept { return reading || all_sent(); }
 };
+
+// Writes and reads of all connections of each class that are in flight.
+using InFlight = std::array<uint32_t, 3>;
 
 // What all connections of a NIC share for sending.
 struct SendContext {
@@ -52,15 +57,17 @@ struct SendContext {
   bool hollow;
   // Priority of all connections there ever were. Stored by connect(), any thread.
   const std::atomic<int>& most_urgent;
+  const InFlight& in_flight;
 };
 
 class Connection {
  public:
   // `id` is this NIC's id of the peer. Claims a channel; throws as Segment::claim() does.
-  // priority: of its traffic; it leaves room on the link for more urgent traffic.
+  // priority: of its traffic; it leaves room on the link for more urgent traffic. in_flight: is
+  // kept by the polling thread.
   Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
              const std::string& own_segment, const std::string& own_waker, const Config& config,
-             uint64_t stream, int priority);
+             uint64_t stream, int priority, InFlight& in_flight);
 
   PeerId id() const noexcept { return id_; }
   int priority() const noexcept { return priority_; }
@@ -126,6 +133,7 @@ class Connection {
   bool send_part(uint32_t slot, const SendContext& context) noexcept;
   bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
   bool send_read(uint32_t slot, const SendContext& context) noexcept;
+  bool send_by_ring(uint32_t slot, const SendContext& context) noexcept;
   bool is_in_place(const WorkRequest& request, MemoryKind kind,
                    const SendContext& context) const noexcept;
   bool announce(uint32_t slot, const SendContext& context) noexcept;
@@ -134,16 +142,19 @@ class Connection {
     return priority_ > context.most_urgent.load(std::memory_order_relaxed) && context.link.on();
   }
   bool gives_way(const SendContext& context) const noexcept;
+  bool copies_later(const SendContext& context) const noexcept;
   uint32_t next_bytes(const OutgoingWrite& write) noexcept;
   uint32_t next_bytes_in_place(const OutgoingWrite& write,
                                const SendContext& context) const noexcept;
+  uint32_t next_bytes_to_copy(const OutgoingWrite& write,
+                              const SendContext& context) const noexcept;
   std::byte* next_payload() const noexcept {
     return channel_.ring + ((head_ + kLine) & channel_.ring_mask);
   }
   bool stage(uint32_t slot, const SendContext& context) noexcept;
   bool publish_staged(Copies& copies) noexcept;
   bool start_copy(uint32_t slot, const SendContext& context) noexcept;
-  bool is_lent(uint64_t remote_key, uint64_t bytes, Copies& copies) noexcept;
+  bool is_lent(uint64_t remote_key, const platform::LentBytes& lent, Copies& copies) noexcept;
   bool send_abort(uint32_t slot) noexcept;
   void abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept;
   void choose_piece(OutgoingWrite& write) noexcept;
@@ -158,6 +169,7 @@ class Connection {
   const Channel channel_;
   const uint32_t max_fragment_bytes_;
   const int priority_;
+  uint32_t& class_in_flight_;
   const Waker waker_;
   Chaos chaos_;
 
@@ -180,8 +192,9 @@ class Connection {
   Pool<uint32_t> unsent_;  // slots of writes with bytes left to send
   Pool<uint32_t> reads_;   // slots of reads under way, in the order of the ring
   uint32_t num_in_flight_ = 0;
-  uint64_t round_ = 0;  // pump() calls
-  uint64_t head_ = 0;   // ring positions, as in ChannelRecord
+  int64_t last_sent_ns_ = 0;  // link model
+  uint64_t round_ = 0;        // pump() calls
+  uint64_t head_ = 0;         // ring positions, as in ChannelRecord
   uint64_t known_tail_ = 0;
   uint64_t ack_tail_ = 0;
   uint64_t known_ack_head_ = 0;

@@ -157,7 +157,6 @@ bool Receiver::well_formed(const Incoming& incoming, const Fragment& fragment) c
   const uint64_t payload_at = (incoming.tail + kLine) & incoming.channel.ring_mask;
   return fragment.slot <= incoming.channel.window_mask &&
          payload_bytes(fragment) <= incoming.channel.ring_mask + 1 - payload_at &&
-         !(fragment.flags & Fragment::kRead && fragment.flags & Fragment::kInPlace) &&
          uint64_t{fragment.offset} + fragment.bytes <= fragment.write_bytes;
 }
 
@@ -231,12 +230,13 @@ Code Receiver::place(Incoming& incoming, const Fragment& fragment, std::byte* pa
       regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
   if (!target.data) return Code::kRemoteAccess;
   if (copied) return state_of(incoming) == Copies::State::kDone ? Code::kOk : Code::kTransport;
+  const bool in_place = fragment.flags & Fragment::kInPlace;
   if (fragment.flags & Fragment::kRead) {
+    if (in_place) return Code::kOk;
     if (target.kind == MemoryKind::kCuda) return Code::kInvalidArgument;
     std::memcpy(payload, target.data + fragment.offset, fragment.bytes);
     return Code::kOk;
   }
-  const bool in_place = fragment.flags & Fragment::kInPlace;
   if (in_place && in_place_) return Code::kOk;
   if (in_place != (target.kind == MemoryKind::kCuda)) return Code::kInvalidArgument;
   if (!in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);

@@ -32,7 +32,8 @@ Sender::Sender(const Config& config, int nic, RegionTable& regions, Copies& copi
       link_(config.gbps, config.latency_us, config.post_us, config.message_us),
       copies_(copies),
       time_(time),
-      context_{regions, link_, time, copies, config.in_place, config.hollow, most_urgent_},
+      context_{regions,         link_,         time,         copies,
+               config.in_place, config.hollow, most_urgent_, of_class_},
       chaos_(config.seed, stream_ ^ 2),
       trace_(config.trace, nic),
       owned_(kMaxPeers),
@@ -59,8 +60,9 @@ PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer
   const PeerId id = ++num_connects_ * kMaxPeers + index;
   most_urgent_.store(std::min(most_urgent_.load(std::memory_order_relaxed), priority),
                      std::memory_order_relaxed);
-  owned_[index] = std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()),
-                                               own_segment, own_waker, config_, stream_, priority);
+  owned_[index] =
+      std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()), own_segment,
+                                   own_waker, config_, stream_, priority, of_class_);
   table_[index].store(owned_[index].get(), std::memory_order_release);
   if (index >= table_end_.load(std::memory_order_relaxed))  // only written under mutex_
     table_end_.store(index + 1, std::memory_order_release);

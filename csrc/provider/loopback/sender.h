@@ -68,6 +68,7 @@ class Sender {
   Copies& copies_;
   const TimeSource& time_;
   std::atomic<int> most_urgent_{std::numeric_limits<int>::max()};
+  InFlight of_class_{};  // polling thread
   const SendContext context_;
   Chaos chaos_;  // order of completions
   Trace trace_;  // polling thread

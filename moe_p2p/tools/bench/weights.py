@@ -47,7 +47,8 @@ class Figures:
     writes: int
     requests: int
     submit_us: float  # of a request
-    link_gbytes_per_s: float | None  # each way, while bytes move
+    link_gbytes_per_s: float | None  # each way, while requests to the other GPU are under way
+    both_gbytes_per_s: float | None  # of the trainer with most, its own GPU's too
     peer_copy_gbytes_per_s: float | None
     percent_of_peer_copy: float | None
     # Device memory beside the tensors, by role: most that a rank used, and what it was allowed.
@@ -118,8 +119,13 @@ def figures(options: Options, measured: Sequence[Measured]) -> Figures:
     posted = [max(of_ranks, key=lambda each: each.busy_s) for of_ranks in
               zip(*(each.posted for each in sources), strict=True)]  # fmt: skip
     moving = statistics.median(each.busy_s for each in posted)
+    crossing = statistics.median(
+        max(each.link_s for each in of_ranks)
+        for of_ranks in zip(*(each.posted for each in sources), strict=True)
+    )
     pause = statistics.median(map(max, zip(*(each.pause_s for each in targets), strict=True)))
-    rate = busiest.sent.link / moving / 1e9 if moving else None
+    rate = busiest.sent.link / crossing / 1e9 if crossing else None
+    both = (busiest.sent.link + busiest.sent.local) / moving / 1e9 if moving else None
     joiner = max(measured, key=lambda each: each.join_s or 0.0)
     peer = next((each.peer_copy_gbytes_per_s for each in sources), None)
     loads = [each.baseline_s for each in everybody if each.baseline_s]
@@ -151,6 +157,7 @@ def figures(options: Options, measured: Sequence[Measured]) -> Figures:
         requests=posted[0].requests,
         submit_us=statistics.median(each.submit_s / max(each.requests, 1) for each in posted) * 1e6,
         link_gbytes_per_s=rate,
+        both_gbytes_per_s=both,
         peer_copy_gbytes_per_s=peer,
         percent_of_peer_copy=rate / peer * 100 if rate and peer else None,
         high_water_mib={r: max(e.high_water for e in of) / 2**20 for r, of in roles.items()},
@@ -198,6 +205,7 @@ def text(options: Options, found: Figures) -> str:
         ("submit", f"{found.submit_us:.2f} us a request, of {found.requests:,} "
          f"for {found.writes:,} writes"),
         ("link", f"{_cell(found.link_gbytes_per_s, '.1f')} GB/s"),
+        ("with its own GPU", f"{_cell(found.both_gbytes_per_s, '.1f')} GB/s"),
         ("peer copy, 64 MiB", f"{_cell(found.peer_copy_gbytes_per_s, '.1f')} GB/s"),
         ("part of it", f"{_cell(found.percent_of_peer_copy, '.0f')} %"),
         *((f"high water, {role}", f"{used:,.1f} of {found.watermark_mib[role]:,.1f} MiB")

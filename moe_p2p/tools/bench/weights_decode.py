@@ -1,16 +1,19 @@
 """`bench --api weights --decode N`: pairs of dispatch and combine while weights move.
 
 Two ranks, each a node of its own, with one engine each: the communicator's traffic is class 0 of
-it, weights are class 2, or class 0 too ("same class": what happens without priorities). Each pair
-is timed from before dispatch until the GPU is done. Ways take turns, in rounds; a way whose pairs
-take so long that its time is up ends with fewer.
+it, weights are class 2, or class 0 too ("same class": what happens without priorities). Where the
+timed NIC carries weights, pairs of a second engine show what the link alone does to them: weights
+of class 2 take their time on it and are not copied ("not copied"). Each pair is timed from before
+dispatch until its stream is done: a wait for the device would be one for copies of weights, too.
+Ways take turns, in rounds; a way whose pairs take so long that its time is up ends with fewer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from moe_p2p.transfers import Request
 
 HIDDEN, TOPK, EXPERTS, TOKENS = 7168, 8, 256, 32
 WAYS: dict[str, int | None] = {"alone": None, "with priorities": 2, "same class": 0}
+NOT_COPIED = "not copied"
 ROUNDS = 10
 AT_ONCE = 20  # pairs between two looks at the time
 PENDING = 2  # writes of weights at a time
@@ -67,8 +71,23 @@ def run(options: Options) -> list[Way]:
             device = torch.device("cuda", launch.device_index())
             torch.cuda.set_device(device)
         gpu = device.index if device.type == "cuda" else None
-        with Engine(engine_config(options), label=f"rank {rank}", gpu=gpu) as engine:
-            return _Decode(options, rank, engine, device).ways()
+        with contextlib.ExitStack() as stack:
+
+            def side(of: Options) -> _Decode:
+                engine = Engine(engine_config(of), label=f"rank {rank}", gpu=gpu)
+                return _Decode(of, rank, stack.enter_context(engine), device)
+
+            first = side(options)
+            sides = {name: (first, priority) for name, priority in WAYS.items()}
+            if options.transport == TIMED and device.type == "cuda" and carries_weights(options):
+                sides[NOT_COPIED] = side(hollow(options)), 2
+            return _ways(rank, sides)
+
+
+def hollow(options: Options) -> Options:
+    """Weights that take their time on the link, and nothing else."""
+    settings = ",".join(each for each in (options.transport_settings, "hollow=1") if each)
+    return replace(options, transport_settings=settings)
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -146,29 +165,7 @@ class _Decode:
             self.sent += self.source.numel()
         self.requests.clear()
 
-    def ways(self) -> list[Way]:
-        times: dict[str, list[float]] = {name: [] for name in WAYS}
-        rates: dict[str, list[float]] = {name: [] for name in WAYS}
-        wrong = dict.fromkeys(WAYS, 0)
-        for _ in range(50):  # warm-up
-            self.pair()
-        for number in range(ROUNDS):
-            for name, priority in WAYS.items():
-                self.target.zero_()
-                self.synchronize()
-                dist.barrier()
-                self.sent, began = 0, time.monotonic()
-                out = self._round(times[name], priority)
-                moved, took = self.sent, time.monotonic() - began
-                rates[name].append(moved / took / 1e9)
-                self.stop()
-                dist.barrier()
-                wrong[name] += self._wrong(out, priority)
-                self._say(number, name, len(times[name]), time.monotonic() - began)
-        self.comm.close()
-        return self._ways(times, rates, wrong)
-
-    def _round(self, times: list[float], priority: int | None) -> Tensor:
+    def round(self, times: list[float], priority: int | None) -> Tensor:
         """Both ranks make as many pairs: rank 0 says whether its time is up."""
         left, end = -(-self.options.pairs // ROUNDS), self.options.way_s / ROUNDS
         began, over = time.monotonic(), False
@@ -177,46 +174,69 @@ class _Decode:
                 self.move(priority)
                 start = time.monotonic()
                 out = self.pair()
-                self.synchronize()
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
                 times.append((time.monotonic() - start) * 1e6)
             left -= min(left, AT_ONCE)
             over = everyones(time.monotonic() - began > end)[0]
         return out
 
-    def _say(self, number: int, name: str, pairs: int, took_s: float) -> None:
-        if self.rank == 0:
-            print(
-                f"round {number + 1} of {ROUNDS}, {name}: {pairs:,} pairs, {took_s:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _wrong(self, out: Tensor, priority: int | None) -> int:
+    def wrong(self, out: Tensor, priority: int | None) -> int:
         # bf16 rounds three times on the way: 3 * 2^-9 of the largest partial sum.
         differs = not torch.allclose(out.float(), self.expected, rtol=2e-2, atol=2e-2)
         moved = priority is not None and carries_weights(self.options)
         lost = moved and bool((self.target != 2 - self.rank).any())
         return int(differs) + int(lost)
 
-    def _ways(
-        self, times: dict[str, list[float]], rates: dict[str, list[float]], wrong: dict[str, int]
-    ) -> list[Way]:
-        found: list[Way] = []
-        for name, each in times.items():
-            ordered = sorted(each)
-            alone = found[0].p99_us if found else None
-            found.append(
-                Way(
-                    name,
-                    ordered[len(ordered) // 2],
-                    ordered[(len(ordered) - 1) * 99 // 100],
-                    sum(rates[name]) / len(rates[name]),
-                    len(each),
-                    None if alone is None else alone + max(0.1 * alone, 10.0),
-                    wrong[name],
-                )
+
+def _ways(rank: int, sides: dict[str, tuple[_Decode, int | None]]) -> list[Way]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    wrong = dict.fromkeys(sides, 0)
+    each_once = {id(side): side for side, _ in sides.values()}.values()
+    for side in each_once:
+        for _ in range(50):  # warm-up
+            side.pair()
+    for number in range(ROUNDS):
+        for name, (side, priority) in sides.items():
+            side.target.zero_()
+            side.synchronize()
+            dist.barrier()
+            side.sent, began = 0, time.monotonic()
+            out = side.round(times[name], priority)
+            moved, took = side.sent, time.monotonic() - began
+            rates[name].append(moved / took / 1e9)
+            side.stop()
+            dist.barrier()
+            wrong[name] += side.wrong(out, priority)
+            if rank == 0:
+                text = f"{len(times[name]):,} pairs, {time.monotonic() - began:.1f} s"
+                text = f"round {number + 1} of {ROUNDS}, {name}: {text}"
+                print(text, file=sys.stderr, flush=True)
+    for side in each_once:
+        side.comm.close()
+    return _figures(times, rates, wrong)
+
+
+def _figures(
+    times: dict[str, list[float]], rates: dict[str, list[float]], wrong: dict[str, int]
+) -> list[Way]:
+    found: list[Way] = []
+    for name, each in times.items():
+        ordered = sorted(each)
+        alone = found[0].p99_us if found else None
+        found.append(
+            Way(
+                name,
+                ordered[len(ordered) // 2],
+                ordered[(len(ordered) - 1) * 99 // 100],
+                sum(rates[name]) / len(rates[name]),
+                len(each),
+                None if alone is None else alone + max(0.1 * alone, 10.0),
+                wrong[name],
             )
-        return found
+        )
+    return found
 
 
 def text(options: Options, ways: list[Way]) -> str:

@@ -175,6 +175,7 @@ class _Side:
         self.layouts = options.layouts
         self.measured = Measured(role)
         self.at_rest = 0  # bytes of device memory before set-up
+        self.addresses = everyones(engine.address)
         self.groups: dict[str, Any] = {}
         first, count = options.trainers, options.generators
         self.groups["generator"] = dist.new_group(range(first, first + count), backend="gloo")
@@ -228,7 +229,8 @@ class _Trainer(_Side):
     def __init__(self, options: Options, rank: int, engine: Engine, device: torch.device) -> None:
         super().__init__(options, rank, engine, device, f"trainer {rank}")
         self.tensors = shards(self.layouts[0], rank, device)
-        self.watched = Watched(engine)
+        there = self.addresses[options.trainers : options.trainers + options.generators]
+        self.watched = Watched(engine, {a for i, a in enumerate(there) if self.same_gpu(i)})
 
     def open(self, store: Any) -> None:
         self.trainer = WeightTrainer(
