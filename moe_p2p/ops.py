@@ -28,9 +28,8 @@ from torch.fx.node import has_side_effect
 from moe_p2p import errors
 from moe_p2p import options as bits
 from moe_p2p.dispatched import Call, PendingDispatch, new_outputs
+from moe_p2p.row_dots import row_dots
 from moe_p2p.texts import numbers_of
-
-_VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32 that a backward multiplies at a time
 
 
 def _load() -> None:
@@ -186,7 +185,7 @@ def signal(signals: int, layer: int, kv: Tensor) -> None:
 def _fake_dispatch(
     *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs[:11]
+    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
     shape, quantize = _shape(comm), options & bits.QUANTIZE
     has_scales = scales is not None or quantize
     handle = x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32)
@@ -212,8 +211,25 @@ def _fake_dispatch(
     )
 
 
+def _fake_dispatch_eager(
+    *inputs: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    comm, options, max_tokens, capacity, x, topk_idx, *given = inputs  # without defaults
+    _, scales, _, extras = (*given, *(None, None, (), None)[len(given) :])[:4]
+    given = [x, scales, extras or (), topk_idx, None, None, -1]
+    return _fake_dispatch(comm, options, *given, max_tokens, capacity)
+
+
 def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    comm, y, _, row_scalars, _, _, _, topk_idx, _, out_dtype, _, _, with_wait_ticks = inputs
+    comm, y, _, scalars, _, _, _, topk_idx, _, dtype, _, _, with_wait_ticks = inputs
+    given = (None, None, dtype, scalars, (), with_wait_ticks)
+    return _fake_combine_inference(comm, 0, 0, y, y, topk_idx, *given)
+
+
+def _fake_combine_inference(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    comm, _, _, _, y, topk_idx, *given = inputs  # without defaults
+    defaults = (None, None, None, None, None, False)
+    _, _, out_dtype, row_scalars, _, with_wait_ticks = (*given, *defaults[len(given) :])
     shape = _shape(comm)
     num_rows = topk_idx.shape[0]
     more = []
@@ -221,7 +237,7 @@ def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
         more.append(y.new_empty((num_rows, shape.topk), dtype=torch.float32))
     if with_wait_ticks:
         more.append(y.new_empty((shape.world_size,), dtype=torch.int64))
-    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype), more
+    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype or y.dtype), more
 
 
 def _fake_gather_counts(comm: int, values: Tensor) -> Tensor:
@@ -237,10 +253,13 @@ def _fake_number(*args: Any) -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-for _suffix in ("", "_inference", "_eager"):
-    torch.library.register_fake(f"moe_p2p::dispatch{_suffix}")(_fake_dispatch)
-for _suffix in ("", "_inference"):
-    torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
+for _name, _fake in (
+    *((name, _fake_dispatch) for name in ("dispatch", "dispatch_inference")),
+    ("dispatch_eager", _fake_dispatch_eager),
+    ("combine", _fake_combine),
+    ("combine_inference", _fake_combine_inference),
+):
+    torch.library.register_fake(f"moe_p2p::{_name}")(_fake)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
     *("all_to_all_check", "signal", "copy_rows"),
@@ -389,7 +408,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
     has_token = present > 0  # [R]; by rank there are no row_weights
     grad_y = grad_weights = None
     if ctx.weights_need_grad:
-        grad_weights = _row_dots(g, y.reshape(g.shape)).where(has_token, 0.0)
+        grad_weights = row_dots(g, y.reshape(g.shape)).where(has_token, 0.0)
     if ctx.y_needs_grad:
         # Weights of rows without a token may be anything, also NaN.
         if row_weights is not None:
@@ -399,24 +418,6 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         grad_y = g.view(ctx.y_shape)
     grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
     return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 7)
-
-
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 [R], the sum of a * b over each row of [R, H].
-
-    Eager torch keeps every product, in fp32: with a few rows at a time, that is little memory. A
-    compiler makes one kernel of it that keeps none.
-    """
-    rows = a.shape[0]
-    compiles = torch.compiler.is_compiling() or not isinstance(rows, int)
-    if compiles or torch.is_grad_enabled():
-        return (a.float() * b.float()).sum(-1)
-    dots = a.new_empty(rows, dtype=torch.float32)
-    at_once = max(1, _VALUES_AT_ONCE // max(1, a.shape[1]))
-    pairs = zip(torch.split(a, at_once), torch.split(b, at_once), strict=True)
-    for out, (x, y) in zip(torch.split(dots, at_once), pairs, strict=True):
-        torch.sum(x.float() * y, -1, out=out)
-    return dots
 
 
 torch.library.register_autograd(
