@@ -34,7 +34,8 @@ NUM_SMS = 24
 OPS = (
     *("dispatch", "dispatch_inference", "dispatch_eager", "dispatch_counted"),
     *("dispatch_send", "dispatch_recv", "all_to_all_check"),
-    *("combine", "combine_inference", "combine_out", "combine_send", "combine_recv", "release"),
+    *("combine", "combine_inference", "combine_plain", "combine_out"),
+    *("combine_send", "combine_recv", "release"),
     *("count_routing", "share_counts", "all_to_all_agree"),
 )
 Call = Callable[[], object]

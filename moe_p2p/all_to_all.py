@@ -51,7 +51,8 @@ _ops = torch.ops.moe_p2p
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
 _DISPATCH_EAGER = _ops.dispatch_eager.default
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
-_COMBINE_OUT = _ops.combine_out.default
+_CHECK = _ops.all_to_all_check.default
+_COMBINE_PLAIN, _COMBINE_OUT = _ops.combine_plain.default, _ops.combine_out.default
 
 
 class AllToAll(Halves):
@@ -161,8 +162,11 @@ class AllToAll(Halves):
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
+        counted = count is not None or count_on_host != arguments.ALL_ROWS
         try:
-            if grad or watched():
+            if grad or extras or counted or watched():
+                if others and not watched():
+                    _CHECK(others)
                 made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
                     self._comm,
                     options,
@@ -176,12 +180,8 @@ class AllToAll(Halves):
                     max_tokens,
                     capacity,
                 )
-            else:  # what is left out at the end costs nearly nothing
-                last: tuple[Any, ...] = () if scales is None else (scales,)
-                if extras or count is not None or count_on_host != arguments.ALL_ROWS:
-                    last = scales, others, [*extras], count, count_on_host
-                elif others:
-                    last = scales, others
+            else:
+                last = (scales, others) if others else () if scales is None else (scales,)
                 made = _DISPATCH_EAGER(
                     self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights, *last
                 )
@@ -323,25 +323,18 @@ class AllToAll(Halves):
             scalars, ticks = self._beside_sums(
                 y, out.shape[0], row_scalars is not None, with_wait_ticks
             )
-        comm, topk_idx = self._comm, dispatched.topk_idx
+        topk_idx = dispatched.topk_idx
+        is_plain = out_dtype is None and row_scalars is None and not (terms or with_wait_ticks)
         try:
-            if out is None and not grad:  # likewise
-                last: tuple[Any, ...] = () if row_weights is None else (row_weights,)
-                if row_scalars is not None or terms or with_wait_ticks:
-                    last = row_weights, topk_weights, sum_dtype, row_scalars, terms, with_wait_ticks
-                elif out_dtype is not None:
-                    last = row_weights, topk_weights, out_dtype
-                elif topk_weights is not None:
-                    last = row_weights, topk_weights
-                out, more = _COMBINE_INFERENCE(
-                    comm, options, max_tokens, handle, y, topk_idx, *last
-                )
-                return (out, *more) if more else out
-            given = (comm, y, row_weights, row_scalars, topk_weights, terms, handle)
+            if is_plain and not grad:
+                last = (row_weights, topk_weights) if topk_weights is not None else (row_weights,)
+                first = (self._comm, options, max_tokens, handle)
+                return _COMBINE_PLAIN(*first, y, topk_idx, *last)[0]
+            given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
             if out is not None:
                 _COMBINE_OUT(*given, max_tokens, out, scalars, ticks, partials_from(order))
                 return with_more(out, scalars, ticks)
-            out, more = _COMBINE(
+            out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(
                 *given, topk_idx, max_tokens, sum_dtype, options, capacity, with_wait_ticks
             )
         except RuntimeError as error:

@@ -43,6 +43,7 @@ def _load() -> None:
 
 _load()
 _ops = torch.ops.moe_p2p
+_Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
 def call(op: Callable[..., Any], *args: Any) -> Any:
@@ -182,9 +183,7 @@ def signal(signals: int, layer: int, kv: Tensor) -> None:
 # --- fake kernels ---
 
 
-def _fake_dispatch(
-    *inputs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def _fake_dispatch(*inputs: Any) -> _Dispatched:
     comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
     shape, quantize = _shape(comm), options & bits.QUANTIZE
     has_scales = scales is not None or quantize
@@ -212,24 +211,21 @@ def _fake_dispatch(
 
 
 def _fake_dispatch_eager(
-    *inputs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    comm, options, max_tokens, capacity, x, topk_idx, *given = inputs  # without defaults
-    _, scales, _, extras = (*given, *(None, None, (), None)[len(given) :])[:4]
-    given = [x, scales, extras or (), topk_idx, None, None, -1]
-    return _fake_dispatch(comm, options, *given, max_tokens, capacity)
+    comm: int, options: int, max_tokens: int, capacity: int, x: Tensor, *given: Any
+) -> _Dispatched:
+    topk_idx, _, scales, *_ = (*given, None, None)  # without defaults
+    more = (topk_idx, None, None, -1, max_tokens, capacity)
+    return _fake_dispatch(comm, options, x, scales, (), *more)
+
+
+def _fake_combine_plain(
+    comm: int, options: int, max_tokens: int, handle: Tensor, y: Tensor, topk_idx: Tensor, *_: Any
+) -> tuple[Tensor, list[Tensor]]:
+    return y.new_empty((topk_idx.shape[0], _shape(comm).hidden_dim)), []
 
 
 def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    comm, y, _, scalars, _, _, _, topk_idx, _, dtype, _, _, with_wait_ticks = inputs
-    given = (None, None, dtype, scalars, (), with_wait_ticks)
-    return _fake_combine_inference(comm, 0, 0, y, y, topk_idx, *given)
-
-
-def _fake_combine_inference(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    comm, _, _, _, y, topk_idx, *given = inputs  # without defaults
-    defaults = (None, None, None, None, None, False)
-    _, _, out_dtype, row_scalars, _, with_wait_ticks = (*given, *defaults[len(given) :])
+    comm, y, _, row_scalars, _, _, _, topk_idx, _, out_dtype, _, _, with_wait_ticks = inputs
     shape = _shape(comm)
     num_rows = topk_idx.shape[0]
     more = []
@@ -237,7 +233,7 @@ def _fake_combine_inference(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
         more.append(y.new_empty((num_rows, shape.topk), dtype=torch.float32))
     if with_wait_ticks:
         more.append(y.new_empty((shape.world_size,), dtype=torch.int64))
-    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype or y.dtype), more
+    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype), more
 
 
 def _fake_gather_counts(comm: int, values: Tensor) -> Tensor:
@@ -255,9 +251,8 @@ def _fake_number(*args: Any) -> torch.SymInt:
 
 for _name, _fake in (
     *((name, _fake_dispatch) for name in ("dispatch", "dispatch_inference")),
-    ("dispatch_eager", _fake_dispatch_eager),
-    ("combine", _fake_combine),
-    ("combine_inference", _fake_combine_inference),
+    *((name, _fake_combine) for name in ("combine", "combine_inference")),
+    *(("dispatch_eager", _fake_dispatch_eager), ("combine_plain", _fake_combine_plain)),
 ):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake)
 for _name in (
@@ -446,5 +441,8 @@ def _mark_effect(name: str) -> None:
 
 _mark_effect("all_to_all_gather_counts")
 _mark_effect("all_to_all_check")
-for _name in ("dispatch", "dispatch_inference", "dispatch_eager", "combine", "combine_inference"):
+for _name in (
+    *("dispatch", "dispatch_inference", "dispatch_eager"),
+    *("combine", "combine_inference", "combine_plain"),
+):
     _mark_effect(_name)

@@ -132,15 +132,11 @@ constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
 Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
                           int64_t capacity, const Tensor& x, const Tensor& topk_idx,
                           std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
-                          std::vector<int64_t> others,
-                          std::optional<std::vector<Tensor>> given_extras,
-                          std::optional<Tensor> num_tokens, int64_t num_tokens_host) {
-  const std::vector<Tensor> extras = std::move(given_extras).value_or(std::vector<Tensor>());
+                          std::vector<int64_t> others) {
   check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
-  const DispatchArguments in{x,          scales,          extras,     topk_idx, topk_weights,
-                             num_tokens, num_tokens_host, max_tokens, options};
+  const DispatchArguments in{x, scales, {}, topk_idx, topk_weights, {}, -1, max_tokens, options};
   std::optional<Arena> beside;
   if (const int64_t bytes = bytes_beside_rows(*comm, in, capacity); bytes <= kMostSharedBytes)
     beside.emplace(bytes);
@@ -201,14 +197,13 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
   return {out, std::move(more)};
 }
 
-std::tuple<Tensor, std::vector<Tensor>> combine_inference(
-    int64_t comm_id, int64_t options, int64_t max_tokens, const Tensor& handle, const Tensor& y,
-    const Tensor& topk_idx, std::optional<Tensor> row_weights, std::optional<Tensor> topk_weights,
-    std::optional<ScalarType> out_dtype, std::optional<Tensor> row_scalars,
-    std::optional<std::vector<Tensor>> bias, bool with_wait_ticks) {
-  return combine(comm_id, y, std::move(row_weights), std::move(row_scalars),
-                 std::move(topk_weights), std::move(bias).value_or(std::vector<Tensor>()), handle, topk_idx, max_tokens,
-                 out_dtype.value_or(y.scalar_type()), options, 0, with_wait_ticks);
+std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
+                                                      int64_t max_tokens, const Tensor& handle,
+                                                      const Tensor& y, const Tensor& topk_idx,
+                                                      std::optional<Tensor> row_weights,
+                                                      std::optional<Tensor> topk_weights) {
+  return combine(comm_id, y, std::move(row_weights), {}, std::move(topk_weights), {}, handle,
+                 topk_idx, max_tokens, y.scalar_type(), options, 0, false);
 }
 
 void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
@@ -232,7 +227,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
   m.impl("dispatch_eager", TORCH_BOX(&dispatch_eager));
   m.impl("combine", TORCH_BOX(&combine));
-  m.impl("combine_inference", TORCH_BOX(&combine_inference));
+  m.impl("combine_inference", TORCH_BOX(&combine));
+  m.impl("combine_plain", TORCH_BOX(&combine_plain));
   m.impl("combine_out", TORCH_BOX(&combine_out));
 }
 

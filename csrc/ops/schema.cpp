@@ -13,17 +13,16 @@ namespace {
 // `more` holds the scalars, then the wait_ticks.
 //
 // Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
-// calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager is
-// for calls that no compiler sees either: all but rows, scales and extras share an allocation, and
-// it checks `others`, communicators, first. An argument takes torch 2,000 instructions, a default
-// 300: what most calls leave out comes last in kDispatchEager and kCombineInference.
+// calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager and
+// combine_plain are for most of these calls, without what few give: an argument costs torch 2,000
+// instructions, one left out at the end 1,000. dispatch_eager is for calls that no compiler sees
+// either: all but rows and scales share an allocation, and it checks `others`, communicators, first.
 const std::string kDispatch =
     "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
     "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity";
 const std::string kDispatchEager =
     "(int comm, int options, int max_tokens, int capacity, Tensor x, Tensor topk_idx, "
-    "Tensor? topk_weights=None, Tensor? scales=None, int[] others=[], Tensor[]? extras=None, "
-    "Tensor? num_tokens=None, int num_tokens_host=-1";
+    "Tensor? topk_weights=None, Tensor? scales=None, int[] others=[]";
 const std::string kDispatched =
     ") -> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
     "Tensor handle, Tensor[] more)";
@@ -41,10 +40,9 @@ const std::string kCombine =
     "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
     "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
     "int options, int capacity, bool with_wait_ticks";
-const std::string kCombineInference =  // out_dtype None: y's
+const std::string kCombinePlain =  // sums of y's type
     "(int comm, int options, int max_tokens, Tensor handle, Tensor y, Tensor topk_idx, "
-    "Tensor? row_weights=None, Tensor? topk_weights=None, ScalarType? out_dtype=None, "
-    "Tensor? row_scalars=None, Tensor[]? bias=None, bool with_wait_ticks=False";
+    "Tensor? row_weights=None, Tensor? topk_weights=None";
 const std::string kCombined = ") -> (Tensor out, Tensor[] more)";
 
 }  // namespace
@@ -193,7 +191,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(("dispatch_eager" + kDispatchEager + kDispatched).c_str());
   m.def(("dispatch_counted" + kDispatchCounted).c_str());
   m.def(("combine" + kCombine + kCombined).c_str());
-  m.def(("combine_inference" + kCombineInference + kCombined).c_str());
+  m.def(("combine_inference" + kCombine + kCombined).c_str());
+  m.def(("combine_plain" + kCombinePlain + kCombined).c_str());
   m.def(
       "combine_out(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, "
       "Tensor? topk_weights, Tensor[] bias, Tensor handle, int max_tokens, Tensor(a!) out, "

@@ -169,12 +169,15 @@ def test_combine(alone: AllToAll, options: dict[str, Any]) -> None:
     arguments = combine_arguments(alone, **options)
     opcheck(ops.combine.default, arguments)
     if not options.get("grad"):
-        comm, y, weights, scalars, late, bias, handle, idx, most, dtype, number, _, ticks = (
-            arguments
-        )
-        first = (comm, number, most, handle, y, idx, weights, late)
-        opcheck(ops.combine_inference.default, first)  # without what has a default
-        opcheck(ops.combine_inference.default, (*first, dtype, scalars, bias, not ticks))
+        opcheck(ops.combine_inference.default, arguments)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_combine_plain(alone: AllToAll, late: bool) -> None:
+    given = combine_arguments(alone, late=late)
+    comm, y, weights, _, late_weights, _, handle, topk_idx, max_tokens, _, options, *_ = given
+    first = (comm, options, max_tokens, handle, y, topk_idx, weights)
+    opcheck(ops.combine_plain.default, (*first, late_weights) if late else first)
 
 
 def send_arguments(comm: AllToAll) -> tuple[Any, ...]:
