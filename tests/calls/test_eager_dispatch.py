@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -56,6 +57,23 @@ def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -
     places = {tensor.untyped_storage().data_ptr() for tensor in (*beside, *more)}
     assert (len(places) == 1) == (capacity == ROWS)
     assert places.isdisjoint({rows.untyped_storage().data_ptr()})
+
+
+def test_scales_share_it(alone: AllToAll) -> None:
+    """But not in columns, nor where all together are much memory."""
+    quantized = DispatchOptions(quantize=True)
+    tokens = make_tokens(0, 0, T)
+    for options, capacity, shared in (
+        (quantized, ROWS, True),
+        (dataclasses.replace(quantized, column_scales=True), ROWS, False),
+        (quantized, MANY_ROWS, False),
+    ):
+        with torch.no_grad():
+            got = alone.dispatch(tokens.x, tokens.topk_idx, options=options, capacity=capacity)
+            alone.release(got)
+        assert got.scales is not None
+        places = [each.untyped_storage().data_ptr() for each in (got.scales, got.counts)]
+        assert (places[0] == places[1]) == shared
 
 
 def test_a_fake_kernel_serves_tensors_that_are_fake(alone: AllToAll) -> None:
