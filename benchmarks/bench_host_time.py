@@ -23,7 +23,7 @@ from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
-OPS = ("dispatch_eager", "combine_inference", "combine_out", "release")
+OPS = ("dispatch_eager", "combine_inference", "combine_plain", "combine_out", "release")
 COUNTED = ("count_routing", "dispatch_counted")
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 

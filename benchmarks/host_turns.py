@@ -8,8 +8,9 @@ machine without GPUs one on the CPU (there a call's time has all that its op doe
 all trees take turns, in reverse order every second time. The slower rank counts.
 
 host: the host's time for a pair that waits for nothing; the same under a default device; floor: as
-    many ops without arguments, allocations and launches. ops, allocations, frames: of a pair;
-    allocations that it returns, Python functions that it enters.
+    many ops without arguments, allocations and launches. Each rank is timed on a core of its own
+    beside its GPU, the same in all trees (benchmarks/cores.py). ops, allocations, frames: of a
+    pair; allocations that it returns, Python functions that it enters.
 span: a pair behind an all-reduce, from its begin to its end on the GPU, with cold caches: calls
     that wait for counts, and others beside them.
 """
@@ -139,6 +140,9 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
         "span": (SPAN, [("span", ("span", SPANS if gpus else 5))]),
     }
     with opened(given.trees, ranks, WORKER) as trees:
+        places = [tree.ask("where", timeout_s=MAKE_S) for tree in trees]
+        show("; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places[0])))
+        assert all(each == places[0] for each in places), places
         for what in (given.only,) if given.only else tuple(kinds):
             cases, measure = kinds[what]
             names = [name for name, _ in measure]

@@ -16,22 +16,26 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cores import Cores, choose
 from obeying import obey, take_output
 from torch import Tensor
 
 DEADLINE_S = 60.0
-PAIRS = 40  # of one measurement: their launches fit into a stream's queue, so no launch waits
+PAIRS = 40  # of one block: their launches fit into a stream's queue, so no launch waits
+BLOCKS = 7  # of one measurement, of which the first warms up
 FLUSH_BYTES = 256 << 20  # leaves nothing of a call in a GPU's caches
 SEED = 5
 NUM_SMS = 24
 OPS = (
     *("dispatch", "dispatch_inference", "dispatch_eager", "dispatch_counted"),
     *("dispatch_send", "dispatch_recv", "all_to_all_check"),
-    *("combine", "combine_inference", "combine_out", "combine_send", "combine_recv", "release"),
+    *("combine", "combine_inference", "combine_plain", "combine_out"),
+    *("combine_send", "combine_recv", "release"),
     *("count_routing", "share_counts", "all_to_all_agree"),
 )
 Call = Callable[[], object]
@@ -288,10 +292,15 @@ def frames_of(pair: Call) -> int:
 
 
 class Worker:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, cores: Cores) -> None:
         self._place = place
+        self._cores = cores
         self._made: dict[tuple[str, int], Call] = {}
         self._floors: dict[tuple[str, int], Call] = {}
+
+    def where(self) -> str:
+        """Where host times are measured."""
+        return self._cores.text
 
     def make(self, calls: str, tokens: int) -> dict[str, int]:
         """Returns how many ops, allocations and Python functions a pair has."""
@@ -327,24 +336,29 @@ class Worker:
         return pair
 
     def host(self, calls: str, tokens: int, way: str) -> float:
-        """Microseconds of the host for a pair. way: "plain", "default device" or "floor"."""
-        place, key = self._place, (calls, tokens)
+        """Microseconds of the host for a pair: median of blocks, each into an empty stream.
+
+        way: "plain", "default device" or "floor".
+        """
+        place, key, spent = self._place, (calls, tokens), list[float]()
         pair = self._floors[key] if way == "floor" else self._made[key]
-        place.wait()
         dist.all_reduce(torch.zeros(1, device="cpu"))
+        self._cores.take()
         if way == "default device":
             torch.set_default_device(place.device)
         try:
             with torch.no_grad():
-                pair()
-                began = time.perf_counter()
-                for _ in range(PAIRS):
-                    pair()
-                spent = time.perf_counter() - began
+                for _ in range(BLOCKS):
+                    place.wait()
+                    began = time.perf_counter()
+                    for _ in range(PAIRS):
+                        pair()
+                    spent.append(time.perf_counter() - began)
         finally:
             torch.set_default_device(None)
+            self._cores.leave()
         place.wait()
-        return spent / PAIRS * 1e6
+        return median(spent[1:]) / PAIRS * 1e6
 
     def span(self, calls: str, tokens: int, times: int) -> float:
         """Median microseconds of a pair from its begin to its end on the GPU, behind an all-reduce
@@ -382,9 +396,11 @@ def main() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank, world, key = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     answers_to = take_output()
+    cores = choose(rank, world)
+    cores.leave()  # before there are threads of torch, the driver or the package
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
-    obey(answers_to, functools.cache(lambda: Worker(Place(rank, world, key))))
+    obey(answers_to, functools.cache(lambda: Worker(Place(rank, world, key), cores)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
-from moe_p2p.default_device import watched, without_default_device
+from moe_p2p.default_device import num_modes, watched, without_default_device
 from moe_p2p.dispatched import Call, Dispatched, new_tuple
 from moe_p2p.halves import Halves, with_more
 from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, raise_typed
@@ -51,7 +51,8 @@ _ops = torch.ops.moe_p2p
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
 _DISPATCH_EAGER = _ops.dispatch_eager.default
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
-_COMBINE_OUT = _ops.combine_out.default
+_CHECK = _ops.all_to_all_check.default
+_COMBINE_PLAIN, _COMBINE_OUT = _ops.combine_plain.default, _ops.combine_out.default
 
 
 class AllToAll(Halves):
@@ -125,7 +126,7 @@ class AllToAll(Halves):
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
-        run = without_default_device(self.dispatch_with)
+        run = without_default_device(self.dispatch_with) if num_modes() else self.dispatch_with
         return new_tuple(
             Dispatched, run(form, x, topk_idx, topk_weights, scales, extras, count, count_on_host)
         )
@@ -151,32 +152,39 @@ class AllToAll(Halves):
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
+        dtype = x.dtype
         if self._device is not None:
-            self._prepare_dispatch(x.dtype, options, grad, arguments.bytes_of_rows(x))
+            row_bytes = arguments.bytes_of_rows(x) if dtype == torch.uint8 else 0
+            self._prepare_dispatch(dtype, options, grad, row_bytes)
         if grad:
-            if quantize or x.dtype == torch.float8_e4m3fn:
+            if quantize or dtype == torch.float8_e4m3fn:
                 arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
+        counted = count is not None or count_on_host != arguments.ALL_ROWS
         try:
-            inputs = (
-                self._comm,
-                options,
-                x,
-                scales,
-                [*extras],
-                topk_idx,
-                topk_weights,
-                count,
-                count_on_host,
-                max_tokens,
-                capacity,
-            )
-            if grad or watched():
-                made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(*inputs)
+            if grad or extras or counted or watched():
+                if others and not watched():
+                    _CHECK(others)
+                made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
+                    self._comm,
+                    options,
+                    x,
+                    scales,
+                    [*extras],
+                    topk_idx,
+                    topk_weights,
+                    count,
+                    count_on_host,
+                    max_tokens,
+                    capacity,
+                )
             else:
-                made = _DISPATCH_EAGER(*inputs, others)
+                last = (scales, others) if others else () if scales is None else (scales,)
+                made = _DISPATCH_EAGER(
+                    self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights, *last
+                )
         except RuntimeError as error:
             raise_typed(error)
         has_scales = quantize or scales is not None
@@ -260,7 +268,8 @@ class AllToAll(Halves):
         grad = torch.is_grad_enabled() and without_default_device(arguments.grad_of_combine)(
             y, row_weights, row_scalars, topk_weights, terms
         )
-        return without_default_device(self.combine_with)(
+        run = without_default_device(self.combine_with) if num_modes() else self.combine_with
+        return run(
             y,
             dispatched,
             row_weights,
@@ -300,32 +309,33 @@ class AllToAll(Halves):
             in_order = not sum_order_of(order)
             errors.require(in_order, "out is given, which takes sums in order='ranks' only")
             out_dtype = out.dtype
-        sum_dtype = y.dtype if out_dtype is None else out_dtype
+        dtype = y.dtype
+        sum_dtype = dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
         options |= order
         if grad and partials_from(order):
             raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)
         if self._device is not None:
-            self._prepare_combine(y.dtype, sum_dtype, options, grad)
+            self._prepare_combine(dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         if out is not None:
             scalars, ticks = self._beside_sums(
                 y, out.shape[0], row_scalars is not None, with_wait_ticks
             )
-        given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
+        topk_idx = dispatched.topk_idx
+        is_plain = out_dtype is None and row_scalars is None and not (terms or with_wait_ticks)
         try:
+            if is_plain and not grad:
+                last = (row_weights, topk_weights) if topk_weights is not None else (row_weights,)
+                first = (self._comm, options, max_tokens, handle)
+                return _COMBINE_PLAIN(*first, y, topk_idx, *last)[0]
+            given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
             if out is not None:
                 _COMBINE_OUT(*given, max_tokens, out, scalars, ticks, partials_from(order))
                 return with_more(out, scalars, ticks)
             out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(
-                *given,
-                dispatched.topk_idx,
-                max_tokens,
-                sum_dtype,
-                options,
-                capacity,
-                with_wait_ticks,
+                *given, topk_idx, max_tokens, sum_dtype, options, capacity, with_wait_ticks
             )
         except RuntimeError as error:
             raise_typed(error)

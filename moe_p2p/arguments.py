@@ -96,7 +96,8 @@ def row_weights_of(
     dispatched: Dispatched, weighted: bool | None, topk_weights: Tensor | None
 ) -> Tensor | None:
     """What combine multiplies rows with; None: nothing that dispatch has brought."""
-    errors.require_type("dispatched", dispatched, Dispatched, "the result of a dispatch")
+    if not isinstance(dispatched, Dispatched):
+        raise errors.wrong_type("dispatched", dispatched, "the result of a dispatch")
     if dispatched.call.options & LAYOUT_MASK == BY_RANK:
         errors.require(
             not weighted and topk_weights is None,

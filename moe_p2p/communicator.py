@@ -9,10 +9,10 @@ import dataclasses
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,13 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.engine import Engine
 from moe_p2p.gpu.kernels import DeviceSide
 from moe_p2p.gpu.partners import partners_of
-from moe_p2p.gpu.prepared import combines_of, dispatches_of, refuse_capture, usual_calls
+from moe_p2p.gpu.prepared import (
+    combines_of,
+    dispatches_of,
+    refuse_capture,
+    usual_calls,
+    when_traced,
+)
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
@@ -47,7 +53,6 @@ if TYPE_CHECKING:
     from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
@@ -65,15 +70,6 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
             ops.raise_interrupt()  # of a signal that ended the wait for partners early
 
 
-def _when_traced(function: _Function) -> _Function:
-    """Makes torch.compile run the function while it traces, and leave nothing of it in its graph.
-
-    Does what torch.compiler.assume_constant_result does, without importing the compiler for it.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
 class Communicator(NotCopied):
     """One rank's end of a group of ranks. See AllToAll for the arguments."""
 
@@ -88,6 +84,7 @@ class Communicator(NotCopied):
         masked: Tensor | None = None,
     ) -> None:
         self.config = config
+        self._prepared = set[tuple[object, ...]]()  # calls whose kernels are there
         if engine is not None:
             config.check_beside_engine()
         if config.on_gpu:
@@ -396,27 +393,31 @@ class Communicator(NotCopied):
         if self._device is not None:
             self._device.prepare(dispatches, combines)
 
-    @_when_traced
+    @when_traced
     def _prepare_dispatch(
         self, x_dtype: torch.dtype, options: int, trains: bool, x_bytes: int = 0
     ) -> None:
-        if self._device is None:
+        key = x_dtype, options, trains, x_bytes
+        if self._device is None or key in self._prepared:
             return
         self._device.prepare_dispatch(x_dtype, options, x_bytes)
         if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
             self._device.prepare_combine(x_dtype, x_dtype)
+        self._prepared.add(key)
 
-    @_when_traced
+    @when_traced
     def _prepare_combine(
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, options: int, trains: bool
     ) -> None:
-        if self._device is None:
+        key = y_dtype, out_dtype, options, trains
+        if self._device is None or key in self._prepared:
             return
         self._device.prepare_combine(
             y_dtype, out_dtype, sum_order_of(options) > 0, partials_from(options)
         )
         if trains:
             self._device.prepare_dispatch(out_dtype, gradient_of(options))
+        self._prepared.add(key)
 
     def close(self) -> None:
         """Idempotent. Each rank closes by itself; what it has sent still arrives. Does nothing in a

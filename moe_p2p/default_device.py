@@ -49,7 +49,7 @@ def unaffected(function: _Function) -> _Function:
 
 def watched() -> bool:
     """Whether a compiler, or a mode of torch, sees which ops run and what they return."""
-    return torch.compiler.is_compiling() or num_dispatch_modes() > 0
+    return torch.compiler.is_dynamo_compiling() or num_dispatch_modes() > 0  # others use modes
 
 
 def is_set() -> bool:

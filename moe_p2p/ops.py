@@ -28,9 +28,8 @@ from torch.fx.node import has_side_effect
 from moe_p2p import errors
 from moe_p2p import options as bits
 from moe_p2p.dispatched import Call, PendingDispatch, new_outputs
+from moe_p2p.row_dots import row_dots
 from moe_p2p.texts import numbers_of
-
-_VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32 that a backward multiplies at a time
 
 
 def _load() -> None:
@@ -44,6 +43,7 @@ def _load() -> None:
 
 _load()
 _ops = torch.ops.moe_p2p
+_Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
 def call(op: Callable[..., Any], *args: Any) -> Any:
@@ -183,10 +183,8 @@ def signal(signals: int, layer: int, kv: Tensor) -> None:
 # --- fake kernels ---
 
 
-def _fake_dispatch(
-    *inputs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs[:11]
+def _fake_dispatch(*inputs: Any) -> _Dispatched:
+    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
     shape, quantize = _shape(comm), options & bits.QUANTIZE
     has_scales = scales is not None or quantize
     handle = x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32)
@@ -210,6 +208,20 @@ def _fake_dispatch(
         handle,
         [tensor for tensor in more if tensor is not None] + list(made.extras),
     )
+
+
+def _fake_dispatch_eager(
+    comm: int, options: int, max_tokens: int, capacity: int, x: Tensor, *given: Any
+) -> _Dispatched:
+    topk_idx, _, scales, *_ = (*given, None, None)  # without defaults
+    more = (topk_idx, None, None, -1, max_tokens, capacity)
+    return _fake_dispatch(comm, options, x, scales, (), *more)
+
+
+def _fake_combine_plain(
+    comm: int, options: int, max_tokens: int, handle: Tensor, y: Tensor, topk_idx: Tensor, *_: Any
+) -> tuple[Tensor, list[Tensor]]:
+    return y.new_empty((topk_idx.shape[0], _shape(comm).hidden_dim)), []
 
 
 def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
@@ -237,10 +249,12 @@ def _fake_number(*args: Any) -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-for _suffix in ("", "_inference", "_eager"):
-    torch.library.register_fake(f"moe_p2p::dispatch{_suffix}")(_fake_dispatch)
-for _suffix in ("", "_inference"):
-    torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
+for _name, _fake in (
+    *((name, _fake_dispatch) for name in ("dispatch", "dispatch_inference")),
+    *((name, _fake_combine) for name in ("combine", "combine_inference")),
+    *(("dispatch_eager", _fake_dispatch_eager), ("combine_plain", _fake_combine_plain)),
+):
+    torch.library.register_fake(f"moe_p2p::{_name}")(_fake)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
     *("all_to_all_check", "signal", "copy_rows"),
@@ -389,7 +403,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
     has_token = present > 0  # [R]; by rank there are no row_weights
     grad_y = grad_weights = None
     if ctx.weights_need_grad:
-        grad_weights = _row_dots(g, y.reshape(g.shape)).where(has_token, 0.0)
+        grad_weights = row_dots(g, y.reshape(g.shape)).where(has_token, 0.0)
     if ctx.y_needs_grad:
         # Weights of rows without a token may be anything, also NaN.
         if row_weights is not None:
@@ -399,24 +413,6 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         grad_y = g.view(ctx.y_shape)
     grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
     return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 7)
-
-
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """fp32 [R], the sum of a * b over each row of [R, H].
-
-    Eager torch keeps every product, in fp32: with a few rows at a time, that is little memory. A
-    compiler makes one kernel of it that keeps none.
-    """
-    rows = a.shape[0]
-    compiles = torch.compiler.is_compiling() or not isinstance(rows, int)
-    if compiles or torch.is_grad_enabled():
-        return (a.float() * b.float()).sum(-1)
-    dots = a.new_empty(rows, dtype=torch.float32)
-    at_once = max(1, _VALUES_AT_ONCE // max(1, a.shape[1]))
-    pairs = zip(torch.split(a, at_once), torch.split(b, at_once), strict=True)
-    for out, (x, y) in zip(torch.split(dots, at_once), pairs, strict=True):
-        torch.sum(x.float() * y, -1, out=out)
-    return dots
 
 
 torch.library.register_autograd(
@@ -445,5 +441,8 @@ def _mark_effect(name: str) -> None:
 
 _mark_effect("all_to_all_gather_counts")
 _mark_effect("all_to_all_check")
-for _name in ("dispatch", "dispatch_inference", "dispatch_eager", "combine", "combine_inference"):
+for _name in (
+    *("dispatch", "dispatch_inference", "dispatch_eager"),
+    *("combine", "combine_inference", "combine_plain"),
+):
     _mark_effect(_name)

@@ -23,22 +23,34 @@ void clear(const Tensor& handle) {
   std::memset(handle.mutable_data_ptr(), 0, static_cast<size_t>(handle.numel()) * sizeof(int32_t));
 }
 
-Tensor make_scales(const Layout& layout, int64_t width, ScalarType dtype) {
+// beside: where they are made if they fit; null: nowhere.
+Tensor make_scales(const Layout& layout, int64_t width, ScalarType dtype, Arena* beside) {
   const Sizes sizes = layout.of_rows(width);
-  if (!layout.options.column_scales) return make_tensor(sizes, dtype);
-  const int64_t ld = layout.scale_stride();
-  const int64_t strides[] = {width * ld, 1, ld};
-  return make_tensor(sizes.all(), std::span(strides).last(sizes.all().size()), dtype);
+  if (layout.options.column_scales) {
+    const int64_t ld = layout.scale_stride();
+    const int64_t strides[] = {width * ld, 1, ld};
+    return make_tensor(sizes.all(), std::span(strides).last(sizes.all().size()), dtype);
+  }
+  const bool fits = beside && Arena::room(layout.num_rows * width, 4) <= beside->bytes_left();
+  return fits ? beside->make(sizes, dtype) : make_tensor(sizes, dtype);
 }
 
 // Makes the delivered scales: as the caller gave them, or as quantize makes them.
 std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout,
-                                  const std::optional<Tensor>& given) {
-  if (given) return make_scales(layout, given->size(1), given->scalar_type());
+                                  const std::optional<Tensor>& given, Arena* beside) {
+  if (given) return make_scales(layout, given->size(1), given->scalar_type(), beside);
   if (!layout.options.quantize) return std::nullopt;
   if (layout.options.scale_format != abi::ScaleFormat::kUe8m0)
-    return make_scales(layout, comm.num_scales(), ScalarType::Float);
-  return make_scales(layout, (comm.num_scales() + 3) / 4, ScalarType::Int);
+    return make_scales(layout, comm.num_scales(), ScalarType::Float, beside);
+  return make_scales(layout, (comm.num_scales() + 3) / 4, ScalarType::Int, beside);
+}
+
+// Bytes of scales that may lie in an arena.
+int64_t bytes_of_scales(const AllToAllObject& comm, const DispatchArguments& in, int64_t capacity) {
+  if (in.options.column_scales || (in.scales && in.scales->dim() != 2)) return 0;
+  const int64_t quantized = in.options.quantize ? comm.num_scales() : 0;
+  const int64_t width = in.scales ? in.scales->size(1) : quantized;
+  return Arena::room(Layout(comm, in.options, capacity).num_rows * width, 4);
 }
 
 }  // namespace
@@ -61,7 +73,6 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const Tensor row_x =
       make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
                   options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
-  const auto row_scales = make_scales(*comm, layout, scales);
   const Tensor row_weights = make(layout.row_weights(), ScalarType::Float);
   const Tensor counts = make(layout.counts(), ScalarType::Int);
   const Tensor offsets = make(layout.offsets(), ScalarType::Int);
@@ -82,6 +93,7 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const auto row_topk = make_more(options.by_rank(), layout.row_topk(), topk_idx.scalar_type());
   for (const Tensor& extra : extras)
     row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), extra.scalar_type()));
+  const auto row_scales = make_scales(*comm, layout, scales, beside);  // last: into room left
 
   const auto recv = dispatch_recv_from(*comm, layout,
                                        {row_x, row_scales, row_extras, row_weights, counts, offsets,
@@ -129,19 +141,18 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
 // Up to so many bytes beside the rows share an allocation: a user who keeps one of them keeps all.
 constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
 
-Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, const Tensor& x,
-                          std::optional<Tensor> scales, std::vector<Tensor> extras,
-                          const Tensor& topk_idx, std::optional<Tensor> topk_weights,
-                          std::optional<Tensor> num_tokens, int64_t num_tokens_host,
-                          int64_t max_tokens, int64_t capacity, std::vector<int64_t> others) {
+Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
+                          int64_t capacity, const Tensor& x, const Tensor& topk_idx,
+                          std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
+                          std::vector<int64_t> others) {
   check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
-  const DispatchArguments in{x,          scales,          extras,     topk_idx, topk_weights,
-                             num_tokens, num_tokens_host, max_tokens, options};
+  const DispatchArguments in{x, scales, {}, topk_idx, topk_weights, {}, -1, max_tokens, options};
   std::optional<Arena> beside;
-  if (const int64_t bytes = bytes_beside_rows(*comm, in, capacity); bytes <= kMostSharedBytes)
-    beside.emplace(bytes);
+  const int64_t bytes = bytes_beside_rows(*comm, in, capacity);
+  const int64_t all = bytes + bytes_of_scales(*comm, in, capacity);
+  if (bytes <= kMostSharedBytes) beside.emplace(all <= kMostSharedBytes ? all : bytes);
   return dispatch_into_new(&*comm, in, capacity, beside ? &*beside : nullptr);
 }
 
@@ -199,6 +210,15 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
   return {out, std::move(more)};
 }
 
+std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
+                                                      int64_t max_tokens, const Tensor& handle,
+                                                      const Tensor& y, const Tensor& topk_idx,
+                                                      std::optional<Tensor> row_weights,
+                                                      std::optional<Tensor> topk_weights) {
+  return combine(comm_id, y, std::move(row_weights), {}, std::move(topk_weights), {}, handle,
+                 topk_idx, max_tokens, y.scalar_type(), options, 0, false);
+}
+
 void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
                  std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,
                  std::vector<Tensor> bias, const Tensor& handle, int64_t max_tokens,
@@ -221,6 +241,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch_eager", TORCH_BOX(&dispatch_eager));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
+  m.impl("combine_plain", TORCH_BOX(&combine_plain));
   m.impl("combine_out", TORCH_BOX(&combine_out));
 }
 

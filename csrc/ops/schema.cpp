@@ -13,12 +13,17 @@ namespace {
 // `more` holds the scalars, then the wait_ticks.
 //
 // Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
-// calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager is
-// for calls that no compiler sees either: all but rows, scales and extras share an allocation, and
-// it checks `others`, communicators, first.
+// calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager and
+// combine_plain are for most of these calls, without what few give: an argument costs torch 2,000
+// instructions, one left out at the end 1,000. dispatch_eager is for calls that no compiler sees
+// either: all but rows, and scales in columns, share an allocation if that is small; it checks
+// `others`, communicators, first.
 const std::string kDispatch =
     "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
     "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity";
+const std::string kDispatchEager =
+    "(int comm, int options, int max_tokens, int capacity, Tensor x, Tensor topk_idx, "
+    "Tensor? topk_weights=None, Tensor? scales=None, int[] others=[]";
 const std::string kDispatched =
     ") -> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
     "Tensor handle, Tensor[] more)";
@@ -35,7 +40,11 @@ const std::string kDispatchCounted =
 const std::string kCombine =
     "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
     "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
-    "int options, int capacity, bool with_wait_ticks) -> (Tensor out, Tensor[] more)";
+    "int options, int capacity, bool with_wait_ticks";
+const std::string kCombinePlain =  // sums of y's type
+    "(int comm, int options, int max_tokens, Tensor handle, Tensor y, Tensor topk_idx, "
+    "Tensor? row_weights=None, Tensor? topk_weights=None";
+const std::string kCombined = ") -> (Tensor out, Tensor[] more)";
 
 }  // namespace
 
@@ -181,10 +190,11 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- all to all: whole calls ---
   m.def(("dispatch" + kDispatch + kDispatched).c_str());
   m.def(("dispatch_inference" + kDispatch + kDispatched).c_str());
-  m.def(("dispatch_eager" + kDispatch + ", int[] others" + kDispatched).c_str());
+  m.def(("dispatch_eager" + kDispatchEager + kDispatched).c_str());
   m.def(("dispatch_counted" + kDispatchCounted).c_str());
-  m.def(("combine" + kCombine).c_str());
-  m.def(("combine_inference" + kCombine).c_str());
+  m.def(("combine" + kCombine + kCombined).c_str());
+  m.def(("combine_inference" + kCombine + kCombined).c_str());
+  m.def(("combine_plain" + kCombinePlain + kCombined).c_str());
   m.def(
       "combine_out(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, "
       "Tensor? topk_weights, Tensor[] bias, Tensor handle, int max_tokens, Tensor(a!) out, "

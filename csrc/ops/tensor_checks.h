@@ -115,6 +115,7 @@ class Arena {
   explicit Arena(int64_t bytes);
   // Throws Error{kInvalidArgument} when no room is left.
   Tensor make(const Sizes& sizes, ScalarType dtype);
+  int64_t bytes_left() const { return bytes_ - used_; }
   // The bytes that a tensor of `num` elements takes of it.
   static constexpr int64_t room(int64_t num, int64_t bytes) {
     return (num * bytes + kAlignment - 1) / kAlignment * kAlignment;

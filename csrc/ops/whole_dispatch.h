@@ -12,7 +12,8 @@ namespace moe_p2p::ops {
 // dispatch calls `more`.
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
-// beside: where all but rows, scales and extras are made; null: each is an allocation of its own.
+// beside: where all but rows and extras are made, scales if there is room; null: each is an
+// allocation of its own.
 Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, int64_t capacity,
                              Arena* beside = nullptr);
 // The bytes that such an arena needs for up to `capacity` rows.

@@ -215,9 +215,9 @@ class LowLatencyCalls(BufferBase):
                     topk_weights=topk_weights,
                     out=out,
                     with_wait_ticks=stats is not None,
-                    order=partials_bits(combine_dtype),
+                    order=partials_bits(combine_dtype) if use_logfmt else 0,
                 )
-                out = _sums(result, stats)
+                out = result if stats is None else _sums(result, stats)
             if async_finish:
                 turn.uses((y, topk_weights, received.call.handle, stats, out), (out,))
         return out, turn.event, hook

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,9 +28,19 @@ if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
     from moe_p2p.gpu.kernels import Kernel
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ANY_SLOT = 1 << 30  # bytes
 Dispatches = list[tuple[torch.dtype, int, int]]  # arguments of prepare_dispatch
 Combines = list[tuple[torch.dtype, torch.dtype, bool, int]]  # arguments of prepare_combine
+
+
+def when_traced(function: _Function) -> _Function:
+    """Makes torch.compile run the function while it traces, and leave nothing of it in its graph.
+
+    Does what torch.compiler.assume_constant_result does, without importing the compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def usual_calls(config: AllToAllConfig) -> tuple[Dispatches, Combines]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_p2p
-from moe_p2p import AllToAll, Dispatched, DispatchOptions, ops
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, row_dots
 from tests.calls.test_compile import next_step
 from tests.support.cases import HIDDEN_DIM, TOPK, in_options, make
 from tests.support.ranks import Rank, run_threads
@@ -394,7 +394,7 @@ def test_a_backward_makes_no_fp32_copies_of_all_rows(monkeypatch: pytest.MonkeyP
         assert len(given.x) > 2
         gradients = []
         for at_once in (1 << 30, 100):
-            monkeypatch.setattr(ops, "_VALUES_AT_ONCE", at_once)
+            monkeypatch.setattr(row_dots, "_VALUES_AT_ONCE", at_once)
             x = given.x.bfloat16()
             received = comm.dispatch(x, given.topk_idx, given.topk_weights, options=ZEROED)
             y = (received.x * 2).requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -36,10 +37,16 @@ def given(comm: AllToAll, capacity: int = ROWS) -> tuple[Any, ...]:
     return comm._comm, OPTIONS.number, *inputs
 
 
+def given_eagerly(comm: AllToAll, capacity: int = ROWS, *more: Any) -> tuple[Any, ...]:
+    """Arguments of dispatch_eager for the same call; more: behind the weights."""
+    number, options, x, _, _, topk_idx, topk_weights, *_ = given(comm)
+    return number, options, T, capacity, x, topk_idx, topk_weights, *more
+
+
 @pytest.mark.parametrize("capacity", [ROWS, MANY_ROWS])
 def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -> None:
     """Not where that is much memory, which one small result would keep."""
-    made = ops.dispatch_eager(*given(alone, capacity), [])
+    made = ops.dispatch_eager(*given_eagerly(alone, capacity))
     want = ops.dispatch_inference(*given(alone, capacity))
     for got, expected in zip((*made[:6], *made[6]), (*want[:6], *want[6]), strict=True):
         assert got.is_contiguous()
@@ -52,17 +59,35 @@ def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -
     assert places.isdisjoint({rows.untyped_storage().data_ptr()})
 
 
+def test_scales_share_it(alone: AllToAll) -> None:
+    """But not in columns, nor where all together are much memory."""
+    quantized = DispatchOptions(quantize=True)
+    tokens = make_tokens(0, 0, T)
+    for options, capacity, shared in (
+        (quantized, ROWS, True),
+        (dataclasses.replace(quantized, column_scales=True), ROWS, False),
+        (quantized, MANY_ROWS, False),
+    ):
+        with torch.no_grad():
+            got = alone.dispatch(tokens.x, tokens.topk_idx, options=options, capacity=capacity)
+            alone.release(got)
+        assert got.scales is not None
+        places = [each.untyped_storage().data_ptr() for each in (got.scales, got.counts)]
+        assert (places[0] == places[1]) == shared
+
+
 def test_a_fake_kernel_serves_tensors_that_are_fake(alone: AllToAll) -> None:
     """With too many rows to share memory: fake ones never do."""
-    opcheck(ops.dispatch_eager.default, (*given(alone, MANY_ROWS), []))
+    opcheck(ops.dispatch_eager.default, given_eagerly(alone, MANY_ROWS))
+    opcheck(ops.dispatch_eager.default, given_eagerly(alone, MANY_ROWS, None, []))
 
 
 def test_it_checks_the_others_first(alone: AllToAll) -> None:
     with make(Rank(0, 1, dist.HashStore())) as other:
         others = [other._comm]
-        ops.dispatch_eager(*given(alone), others)
+        ops.dispatch_eager(*given_eagerly(alone, ROWS, None, others))
     with pytest.raises(RuntimeError, match=f"communicator {others[0]} is closed"):
-        ops.dispatch_eager(*given(alone), others)
+        ops.dispatch_eager(*given_eagerly(alone, ROWS, None, others))
 
 
 def test_a_pool_tells_each_which_the_others_are() -> None:

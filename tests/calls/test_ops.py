@@ -172,6 +172,14 @@ def test_combine(alone: AllToAll, options: dict[str, Any]) -> None:
         opcheck(ops.combine_inference.default, arguments)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_combine_plain(alone: AllToAll, late: bool) -> None:
+    given = combine_arguments(alone, late=late)
+    comm, y, weights, _, late_weights, _, handle, topk_idx, max_tokens, _, options, *_ = given
+    first = (comm, options, max_tokens, handle, y, topk_idx, weights)
+    opcheck(ops.combine_plain.default, (*first, late_weights) if late else first)
+
+
 def send_arguments(comm: AllToAll) -> tuple[Any, ...]:
     arguments = dispatch_arguments(comm, solo=False)
     handle = torch.zeros(ops.handle_words(comm_number(comm), 5, MAX_TOKENS), dtype=torch.int32)

@@ -20,11 +20,11 @@ SMALL = ["--device=cpu", "--steps=2", *shlex.split(SIZES)]
 @pytest.mark.engine("megatron-core")
 @pytest.mark.timeout(240)
 def test_all_dispatchers_are_timed_and_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     files = [f"--json={tmp_path / 'm.json'}", f"--plot={tmp_path / 'm.png'}"]
-    given = [*SMALL, "--empty-cache", *files]
-    assert command.main(["--api", "megatron", *given]) == 0, capsys.readouterr().out
+    given = [*SMALL, "--empty-cache", "--parts", *files]
+    assert command.main(["--api", "megatron", *given]) == 0, capfd.readouterr().out
     rows = json.loads((tmp_path / "m.json").read_text())
     assert {(row["system"], row["what"]) for row in rows} == {
         (system, what) for system in SYSTEMS for what in megatron.WHAT
@@ -33,10 +33,12 @@ def test_all_dispatchers_are_timed_and_compared(
         assert row["median_ms"] >= row["least_ms"] > 0
         assert row["difference"] < 1e-6  # fp32 sums in another order
         assert row["difference"] == 0 or row["system"] != SYSTEMS[0]
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "Megatron-Core" in out
     assert "EP2 on CPU ranks: 8 tokens, hidden 32, top-2 of 4, empty kernel cache" in out
     assert "first step" in out
+    assert out.count("kernels: ours") == 2 * len(SYSTEMS)
+    assert "alltoall, without experts forward" in out
     assert (tmp_path / "m.png").stat().st_size > 1000 or "no plot" in out
 
 

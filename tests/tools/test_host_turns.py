@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("host_turns")
-    for name in ("host_turns", "host_worker", "mirror_turns", "mirror_worker"):
+    for name in ("cores", "host_turns", "host_worker", "mirror_turns", "mirror_worker"):
         sys.modules.pop(name, None)
 
 
@@ -76,6 +76,38 @@ def test_every_call_runs_on_two_ranks(
         assert all(row[way][0] > 0 for way in turns.WAYS)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "near", "expected"),
+    [
+        (range(8), "0-1,4-5", [(-1, {0, 1, 4, 5})] * 2),  # two cores are too few for two ranks
+        (range(16), "8-15", [(8, {12, 13, 14, 15}), (10, {12, 13, 14, 15})]),
+        (range(8), "", [(0, {4, 5, 6, 7}), (2, {4, 5, 6, 7})]),  # nobody knows
+        (range(8), "8-15", [(0, {4, 5, 6, 7}), (2, {4, 5, 6, 7})]),  # none is allowed
+    ],
+)
+def test_each_rank_is_timed_on_a_core_of_its_own(
+    turns: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    allowed: range,
+    near: str,
+    expected: list[tuple[int, set[int]]],
+) -> None:
+    """Beside its GPU, where cores have two CPUs, 0 and 1, 2 and 3, ..."""
+    cores = importlib.import_module("cores")
+    device = tmp_path / "0000:1b:00.0"
+    device.mkdir()
+    if near:
+        (device / "local_cpulist").write_text(near + "\n")
+    monkeypatch.setattr(cores, "PCI", tmp_path)
+    monkeypatch.setattr(cores, "pci_of", lambda _: device.name)
+    monkeypatch.setattr(cores, "siblings", lambda cpu: {cpu // 2 * 2, cpu // 2 * 2 + 1})
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(allowed))
+    for place, (own, others) in enumerate(expected):
+        found = cores.choose(place, 2)
+        assert (found.own, found.others) == (own, others)
+
+
 def test_trees_without_an_op_that_does_nothing_have_no_floor_alone(
     turns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +125,7 @@ def test_trees_without_an_op_that_does_nothing_have_no_floor_alone(
     monkeypatch.setattr(worker.torch, "ops", type("Ops", (), {"moe_p2p": Package()}))
     monkeypatch.setattr(worker, "CALLS", {"v2": lambda *_: list})
     monkeypatch.setattr(worker.dist, "all_reduce", lambda _: None)
-    made = worker.Worker(Place())
+    made = worker.Worker(Place(), worker.choose(0, 1))
     assert made.make("v2", 8)["ops"] == 0
     assert made.host("v2", 8, "plain") > 0
     with pytest.raises(RuntimeError, match="this tree has no op"):

@@ -9,6 +9,7 @@ of the slower rank's times. On GPUs in bf16, on CPUs in fp32, which is what CPUs
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,11 @@ from torch import Tensor
 from moe_p2p import env
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import megatron_layer
+from moe_p2p.tools.bench.kernel_times import kernel_times
 from moe_p2p.tools.bench.megatron_layer import SYSTEMS, Layer
 from moe_p2p.tools.bench.plot import draw
 
+_Measured = TypeVar("_Measured")
 WHAT = ("first step", "step", "without experts forward", "without experts backward")
 # Of the norm. Both round rows, sums and gradients to bf16, 2^-9 of a value each, in another order.
 MAX_DIFFERENCE = 1e-2
@@ -48,6 +51,7 @@ class Options:
     json: str
     plot: str
     kernels: str  # folder of compiled kernels; "": the usual ones
+    parts: bool = False  # also show which kernels the times without experts go to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +146,14 @@ def _measure(options: Options) -> list[Figure]:
     x, _ = megatron_layer.inputs(0, layer, options.tokens, options.device)
     for _ in range(options.steps if not options.shared else 0):
         for system, module in made.items():
-            for what, ms in zip(WHAT[2:], _without_experts(module, x, options.device), strict=True):
+            both = _without_experts(module, x, functools.partial(_span, device=options.device))
+            for what, ms in zip(WHAT[2:], both, strict=True):
                 spent.setdefault((system, what), []).append(ms)
+    for system, module in made.items() if options.parts else ():
+        both = _without_experts(module, x, functools.partial(kernel_times, device=options.device))
+        for what, parts in zip(WHAT[2:], both, strict=True):
+            if dist.get_rank() == 0:
+                print(f"{system}, {what}: {parts.text()}")
     return [_figure(*key, times, apart[key[0]]) for key, times in spent.items()]
 
 
@@ -172,7 +182,9 @@ def _span(call: Callable[[], None], device: str) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _without_experts(module: Any, x: Tensor, device: str) -> tuple[float, float]:
+def _without_experts(
+    module: Any, x: Tensor, measure: Callable[[Callable[[], None]], _Measured]
+) -> tuple[_Measured, _Measured]:
     """Forward and backward of dispatch and combine, with a multiplication for experts."""
     dispatcher, out = module.token_dispatcher, list[Tensor]()
     with torch.no_grad():
@@ -190,7 +202,7 @@ def _without_experts(module: Any, x: Tensor, device: str) -> tuple[float, float]
     def backward() -> None:
         torch.autograd.backward(out[0], x)
 
-    return _span(forward, device), _span(backward, device)
+    return measure(forward), measure(backward)
 
 
 def _difference(mine: list[Tensor], other: list[Tensor]) -> float:
@@ -227,6 +239,7 @@ def _parse(arguments: list[str]) -> Options:
         default="",
         help="compile kernels anew, for the first step (the usual cache)",
     )
+    add("--parts", action="store_true", help="show which kernels dispatch and combine consist of")
     add("--json", default="bench_out/megatron.json", help="figures ('': none)")
     add("--plot", default="bench_out/megatron.png", help="PNG ('': none)")
     given = vars(parser.parse_args(arguments))
