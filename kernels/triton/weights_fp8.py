@@ -73,7 +73,7 @@ def _amax_kernel(
     in_block_k = tl.arange(0, TILE_K)
     k = first_k + in_block_k
     k_inside = (in_block_k < K) & (k >= 0) & (k < columns)
-    largest = tl.zeros([TILE_K], tl.int32)
+    largest = tl.zeros([TILE_N, TILE_K], tl.int32)
     for begin in tl.static_range(0, N, TILE_N):
         in_block_n = begin + tl.arange(0, TILE_N)
         n = first_n + in_block_n
@@ -82,8 +82,9 @@ def _amax_kernel(
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         # Magnitudes compare like their bits, NaN above inf.
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.maximum(largest, tl.max(bits, axis=0))
-    amax = tl.minimum(tl.max(largest, axis=0), 0x7F800000)
+        largest = tl.maximum(largest, bits)
+    # Threads meet once, behind all loads: they would wait for each tile's.
+    amax = tl.minimum(tl.max(tl.max(largest, axis=0), axis=0), 0x7F800000)
     grid_ptr = tl.load(row + 2).to(tl.pointer_type(tl.int32))
     grid_ptr += plane * tl.load(row + 13) + down * tl.load(row + 14) + across * tl.load(row + 15)
     tl.atomic_max(grid_ptr, amax, sem="relaxed")

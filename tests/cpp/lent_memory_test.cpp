@@ -99,6 +99,29 @@ TEST_CASE("lent memory: a read into memory that was given back ends before, by t
   CHECK(pair.pump_until_done(1));
 }
 
+TEST_CASE("lent memory: a read of a peer that leaves ends after its copy") {
+  const Driver driver;
+  for (const bool disconnects : {true, false}) {
+    CAPTURE(disconnects);
+    Pair pair(lent(kRows), 5000);
+    driver.fake.hold(true);
+    fill(pair.target.data, 1);
+    pair.post(pair.read(0, 0, 5000));
+    if (disconnects)
+      pair.a.domain->disconnect(pair.peer);
+    else
+      pair.b.domain.reset();  // gives up waiting
+    for (int i = 0; i < 1000; ++i) pair.a.poll();
+    CHECK(pair.a.done.empty());
+    driver.fake.hold(false);
+    CHECK(pump({&pair.a}, [&] { return pair.a.done.size() == 1; }));
+    std::ranges::fill(pair.source.data, std::byte{7});  // who still wrote it would undo this
+    for (int i = 0; i < 1000; ++i) pair.a.poll();
+    CHECK(std::ranges::count(pair.source.data, std::byte{7}) == std::ssize(pair.source.data));
+    CHECK(pair.a.code(0) == (disconnects ? Code::kClosed : Code::kPeerDead));
+  }
+}
+
 TEST_CASE("lent memory: a read that the driver refuses fails with its number, others go on") {
   const Driver driver;
   for (const std::string& more : {std::string(), std::string(",ring_kib=4")}) {

@@ -53,7 +53,7 @@ def engine(name: str, settings: str = "") -> Engine:
 
 
 def send(source: str, target: str, settings: str) -> None:
-    """Every size from memory on `source` to memory on `target`, and back."""
+    """Every size from memory on `source` to memory on `target`, and back, written and read."""
     with engine("left", settings) as left, engine("right", settings) as right:
         for seed, nbytes in enumerate(SIZES):
             data = bytes_on(source, nbytes, seed, offset=seed)
@@ -73,6 +73,11 @@ def send(source: str, target: str, settings: str) -> None:
             back = right.resolve(memory.descriptor)
             right.write(inbox, back, offset=32, nbytes=nbytes, imm=seed).wait()
             left.wait_imm(seed, right.num_nics)
+            assert torch.equal(data.cpu(), got[32:-32])
+
+            data.zero_()
+            torch.cuda.synchronize()
+            left.read(memory, region, nbytes=nbytes, region_offset=32).wait()
             assert torch.equal(data.cpu(), got[32:-32])
             memory.unregister()
             inbox.unregister()

@@ -1,5 +1,6 @@
 #include "provider/loopback/copies.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "base/log.h"
@@ -108,6 +109,13 @@ Copies::Fate Copies::look_at(Waiting& waiting) noexcept {
   }
   if (chaos_.on() && chaos_.one_in(4)) return Fate::kWaits;
   return connection.publish_copied(waiting.fragment) ? Fate::kLeft : Fate::kWaits;
+}
+
+bool Copies::fills_memory_for(const Connection& connection) const noexcept {
+  return std::ranges::any_of(waiting_, [&](const Waiting& waiting) {
+    return waiting.connection == &connection && waiting.fragment.flags & Fragment::kRead &&
+           !queue_->done(waiting.ticket) && queue_->status().ok();
+  });
 }
 
 void Copies::forget(const Connection& connection) noexcept {

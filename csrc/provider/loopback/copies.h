@@ -58,6 +58,8 @@ class Copies {
   enum class State : uint8_t { kUnderWay, kDone, kFailed };
   State state_of(uint64_t ticket) noexcept;
   base::Status failure() const noexcept { return queue_->status(); }  // after a kFailed
+  // Whether a copy for a read of this connection still writes to memory here.
+  bool fills_memory_for(const Connection& connection) const noexcept;
   // Of fragments that wait for their copies.
   uint64_t bytes_under_way() const noexcept { return bytes_under_way_; }
   // Puts fragments whose payload is in place into their rings, with an adversary only some of them.

@@ -165,7 +165,8 @@ void Sender::pump() noexcept {
   const uint32_t end = table_end_.load(std::memory_order_acquire);
   for (uint32_t i = 0; i < end; ++i) {
     Connection* connection = table_[i].load(std::memory_order_acquire);
-    if (connection && connection->has_unsent() && connection->pump(context_)) connection->notify();
+    if (!connection || connection->close_requested.load(std::memory_order_acquire)) continue;
+    if (connection->has_unsent() && connection->pump(context_)) connection->notify();
   }
   copies_.launch();
 }
@@ -234,7 +235,7 @@ void Sender::look_after(Connection& connection) noexcept {
     connection.next_look_ns = now + kStalledLookNs;
     gone = !connection.segment().process_alive() || (!chaos_.on() && connection.peer_left());
   }
-  if (!gone) return;
+  if (!gone || copies_.fills_memory_for(connection)) return;  // a later poll looks again
   connection.broken = true;
   fail_all(connection, Code::kPeerDead);
 }
@@ -263,6 +264,7 @@ void Sender::close_requested_connections() noexcept {
   for (uint32_t i = 0; i < end; ++i) {
     Connection* connection = table_[i].load(std::memory_order_acquire);
     if (!connection || !connection->close_requested.load(std::memory_order_acquire)) continue;
+    if (copies_.fills_memory_for(*connection)) continue;  // the next poll tries again
     fail_all(*connection, Code::kClosed);
     if (connection->is_copying(copies_)) continue;  // the next poll tries again
     remove(*connection);
