@@ -23,8 +23,8 @@ class KernelTimes(NamedTuple):
     def text(self) -> str:
         """Returns a line, and one for each of the longest others."""
         lines = [
-            f"{self.number:4} kernels: ours {self.ours:.2f} ms, collectives {self.collectives:.2f}, "
-            f"others {self.others:.2f}"
+            f"{self.number:4} kernels: ours {self.ours:.2f} ms, "
+            f"collectives {self.collectives:.2f}, others {self.others:.2f}"
         ]
         lines += [f"{ms:14.2f} {name[:_NAME_WIDTH]}" for name, ms in self.longest]
         return "\n".join(lines)
