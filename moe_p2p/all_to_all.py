@@ -329,7 +329,8 @@ class AllToAll(Halves):
             if is_plain and not grad:
                 last = (row_weights, topk_weights) if topk_weights is not None else (row_weights,)
                 first = (self._comm, options, max_tokens, handle)
-                return _COMBINE_PLAIN(*first, y, topk_idx, *last)[0]
+                out, _ = _COMBINE_PLAIN(*first, y, topk_idx, *last)
+                return out
             given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
             if out is not None:
                 _COMBINE_OUT(*given, max_tokens, out, scalars, ticks, partials_from(order))

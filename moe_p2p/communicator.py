@@ -412,9 +412,8 @@ class Communicator(NotCopied):
         key = y_dtype, out_dtype, options, trains
         if self._device is None or key in self._prepared:
             return
-        self._device.prepare_combine(
-            y_dtype, out_dtype, sum_order_of(options) > 0, partials_from(options)
-        )
+        by_topk = sum_order_of(options) > 0
+        self._device.prepare_combine(y_dtype, out_dtype, by_topk, partials_from(options))
         if trains:
             self._device.prepare_dispatch(out_dtype, gradient_of(options))
         self._prepared.add(key)

@@ -14,9 +14,9 @@ namespace {
 //
 // Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
 // calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager and
-// combine_plain are for most of these calls, without what few give: an argument costs torch 2,000
-// instructions, one left out at the end 1,000. dispatch_eager is for calls that no compiler sees
-// either: all but rows, and scales in columns, share an allocation if that is small; it checks
+// combine_plain are for most of these calls, without what few give: an argument costs torch about
+// 2,000 instructions, one left out at the end 1,000. dispatch_eager is for calls that no compiler
+// sees either: all but rows, and scales in columns, share an allocation if that is small; it checks
 // `others`, communicators, first.
 const std::string kDispatch =
     "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "

@@ -217,7 +217,7 @@ class LowLatencyCalls(BufferBase):
                     with_wait_ticks=stats is not None,
                     order=partials_bits(combine_dtype) if use_logfmt else 0,
                 )
-                out = result if stats is None else _sums(result, stats)
+                out = _sums(result, stats)
             if async_finish:
                 turn.uses((y, topk_weights, received.call.handle, stats, out), (out,))
         return out, turn.event, hook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ _NAME_WIDTH = 64
 class KernelTimes(NamedTuple):
     """Milliseconds of each kind; `longest`, of others: name and milliseconds."""
 
-    count: int
+    number: int
     ours: float
     collectives: float
     others: float
@@ -23,8 +23,8 @@ class KernelTimes(NamedTuple):
     def text(self) -> str:
         """Returns a line, and one for each of the longest others."""
         lines = [
-            f"{self.count:4} kernels: ours {self.ours:.2f} ms, collectives {self.collectives:.2f}, "
-            f"others {self.others:.2f}"
+            f"{self.number:4} kernels: ours {self.ours:.2f} ms, "
+            f"collectives {self.collectives:.2f}, others {self.others:.2f}"
         ]
         lines += [f"{ms:14.2f} {name[:_NAME_WIDTH]}" for name, ms in self.longest]
         return "\n".join(lines)
@@ -46,5 +46,9 @@ def kernel_times(call: Callable[[], None], device: str, most: int = 5) -> Kernel
     ours = {name for name in times if "moe_p2p" in name}
     collectives = {name for name in times if "nccl" in name or "c10d" in name or "gloo" in name}
     others = sorted(set(times) - ours - collectives, key=lambda name: -times[name])
-    sums = [sum(times[name] for name in names) for names in (ours, collectives, others)]
-    return KernelTimes(count, *sums, tuple((name, times[name]) for name in others[:most]))
+
+    def total(names: Iterable[str]) -> float:
+        return sum((times[name] for name in names), 0.0)
+
+    longest = tuple((name, times[name]) for name in others[:most])
+    return KernelTimes(count, total(ours), total(collectives), total(others), longest)

@@ -150,8 +150,8 @@ def _measure(options: Options) -> list[Figure]:
             for what, ms in zip(WHAT[2:], both, strict=True):
                 spent.setdefault((system, what), []).append(ms)
     for system, module in made.items() if options.parts else ():
-        both = _without_experts(module, x, functools.partial(kernel_times, device=options.device))
-        for what, parts in zip(WHAT[2:], both, strict=True):
+        found = functools.partial(kernel_times, device=options.device)
+        for what, parts in zip(WHAT[2:], _without_experts(module, x, found), strict=True):
             if dist.get_rank() == 0:
                 print(f"{system}, {what}: {parts.text()}")
     return [_figure(*key, times, apart[key[0]]) for key, times in spent.items()]
