@@ -337,9 +337,9 @@ __device__ __forceinline__ bool place_by_warp(const Receiver& a, u64 step) {
     bool any = false;
 #pragma unroll
     for (i32 source = 0; source < kWorld; ++source)
-      if (!is_tagged(word[source], step)) {
+      if (g < num_groups && !is_tagged(word[source], step)) {
         what.source = source, any = true;
-        word[source] = ask_count(a, step, source, g < num_groups ? Placement::count_of(g) : 0);
+        word[source] = ask_count(a, step, source, Placement::count_of(g));
       }
     return any;
   };

@@ -26,6 +26,7 @@ CASES = {
         "test_gpu.py::test_a_hostile_network_changes_nothing[3]",
         "test_gpu.py::test_shape[parts of three tokens]",
         "test_gpu.py::test_shape[parts of some tokens]",
+        "test_gpu.py::test_shape[experts anywhere on one node]",  # a rank has none
         "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
         "test_gpu_calls.py::test_halves_of_two_steps_overlap[0-2ranks-1pernode]",
         "test_gpu_layouts.py::test_all_outputs_of_one_call",

@@ -8,6 +8,7 @@ Symbols: W ranks, T tokens, K top-k, P scales of a token, E_local experts of a r
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -380,6 +381,7 @@ def late_rank(rank: Rank, world: World, wanted: Wanted, late: int) -> list[int]:
         meet(rank, "ready")
         if rank.rank == late:
             meet(rank, "all others wait")
+            time.sleep(0.2)  # their kernels are launched; other processes may have the GPU
         got = comm.dispatch(**arguments)
         if rank.rank != late:
             meet(rank, "all others wait")

@@ -80,11 +80,14 @@ def test_the_same_in_bulk(world: World, partners: World, monkeypatch: pytest.Mon
     run(partners, steps, world, key_of_world(), calls(world))
 
 
+def late_calls(world: World) -> list[Wanted]:
+    return [mirrored_call(world, seed, count=COUNTS[seed], **BF16) for seed in range(4)]
+
+
 @pytest.mark.parametrize("partners", PARTNERS, ids=("alone", "two"))
 def test_late_weights_and_halves(partners: World) -> None:
     world = World(4, 4)
-    wanted = [mirrored_call(world, seed, count=COUNTS[seed], **BF16) for seed in range(4)]
-    run(partners, late_steps, world, key_of_world(), wanted)
+    run(partners, late_steps, world, key_of_world(), late_calls(world))
 
 
 @pytest.mark.multi_gpu
@@ -92,7 +95,7 @@ def test_late_weights_and_halves(partners: World) -> None:
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_between_gpus(world: World, partners: World) -> None:
     run(partners, steps, world, key_of_world(), calls(world), processes=True)
-    run(partners, late_steps, world, key_of_world(), calls(world)[:4:2], processes=True)
+    run(partners, late_steps, world, key_of_world(), late_calls(world), processes=True)
 
 
 def test_a_mirror_world_is_one_node() -> None:

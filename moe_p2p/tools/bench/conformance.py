@@ -168,7 +168,13 @@ def _gradients(ranks: Ranks, comm: AllToAll, layout: str, step: int) -> Wrong:
     call = ranks.call(step, kind="fp32", layout=layout)
     x, weights = (call.given[name].requires_grad_() for name in ("x", "topk_weights"))
     got = comm.dispatch(**call.given)
-    out = comm.combine(_answers(ranks, call, got), got)
+    finish(ranks.options.device)
+    answers_here = _answers(ranks, call, got)
+    # A kernel of torch at its first use would stop a call that is under way, and NICs with it.
+    answers_here.register_hook(  # type: ignore[no-untyped-call]
+        lambda _: finish(ranks.options.device)
+    )
+    out = comm.combine(answers_here, got)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(step))
     torch.autograd.backward([out], [grad.to(out.device)])
     finish(ranks.options.device)
