@@ -16,11 +16,6 @@ using base::Code;
 
 namespace {
 
-template <typename T>
-abi::DevicePtr<T> pointer(const void* address) {
-  return {reinterpret_cast<uint64_t>(address)};
-}
-
 // What the kernel does, for tensors in host memory.
 template <typename Id>
 void count_on_host(const abi::CountParams& p) {

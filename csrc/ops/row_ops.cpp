@@ -37,11 +37,6 @@ void check_inside(const Rows& rows, int64_t first, int64_t last, int64_t bytes) 
   }
 }
 
-template <typename T>
-abi::DevicePtr<T> pointer(const void* address) {
-  return {reinterpret_cast<uint64_t>(address)};
-}
-
 // The widest item that a thread of the kernel may move.
 uint32_t item_bytes(const Rows& rows, const void* memory, const void* packed) {
   uint64_t all = reinterpret_cast<uint64_t>(memory) | reinterpret_cast<uint64_t>(packed);

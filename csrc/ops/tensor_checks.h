@@ -75,6 +75,12 @@ void check_on_device(const Tensor& tensor, const char* name);
 const void* data_of(const Tensor& tensor);
 void* mutable_data_of(const Tensor& tensor);
 
+// As kernels take it.
+template <typename T>
+abi::DevicePtr<T> pointer(const void* address) {
+  return {reinterpret_cast<uint64_t>(address)};
+}
+
 template <typename T>
 const T* input(const Tensor& tensor, const Expected& expected) {
   check_tensor(tensor, expected);
