@@ -14,6 +14,7 @@
 #include <string>
 
 #include "base/wire.h"
+#include "kernels/abi/params.h"
 #include "kernels/abi/shape.h"
 #include "platform/stream_order.h"
 
