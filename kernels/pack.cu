@@ -1,7 +1,7 @@
-// Small rows of KV pages, gathered into one packed run or scattered from it: what csrc/ops/row_ops.cpp
-// does in host memory, and launches in a GPU's. Few blocks have to keep a NIC busy, so each thread
-// has kItemsAtOnce items under way, and finds the next by adding: a division for each would take
-// longer than its bytes.
+// Small rows of KV pages, gathered into one packed run or scattered from it: what
+// csrc/ops/row_ops.cpp does in host memory, and launches in a GPU's. Few blocks have to keep a NIC
+// busy, so each thread has kItemsAtOnce items under way, and finds the next by adding: a division
+// for each would take longer than its bytes.
 #include "kernels/abi/pack.h"
 #include "kernels/device/items.cuh"
 

@@ -31,8 +31,8 @@
 
 namespace moe_p2p::platform {
 
-// A copy of memory that is lent; 0 bytes: another one. by_engine: also where it is short enough for a
-// launch of rows.
+// A copy of memory that is lent; 0 bytes: another one. by_engine: also where it is short enough for
+// a launch of rows.
 struct LentBytes {
   uint64_t bytes = 0;
   bool by_engine = false;
