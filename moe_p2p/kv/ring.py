@@ -1,7 +1,7 @@
 """Staging memory of a worker, in parts, and what the packed writes are.
 
 A write takes parts that follow each other: a few, because Python takes as long for a small write as
-for a large one, but a quarter of the ring at most, because others are gathered, written and
+for a large one, but an eighth of the ring at most, because others are gathered, written and
 scattered meanwhile. A part is held like a page: by the sender until its NIC has read it, by the
 receiver from the grant until it was scattered, or, after a cancel, until the sender has drained or
 was fenced. Each use has a number of its own by which its immediates are counted, so a late one
@@ -42,7 +42,7 @@ class Ring:
     def __init__(self, link: KVLink, device: torch.device, first: int) -> None:
         self.parts = Parts(first, -(-link.packed_write_bytes // _ALIGN) * _ALIGN)
         self.num_parts = link.ring_bytes // self.parts.part_bytes if link.pack is not False else 0
-        self.most_parts = max(self.num_parts // 4, 1)  # of a write
+        self.most_parts = max(self.num_parts // 8, 1)  # of a write
         self.num_sms = link.num_sms
         require(
             self.num_parts >= 1 or link.pack is False,

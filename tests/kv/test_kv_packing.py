@@ -180,8 +180,8 @@ def test_places_that_follow_each_other_are_taken_at_once() -> None:
 
 
 def wide_world() -> tuple[World, Deal]:
-    """A layer of each rank is 8 parts, a ring 16. Opened; nothing was sent."""
-    world = World(link=dataclasses.replace(IN_WORLD, packed_write_bytes=8, ring_bytes=16 * 256))
+    """A layer of each rank is 8 parts, a ring 32. Opened; nothing was sent."""
+    world = World(link=dataclasses.replace(IN_WORLD, packed_write_bytes=8, ring_bytes=32 * 256))
     deal = world.reserve(4)
     assert deal is not None
     for rank, link in enumerate(world.links):
@@ -196,16 +196,16 @@ def lengths(deal: Deal, rank: int) -> list[int]:
     return [len(grant.slots) for leg in legs for grant in leg.grants]
 
 
-def test_a_grant_is_as_long_as_a_quarter_of_the_ring() -> None:
+def test_a_grant_is_as_long_as_an_eighth_of_the_ring() -> None:
     """A short one at the end of a layer is not followed by short ones."""
     world, deal = wide_world()
     receiver, leg = world.receiver, deal.reservation.legs[0]
-    message = Message("want", {"nonce": leg.nonce, "parts": [5, 8], "most": 4})
+    message = Message("want", {"nonce": leg.nonce, "parts": [5, 8, 8], "most": 4})
     receiver.on_message(leg.pair, message)
-    assert [len(grant.slots) for grant in leg.grants] == [4, 1]
-    receiver.unpacker._give_back(leg, leg.grants.pop())  # as if it were scattered
+    assert [len(grant.slots) for grant in leg.grants] == [4, 1, 4, 4]
+    receiver.unpacker._give_back(leg, leg.grants.pop(1))  # as if it were scattered
     receiver.unpacker._serve()
-    assert [len(grant.slots) for grant in leg.grants] == [4, 4]
+    assert [len(grant.slots) for grant in leg.grants] == [4, 4, 4, 4]
     assert leg.wants == [4]
     for bad in ([0], [3, -1]):
         message = Message("want", {"nonce": leg.nonce, "parts": bad, "most": 4})

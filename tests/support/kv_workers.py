@@ -17,7 +17,7 @@ from tests.support.kv_fakes import cache_of
 # Packs all rows, into parts that are fewer and smaller than requests want.
 PACKED = kv.KVLink("test", 1e9, 1e6, pack=True, packed_write_bytes=500, ring_bytes=3 * 512)
 # The same with writes of two parts.
-IN_PAIRS = dataclasses.replace(PACKED, ring_bytes=9 * 512)
+IN_PAIRS = dataclasses.replace(PACKED, ring_bytes=17 * 512)
 QUICK = kv.KVTimeouts(connect_s=20, open_s=20, layers_s=20, tail_s=20, drain_s=0.2, lease_s=4)
 
 
