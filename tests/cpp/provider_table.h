@@ -43,7 +43,7 @@ inline const ProviderUnderTest kProviders[] = {
     {.name = "loopback", .settings = "max_in_flight=20", .memory = MemoryKind::kCuda, .lent = true},
     // Its GPU goes on while nobody polls, so a run does not repeat from the seed.
     {.name = "loopback",
-     .settings = "seed=7,ring_kib=4,row_kernel=77",
+     .settings = "seed=7,ring_kib=4,row_kernel=77,max_in_flight=128",
      .memory = MemoryKind::kCuda,
      .lent = true},
     {.name = "timed",
