@@ -25,8 +25,13 @@ os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured ch
 # torch looks up a name for each address that connects to a TCPStore, on both ends. A name server
 # that loses one of these questions costs 5 s, in which the store answers nobody; here 1 s, once.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-# torch.compile finds no program of an earlier run, which need not fit; processes share none.
-_compiled = tempfile.TemporaryDirectory(prefix="moe_p2p-inductor-")
+# torch.compile finds no program of an earlier run, which need not fit; processes share none. Folders
+# of workers and their children, which may end at once, lie in the first one's, which is removed.
+_NAME = "moe_p2p-inductor-"
+_above = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+_compiled = tempfile.TemporaryDirectory(
+    prefix=_NAME, dir=_above if _NAME in _above else None, ignore_cleanup_errors=True
+)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they lie in a folder of all runs
 
