@@ -25,8 +25,8 @@ os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured ch
 # torch looks up a name for each address that connects to a TCPStore, on both ends. A name server
 # that loses one of these questions costs 5 s, in which the store answers nobody; here 1 s, once.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-# torch.compile finds no program of an earlier run, which need not fit; processes share none. Folders
-# of workers and their children, which may end at once, lie in the first one's, which is removed.
+# torch.compile finds no program of an earlier run, which need not fit; processes share none. The
+# folders of workers and their children, which may end at once, lie in the first one's, which goes.
 _NAME = "moe_p2p-inductor-"
 _above = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
 _compiled = tempfile.TemporaryDirectory(
