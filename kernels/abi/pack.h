@@ -8,7 +8,7 @@ namespace moe_p2p::abi {
 inline constexpr i32 kPackThreads = 512;
 
 // Row r of unit u begins at offset + units[u] * unit + r * row_stride of `memory`, r < num_rows.
-// Rows are numbered across units; `packed` is those from number first_row on. Lengths in bytes.
+// Rows are numbered across units; `packed` begins with row first_row. Lengths in bytes.
 struct PackParams {
   DevicePtr<char> memory;
   DevicePtr<char> packed;
