@@ -8,8 +8,8 @@ Each step is a command of the project, in processes of its own; what it prints g
 its figures to OUT/NAME.json, its last lines to the terminal, name, status and seconds of all to
 OUT/summary.json. A step whose limit is over is ended with all of its processes. Last come failed
 tests and a table of figures beside what is wanted (gpu_bars.py). Groups: correctness, turns of
-kernels and calls, transfers (KV, weights, tune, layers), more. The first three take less than ten
-minutes each on two GPUs. Exit status 1 where a step failed or was ended.
+kernels and calls, transfers (KV, weights, tune, layers), many (more than two GPUs), more. The first
+three take less than ten minutes each on two GPUs. Exit status 1 where a step failed or was ended.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ NEW_TESTS = (
     *("mirror", "clean_masks"),
 )
 ENGINE_TESTS = ("integrations", "vllm_experts")
+MANY_TESTS = ("processes", "failures", "masks", "clean_masks", "training", "bench", "engine")
 PRINTED_TESTS = ("driver",)  # what the driver does is of interest where they pass, too
 QUIET_TESTS = ("gpu_memory", "memory")  # they count what a GPU has left
 SANITIZED = "--error-exitcode 9 --kernel-name kns=moe_p2p"
 FAILED_LINES = 6
 NO_TESTS = 5  # pytest's status
-GROUPS = ("correctness", "turns", "transfers", "more")
+GROUPS = ("correctness", "turns", "transfers", "many", "more")
 
 
 class Step(NamedTuple):
@@ -93,6 +94,7 @@ def steps(gpus: int, base: str = "", first: str = "") -> Iterator[Step]:
         ("correctness", _correctness()),
         ("turns", _turns(base, first)),
         ("transfers", _transfers()),
+        ("many", _many(gpus) if gpus > 2 else ()),
         ("more", _more(gpus)),
     ):
         for step in made:
@@ -168,20 +170,42 @@ def _transfers() -> Iterator[Step]:
                "--tokens 8,128,512", 140, 1)  # fmt: skip
 
 
-def _more(gpus: int) -> Iterator[Step]:
-    """Slower, or of more GPUs."""
-    yield Step("check", f"{BENCH} --check", 600)
-    yield Step("tests-between", f"{PYTEST} -m multi_gpu tests", 600)
+def _many(gpus: int) -> Iterator[Step]:
+    """What two GPUs cannot show: tests of as many ranks, and their figures beside a mirror's."""
+    files = f"{_files(f'gpu_{name}' for name in MANY_TESTS)} tests/deep_ep/test_deep_ep_gpu.py"
+    yield Step("tests-many", f"{PYTEST} -n {4 * gpus} --apart --session-timeout={{seconds}} "
+               f"-m 'gpu or multi_gpu' {files}", 300)  # fmt: skip
+    sizes, chunks = "--tokens 8,32,128,512,4096", "--chunk-tokens T"
+    # The mirror at once behind what it stands for.
+    yield Step("pairs-many", f"{BENCH} {sizes} {chunks} --json {{out}}/pairs-many.json", 120)
+    yield Step("mirror-many", f"{BENCH} --mirror {gpus} {sizes} {chunks} "
+               "--json {out}/mirror-many.json", 90)  # fmt: skip
     for layout in ("by_rank", "grouped"):
-        yield Step(f"pairs-24-{layout}", f"{BENCH} --tokens 128,512,4096 --num-sms 24 "
-                   f"--layout {layout} --no-baseline", 240)  # fmt: skip
-    yield Step("deep-ep-all", f"{BENCH} --api deep_ep --tokens 8,32,128,512,4096", 300)
-    yield Step("deep-ep-beside", f"{BENCH} --api deep_ep --tokens 8,32,128,512,4096 "
-               "--deep-ep-module deep_ep", 400, needs="deep_ep")  # fmt: skip
-    for per_node in (each for each in (4, 2, 1) if each < gpus > 2):
-        yield Step(f"nodes-{gpus // per_node}x{per_node}", f"{BENCH} --transport timed "
-                   f"--preset cx7 --ranks-per-node {per_node} --tokens 8,128 "
-                   "--no-baseline", 240)  # fmt: skip
+        name = f"pairs-24-{layout}"
+        yield Step(name, f"{BENCH} --tokens 128,512,4096 {chunks} --num-sms 24 --layout {layout} "
+                   f"--no-baseline --json {{out}}/{name}.json", 90)  # fmt: skip
+    yield Step("deep-ep-all", f"{BENCH} --api deep_ep {sizes} --json {{out}}/deep-ep-all.json", 150)
+    yield Step("deep-ep-beside", f"{BENCH} --api deep_ep {sizes} --deep-ep-module deep_ep "
+               "--json {out}/deep-ep-beside.json", 200, needs="deep_ep")  # fmt: skip
+    for per_node in (each for each in (4, 2, 1) if each < gpus):
+        name = f"nodes-{gpus // per_node}x{per_node}"
+        yield Step(name, f"{BENCH} --transport timed --preset cx7 --ranks-per-node {per_node} "
+                   f"--tokens 8,128 {chunks} --no-baseline "
+                   f"--json {{out}}/{name}.json", 90)  # fmt: skip
+    yield Step("megatron-many", f"{BENCH} --api megatron --json {{out}}/megatron-many.json", 120)
+
+
+def _more(gpus: int) -> Iterator[Step]:
+    """Slower, or seldom asked for."""
+    yield Step("check", f"{BENCH} --check", 600)
+    yield Step("check-apart", f"{BENCH} --check --ranks-per-node 1", 600)
+    yield Step("tests-between", f"{PYTEST} -m multi_gpu tests", 600)
+    if gpus <= 2:
+        for layout in ("by_rank", "grouped"):
+            yield Step(f"pairs-24-{layout}", f"{BENCH} --tokens 128,512,4096 --num-sms 24 "
+                       f"--layout {layout} --no-baseline", 240)  # fmt: skip
+        yield Step("deep-ep-beside", f"{BENCH} --api deep_ep --tokens 8,32,128,512,4096 "
+                   "--deep-ep-module deep_ep", 400, needs="deep_ep")  # fmt: skip
     yield Step("mirror", f"{BENCH} --mirror 8 --tokens 8,32,128,512,4096", 240, 1)
     for layer in ("mega-4096", "mega-7168"):
         yield Step(f"layer-{layer}", f"{BENCH} --mirror 8 --layer {layer}", 240, 1)

@@ -7,6 +7,7 @@ deadline somewhere.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -22,13 +23,13 @@ from tests.gpu.test_gpu import call
 from tests.support.cases import (
     Wanted,
     dispatch_arguments,
-    expect,
     make_tokens,
     on_device,
     run_step,
 )
 from tests.support.gpu_ranks import (
     HIDDEN_DIM,
+    MAX_TOKENS,
     World,
     assert_device_usable,
     compile_ahead,
@@ -92,19 +93,15 @@ def test_a_rank_that_does_not_come_is_named(world: World) -> None:
         assert f"rank {world.ranks - 1}" in text or "gave up" in text, texts
 
 
-def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
+def run_until_killed(rank: Rank, world: World, num_steps: int) -> tuple[float, str]:
     comm = make(rank, world, timeout_s=6.0)
-    tokens = [
-        make_tokens(0, r, 6, num_experts=world.num_experts, hidden_dim=HIDDEN_DIM)
-        for r in range(world.ranks)
-    ]
-    wanted = expect(world.topology(), tokens, max_tokens=12)
-    arguments = dispatch_arguments(comm, wanted)
-    for _ in range(3):
-        run_step(comm, wanted)
+    for seed in range(num_steps):
+        counts = random.Random(seed).choices(range(MAX_TOKENS + 1), k=world.ranks)
+        run_step(comm, call(world, seed, counts=counts))
+    arguments = dispatch_arguments(comm, call(world, 0))
     meet(rank, "ready")
     comm.dispatch(**arguments)
-    if rank.rank == lost:
+    if rank.rank == world.ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
 
@@ -125,11 +122,9 @@ def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
     return took, text
 
 
-# Without a device for each, processes take turns on one.
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
-def test_a_process_that_is_killed_within_a_step(world: World) -> None:
+def run_with_a_killed_rank(world: World, num_steps: int) -> None:
     lost = world.ranks - 1
-    results = run(world, run_until_killed, lost, processes=True, return_errors=True)
+    results = run(world, run_until_killed, num_steps, processes=True, return_errors=True)
     assert isinstance(results[lost], DiedError), results
     texts = results[:lost]
     assert all(isinstance(text, tuple) for text in texts), texts
@@ -137,6 +132,18 @@ def test_a_process_that_is_killed_within_a_step(world: World) -> None:
         assert took < IN_TIME_S, text
         assert f"rank {lost}" in text or "gave up" in text, texts
     assert any(f"rank {lost}" in text for _, text in texts), texts
+
+
+# Without a device for each, processes take turns on one.
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
+def test_a_process_that_is_killed_within_a_step(world: World) -> None:
+    run_with_a_killed_rank(world, 3)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4), (4, 2), (8, 8), devices=True))
+def test_many_steps_of_changing_counts_before_one_is_killed(world: World) -> None:
+    run_with_a_killed_rank(world, 200)
 
 
 def failing_nic(rank: Rank, world: World, wanted: list[Wanted]) -> str:
