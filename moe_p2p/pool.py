@@ -159,8 +159,12 @@ class AllToAllPool:
         Raises ResourceExhaustedError when not even a step of one token fits.
         """
         key = config, bool(limit_bytes)
-        made = self._made.get(key)
+        try:
+            made = self._made.get(key)
+        except TypeError:  # what is no configuration may have no hash
+            made = None
         if made is None:
+            errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
             if config.ranks_per_node is None:
                 config = dataclasses.replace(config, ranks_per_node=self._ranks_per_node(config))
             if limit_bytes:
