@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p.examples import workers
+from moe_p2p.examples import disaggregated, workers
 from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
 from moe_p2p.kv import receiver
 from tests.support.programs import program
@@ -189,3 +190,25 @@ def until_failed(pipe: Connection) -> list[tuple[str, Any]]:
         kind, _, value, _, _ = pipe.recv()
         found.append((kind, value))
     return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--port=99999"], "--port 99999 cannot be served"),
+        (["--decode=0"], "--decode: '0' is not a whole number from 1"),
+        (["--timeline=/proc/x.png"], "--timeline: /proc/x.png cannot be written"),
+        (["--timeline=x.png"], "--timeline: matplotlib is not installed"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_a_worker_starts(
+    arguments: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        disaggregated.main(arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
