@@ -32,6 +32,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -368,5 +369,11 @@ def main(arguments: list[str] | None = None) -> int:
         router.close()
 
 
+def _end(number: int, _: FrameType | None) -> None:
+    """Ends the workers too; by itself the signal would leave them until they notice."""
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -51,7 +52,9 @@ def test_tokens_equal_one_process(tmp_path: Path) -> None:
 def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: Path) -> None:
     """A terminal sends it to the workers, too, some of which are importing torch."""
     picture = tmp_path / "timeline.png"
-    serve = ("--serve", "--prefill", "2", "--timeline", str(picture))
+    serve = ["--serve", "--prefill", "2"]
+    if importlib.util.find_spec("matplotlib"):
+        serve += ["--timeline", str(picture)]
     with program("moe_p2p.examples.disaggregated", *serve) as running:
         running.wait_for(line)
         workers = _children(running.process.pid)
@@ -66,6 +69,17 @@ def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: P
         assert len(workers) >= 3
         pytest.importorskip("matplotlib")
         assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("line", ["starts prefill-1", "http://"], ids=["starting", "serving"])
+def test_sigterm_ends_all_processes(line: str) -> None:
+    with program("moe_p2p.examples.disaggregated", "--serve") as running:
+        running.wait_for(line)
+        workers = _children(running.process.pid)
+        running.process.terminate()
+        assert running.process.wait(100) == 128 + signal.SIGTERM
+        assert workers
+        assert not [each for each in workers[1:] if Path("/proc", each).exists()]  # 1st: tracker
 
 
 def _children(process: int) -> list[str]:
