@@ -120,6 +120,8 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
     errors.require_type("out", out, Tensor)
     if grad:
         text = NO_OUT_GRADIENT
+    elif out.dim() != 2:
+        text = f"out is of {out.dim()} dimensions, must be of 2"
     elif out.shape[0] != num_rows:
         text = f"out has {out.shape[0]} rows, must have {num_rows}, as the dispatched x"
     elif out_dtype not in (None, out.dtype):

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from moe_p2p import env, errors, ops, tuned
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.engine import Engine
+from moe_p2p.gpu import driver
 from moe_p2p.gpu.kernels import DeviceSide
 from moe_p2p.gpu.partners import partners_of
 from moe_p2p.gpu.prepared import (
@@ -83,9 +84,11 @@ class Communicator(NotCopied):
         engine: Engine | None = None,
         masked: Tensor | None = None,
     ) -> None:
+        errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
         self.config = config
         self._prepared = set[tuple[object, ...]]()  # calls whose kernels are there
         if engine is not None:
+            errors.require_type("engine", engine, Engine, "an Engine or None")
             config.check_beside_engine()
         if config.on_gpu:
             refuse_capture("a communicator of this shape is not made: make it, or a call,")
@@ -143,16 +146,13 @@ class Communicator(NotCopied):
         )
         ranks = self.world_size if software else local
         total = ranks * sum(sizes.values()) / shared_memory.MIB
-        return (
-            f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all "
-            "(python -m moe_p2p plan)"
-        )
+        need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
+        return f"{need} (python -m moe_p2p plan)"
 
     def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
         if not self.config.mask_lost_ranks:
-            text = "masked is given, and mask_lost_ranks is False; set it, or give none"
-            errors.require(given is None, text)
+            errors.require(given is None, "masked is given, and mask_lost_ranks is False; set it")
             return None
         with torch.inference_mode(False):  # calls and users write to it in any mode
             on_host = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
@@ -210,11 +210,10 @@ class Communicator(NotCopied):
         if given is not None:
             return given
         neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
-        gpu = torch.cuda.current_device() if config.on_gpu else None
+        gpu = driver.current_gpu() if config.on_gpu else None
         settings = config.transport_settings or env.transport_settings()
-        if (config.ranks_per_node or self.world_size) < self.world_size and self._on_gpu:
-            device = torch.cuda.current_device()
-            settings = transport.with_copy_kernel(choice.provider, settings, device)
+        if gpu is not None and (config.ranks_per_node or self.world_size) < self.world_size:
+            settings = transport.with_copy_kernel(choice.provider, settings, gpu)
         engine = Engine(
             dataclasses.replace(config, transport=choice.provider, transport_settings=settings),
             label=f"rank {self.rank}",

@@ -8,6 +8,7 @@ M tokens per step (chunk_tokens), S steps in flight.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -72,7 +73,7 @@ class EngineConfig:
         self._check_range("nics_per_rank", 1, MAX_NICS)
         self._check_choice("wait", get_args(Wait))
         errors.require(
-            isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
+            isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < math.inf,
             f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
         )
         for name in ("transport", "transport_settings", "nics"):

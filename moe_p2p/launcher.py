@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from collections.abc import Callable
@@ -30,8 +31,23 @@ def run(package: str, path: Path, install: Callable[[], None], arguments: list[s
     sys.argv = program
     if as_module:
         sys.path.insert(1, str(path))
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[:1] = [str(Path(program[0]).resolve().parent), str(path)]
+    if not (_is_module(program[0]) if as_module else Path(program[0]).exists()):
+        kind = "module" if as_module else "file"
+        print(f"python -m {package}: there is no {kind} {program[0]}", file=sys.stderr)
+        return 2
+    if as_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
         runpy.run_path(program[0], run_name="__main__")
     return 0
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:  # a package above it, or what that one imports
+        if f"{name}.".startswith(f"{error.name}."):
+            return False
+        raise

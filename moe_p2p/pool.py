@@ -138,6 +138,7 @@ class AllToAllPool:
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
         self._comms: list[int] = []  # numbers of those, for check()
+        self._closed = False
         self._limited_bytes = 0  # bytes of the AllToAlls made with a limit
         serving_steps.end_with_check(self)
 
@@ -159,8 +160,15 @@ class AllToAllPool:
         Raises ResourceExhaustedError when not even a step of one token fits.
         """
         key = config, bool(limit_bytes)
-        made = self._made.get(key)
+        try:
+            made = self._made.get(key)
+        except TypeError:  # what is no configuration may have no hash
+            made = None
         if made is None:
+            errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
+            if self._closed:
+                text = f"rank {self.rank}: the pool, or its buffer, was closed; make another one"
+                raise errors.make(errors.ClosedError, text)
             if config.ranks_per_node is None:
                 config = dataclasses.replace(config, ranks_per_node=self._ranks_per_node(config))
             if limit_bytes:
@@ -271,7 +279,8 @@ class AllToAllPool:
                 self._close(key)
 
     def close(self) -> None:
-        """Closes all AllToAlls. Idempotent; not collective."""
+        """Closes all AllToAlls; `get` makes none after that. Idempotent; not collective."""
+        self._closed = True
         while self._made:
             self._close(next(reversed(self._made)))
 

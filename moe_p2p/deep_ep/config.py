@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_p2p import errors
 from moe_p2p.deep_ep.base import NODE_RANKS
 
 _ALIGNMENT_BYTES = 128
 # In addition to its values a token may carry 128 expert ids (i64), 128 weights and 128 scales.
 _TOKEN_EXTRA_BYTES = 128 * (8 + 4 + 4) + 16
+
+
+def check_alignment(expert_alignment: int) -> None:
+    """The op divides by it."""
+    text = f"expert_alignment is {expert_alignment!r}, must be an int of at least 1"
+    errors.require(isinstance(expert_alignment, int) and expert_alignment > 0, text)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_p2p.arguments import bias_list
+from moe_p2p.deep_ep.config import check_alignment
 from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.deep_ep.handle import no_handle
 from moe_p2p.deep_ep.streams import wait_for
 from moe_p2p.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.options import DispatchForm, sum_order_bits
@@ -87,6 +89,7 @@ class ElasticBuffer(ElasticBase):
                 assert topk_idx is not None, "topk_idx is missing, and there is no handle"
                 assert num_experts is not None, "num_experts is missing, and there is no handle"
                 alignment = expert_alignment or 1
+                check_alignment(alignment)
                 num_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
                 assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
                 key = (
@@ -177,6 +180,8 @@ class ElasticBuffer(ElasticBase):
 
         Returns [t, H] of x's type, [t, K] or None, and the event.
         """
+        if not isinstance(handle, EPHandle):
+            raise no_handle(handle)
         received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:

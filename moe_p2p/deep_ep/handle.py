@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_p2p import errors
 from moe_p2p.deep_ep.base import NODE_RANKS
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.options import DispatchForm, DispatchOptions
@@ -22,6 +23,11 @@ ROWS = tuple(
     for copies in (False, True)
 )
 ROWS_AGAIN = DispatchOptions(layout="by_rank", solo=True, zero_padding=False)
+
+
+def no_handle(given: object) -> errors.MoeP2pError:
+    """The error for what stands in a handle's place."""
+    return errors.wrong_type("handle", given, "what dispatch returned, the object itself")
 
 
 class Handle(Sequence[Tensor]):

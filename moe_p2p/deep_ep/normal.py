@@ -18,9 +18,9 @@ from moe_p2p import errors
 from moe_p2p.arguments import bias_list
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
-from moe_p2p.deep_ep.config import Config
+from moe_p2p.deep_ep.config import Config, check_alignment
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.deep_ep.handle import ROWS, Handle
+from moe_p2p.deep_ep.handle import ROWS, Handle, no_handle
 from moe_p2p.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.options import DispatchForm
 from moe_p2p.pool import ReleasingAllToAll
@@ -110,6 +110,8 @@ class NormalCalls(BufferBase):
                 text = "a handle was given with topk_idx or topk_weights; give one or the other: a "
                 text += "handle brings the routing of its own dispatch"
                 raise errors.make(errors.InvalidArgumentError, text)
+            if not isinstance(handle, Handle):
+                raise no_handle(handle)
             with turn:
                 form, topk = handle.form_again, handle.dispatched.topk_idx
                 again = _send(handle.all_to_all, form, values, scales, topk)
@@ -118,6 +120,7 @@ class NormalCalls(BufferBase):
                     turn.uses((values, scales, topk), again[:2])
             return got, None, None, None, None, turn.event
         with turn:
+            check_alignment(expert_alignment)
             assert is_token_in_rank is not None, "is_token_in_rank is missing"
             assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
             assert num_tokens_per_expert is not None, "num_tokens_per_expert is missing"
@@ -186,7 +189,10 @@ class NormalCalls(BufferBase):
         """
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
-            all_to_all, dispatched = handle.all_to_all, handle.dispatched
+            try:
+                all_to_all, dispatched = handle.all_to_all, handle.dispatched
+            except AttributeError:
+                raise no_handle(handle) from None
             scalars = None
             if topk_weights is not None:
                 scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])

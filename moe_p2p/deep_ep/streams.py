@@ -63,11 +63,14 @@ class Streams:
         if allocate_on_comm_stream and (previous_event is None or not async_finish):
             raise errors.make(errors.InvalidArgumentError, _NO_OWNER)
         unaffected = switched_off() if num_modes() and is_set() else None
-        if unaffected is None:
-            ordinal = like.get_device()  # -1: host memory
-        else:
-            with unaffected:
-                ordinal = like.get_device()
+        try:
+            if unaffected is None:
+                ordinal = like.get_device()  # -1: host memory
+            else:
+                with unaffected:
+                    ordinal = like.get_device()
+        except AttributeError:
+            raise errors.wrong_type("the first argument", like) from None
         event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         # Fast path of most calls, without a stream object: on the stream of the latest call.
         on_latest = ordinal < 0 or self._latest_raw == _current_raw(ordinal)

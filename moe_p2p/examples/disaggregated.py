@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_p2p.examples.small_model import MOST_TOKENS, SmallModel, generate
 from moe_p2p.examples.workers import Job
 from moe_p2p.examples.workers import main as worker_main
+from moe_p2p.tools.bench.plot import NO_MATPLOTLIB
+from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
 
 CHUNK = 32  # tokens of a prefill chunk
 ATTEMPTS = 4
@@ -327,19 +331,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--serve", action="store_true", help="until Ctrl-C, without requests of its own"
     )
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--prefill", type=int, default=2, help="workers at the beginning")
-    parser.add_argument("--decode", type=int, default=1)
-    parser.add_argument("--timeline", type=Path, help="PNG to write")
+    parser.add_argument("--port", type=at_least_0, default=0, help="0: any that is free")
+    parser.add_argument("--requests", type=at_least_1, default=24)
+    parser.add_argument("--prefill", type=at_least_1, default=2, help="workers at the beginning")
+    parser.add_argument("--decode", type=at_least_1, default=1)
+    parser.add_argument("--timeline", type=output_file, help="PNG to write")
     options = parser.parse_args(arguments)
+    if options.timeline and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"--timeline: {NO_MATPLOTLIB}")
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    except (OSError, OverflowError) as error:
+        parser.error(f"--port {options.port} cannot be served ({error}); name another one")
     router = Router()
     try:
         for role in ("prefill", "decode"):
             for _ in range(getattr(options, role)):
                 show(f"starts {router.join(role).instance}")
         Handler.router = router
-        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         status = 0
         try:
@@ -350,8 +359,8 @@ def main(arguments: list[str] | None = None) -> int:
                 status = 1
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-        if options.timeline is not None:
-            draw_timeline(router, options.timeline)
+        if options.timeline:
+            draw_timeline(router, Path(options.timeline))
             print(f"wrote {options.timeline}")
         return status
     except KeyboardInterrupt:
@@ -360,5 +369,11 @@ def main(arguments: list[str] | None = None) -> int:
         router.close()
 
 
+def _end(number: int, _: FrameType | None) -> None:
+    """Ends the workers too; by itself the signal would leave them until they notice."""
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

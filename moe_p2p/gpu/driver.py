@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from moe_p2p import errors
 
 _EXHAUSTED = ("CUDA_ERROR_OUT_OF_MEMORY",)
@@ -27,6 +29,16 @@ _UNAVAILABLE = (
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
 )
 _lock = threading.Lock()
+
+
+def current_gpu() -> int:
+    """torch's. Raises UnavailableError where it finds none."""
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # torch for CPUs alone, or no driver
+        text = f"device is 'cuda', but torch {torch.__version__} finds no GPU ({error})"
+        text += "; see python -m moe_p2p doctor"
+        raise errors.make(errors.UnavailableError, text) from None
 
 
 def bindings(name: str) -> Any:

@@ -66,6 +66,8 @@ def dispatches_of(
         "and only then",
     )
     x_dtype = config.dtype if x_dtype is None else x_dtype
+    for each in options:
+        errors.require_type("options", each, DispatchOptions, "DispatchOptions")
     return [(x_dtype, each.number, row_bytes) for each in options]
 
 

@@ -33,7 +33,7 @@ _CONNECT_S = 60.0  # engines start at different times
 def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     require(
-        bool(host) and port.isdigit() and int(port) < 1 << 16,
+        bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16,
         f"the store of KV workers is {address!r}, must be HOST:PORT, the same for all engines",
     )
     return host, int(port)

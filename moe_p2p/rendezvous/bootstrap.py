@@ -68,9 +68,9 @@ def store_of(
         if rank is None or world_size is None:
             text = "a Store was given without rank and world_size"
             raise errors.make(errors.InvalidArgumentError, text)
-        errors.require(
-            0 <= rank < world_size, f"rank is {rank}, must be from 0 to {world_size - 1}"
-        )
+        whole = hasattr(rank, "__index__") and hasattr(world_size, "__index__")
+        text = f"rank is {rank!r} of {world_size!r}, must be an integer from 0 to world_size - 1"
+        errors.require(whole and 0 <= rank < world_size, text)
         return group_or_store, rank, world_size
     errors.require(
         rank is None and world_size is None,

@@ -17,9 +17,10 @@ from torch import Tensor
 from moe_p2p import reference
 from moe_p2p.options import INT10_BLOCK
 from moe_p2p.reference import Routing, Tokens, Topology, int10
+from moe_p2p.tools.option_types import at_least_0, at_least_1
 
 _OUTLIERS, _FACTOR, _SPREAD = 0.005, 20.0, 0.5
-_LEAST_TOKENS, _LEAST_HIDDEN = 1, 256
+_LEAST_HIDDEN = 256
 Draw = Callable[[int, int, torch.Generator], Tensor]
 
 
@@ -133,12 +134,10 @@ def main(arguments: list[str]) -> int:
         "top-8 of 256 experts, bfloat16 rows and results.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=64, help="T")
-    parser.add_argument("--hidden", type=int, default=7168, help="H, a multiple of 32")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--tokens", type=at_least_1, default=64, help="T")
+    parser.add_argument("--hidden", type=at_least_1, default=7168, help="H, a multiple of 32")
+    parser.add_argument("--seed", type=at_least_0, default=0, help="of what is drawn")
     given = parser.parse_args(arguments)
-    if given.tokens < _LEAST_TOKENS:
-        parser.error(f"--tokens {given.tokens}: must be at least {_LEAST_TOKENS}")
     if given.hidden % INT10_BLOCK or given.hidden < _LEAST_HIDDEN:
         parser.error(
             f"--hidden {given.hidden}: must be a multiple of {INT10_BLOCK} from {_LEAST_HIDDEN} on"

@@ -39,7 +39,7 @@ from moe_p2p.options import (
     scale_format_of,
     variant_of,
 )
-from moe_p2p.tools.bench.options import integers
+from moe_p2p.tools.option_types import each_at_least_0, each_at_least_1
 from moe_p2p.tuned import Shared
 
 # Experts, hidden size and top-k, of the models' published configurations.
@@ -178,12 +178,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=int, help="L; not given: the most up to 8 that divide W")
     add(
         "--tokens",
-        type=integers,
+        type=each_at_least_1,
         default=[128],
         help="largest T of any rank, several with commas",
     )
     add("--chunk-tokens", type=int, help="tokens per step; not given: T")
-    add("--num-sms", type=integers, default=[0], help="as in AllToAllConfig, several; 0: all")
+    add(
+        "--num-sms", type=each_at_least_0, default=[0], help="as in AllToAllConfig, several; 0: all"
+    )
     add("--layout", choices=("padded", "grouped", "by_rank"), default="padded", help="of rows")
     add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
     add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")

@@ -37,6 +37,7 @@ from moe_p2p.layer import MoELayer, Router
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.cases import Trace
 from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
 
 TEXT_BYTES = 2_000_000
 PLOT = "bench_out/demo.png"
@@ -323,17 +324,25 @@ def _parse(arguments: list[str]) -> tuple[Settings, Path | None, Path | None, bo
         epilog="Defaults in parentheses.",
     )
     add, default = parser.add_argument, Settings
-    add("--steps", type=int, default=default.steps, help="of training (%(default)s)")
-    add("--seed", type=int, default=default.seed, help="of weights and batches (%(default)s)")
-    add("--ranks", type=int, default=default.ranks, help="processes (%(default)s)")
+    add("--steps", type=at_least_1, default=default.steps, help="of training (%(default)s)")
+    add(
+        "--seed", type=at_least_0, default=default.seed, help="of weights and batches (%(default)s)"
+    )
+    add("--ranks", type=at_least_1, default=default.ranks, help="processes (%(default)s)")
     add(
         "--ranks-per-node",
-        type=int,
+        type=at_least_1,
         default=default.ranks_per_node,
         help="ranks of a node (%(default)s)",
     )
-    add("--plot", default=PLOT, metavar="FILE", help="PNG of the curves (%(default)s; '': none)")
-    add("--save-trace", type=Path, metavar="FILE", help="routing, for bench --trace (none)")
+    add(
+        "--plot",
+        type=output_file,
+        default=PLOT,
+        metavar="FILE",
+        help="PNG of the curves (%(default)s; '': none)",
+    )
+    add("--save-trace", type=output_file, metavar="FILE", help="routing, for bench --trace (none)")
     control = "train twice in one process, in two orders of sums: how far rounding alone goes"
     add("--control", action="store_true", help=control)
     given = parser.parse_args(arguments)
@@ -348,4 +357,5 @@ def _parse(arguments: list[str]) -> tuple[Settings, Path | None, Path | None, bo
     if given.ranks_per_node < 1 or given.ranks % given.ranks_per_node:
         parser.error(f"--ranks {given.ranks} is not a multiple of --ranks-per-node")
     plot_path = Path(given.plot) if given.plot else None
-    return settings, given.save_trace, plot_path, given.control
+    trace_path = Path(given.save_trace) if given.save_trace else None
+    return settings, trace_path, plot_path, given.control

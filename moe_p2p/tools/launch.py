@@ -1,7 +1,8 @@
 """Starts one process per rank on this machine, with torchrun's own machinery, and joins them.
 
 Used by the commands of `python -m moe_p2p`. torchrun's agent watches the ranks: when one fails, it
-ends the others, and the error raised here has the tracebacks of all ranks, causes first.
+ends the others, and the error raised here has the tracebacks of all ranks, causes first,
+and of what was refused the text alone.
 
 A signal that ends the program (Ctrl-C, SIGTERM) ends the ranks without output: they close what they
 hold. They do the same when the program is killed.
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -52,6 +53,8 @@ REPORTS_POLL_S = 0.02
 END_S = 5
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
+# Of what was asked for, or is missing: their texts say all, a traceback adds nothing.
+_REFUSALS = (errors.InvalidArgumentError, errors.ResourceExhaustedError, errors.UnavailableError)
 _CONFIG_FIELDS = {field.name for field in dataclasses.fields(LaunchConfig)}
 
 
@@ -69,30 +72,32 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     shutdown: dict[str, Any] = (
         {"shutdown_timeout": END_S} if "shutdown_timeout" in _CONFIG_FIELDS else {}
     )
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        run_id=f"moe_p2p_{os.getpid()}",
-        max_restarts=0,
-        monitor_interval=0.05,
-        start_method="forkserver",
-        **shutdown,
-    )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
     _start_fork_server()
     # The error raised here has everything. The agent's logger has a level of its own.
     for name in ("torch", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as reports, _handlers_restored():
+    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as folder, _handlers_restored():
+        (reports := Path(folder, "reports")).mkdir()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            run_id=f"moe_p2p_{os.getpid()}",
+            max_restarts=0,
+            monitor_interval=0.05,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(f"{folder}/logs"),  # without, torch leaves its folder
+            **shutdown,
+        )
         try:
-            results = elastic_launch(config, _enter)(os.getpid(), Path(reports), function, *args)
+            results = elastic_launch(config, _enter)(os.getpid(), reports, function, *args)
         except ChildFailedError as error:
-            raise RanksFailedError(_error_text(error, Path(reports))) from None
+            raise RanksFailedError(_error_text(error, reports)) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -245,7 +250,8 @@ def _is_result(error: Exception) -> bool:
 def _report(reports: Path, error: Exception) -> None:
     """Writes this rank's error for run_ranks, and waits for the reports of other ranks."""
     unfinished = reports / f"unfinished.{env.rank()}"
-    unfinished.write_text("".join(traceback.format_exception(error)).strip())
+    told = str(error) if isinstance(error, _REFUSALS) else traceback.format_exception(error)
+    unfinished.write_text("".join(told).strip())
     unfinished.rename(reports / f"{'result' if _is_result(error) else 'cause'}.{env.rank()}")
     started = time.monotonic()
     while len(kinds := [path.stem for path in reports.iterdir()]) < env.local_world_size():
@@ -263,7 +269,15 @@ def _error_text(error: ChildFailedError, reports: Path) -> str:
     }
     # Ranks that died without a report come first: the others may have failed because of them.
     died = [_end_of(rank, error) for rank in sorted(error.failures) if rank not in texts]
-    return "\n".join(died + [f"rank {rank} failed:\n{text}" for rank, text in texts.items()])
+    alike: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        alike.setdefault(text, []).append(rank)
+    return "\n".join(died + [f"{_named(ranks)} failed:\n{text}" for text, ranks in alike.items()])
+
+
+def _named(ranks: list[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"ranks {names}" if len(ranks) > 1 else f"rank {names}"
 
 
 def _end_of(rank: int, error: ChildFailedError) -> str:

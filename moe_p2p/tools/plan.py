@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
             combine_dtype=DTYPES[given.combine_dtype] if given.combine_dtype else None,
             extra_bytes=given.extra_bytes,
             steps_in_flight=given.steps,
+            nics_per_rank=given.nics or None,
             transport_settings=given.transport_settings,
         )
         regions = config.plan(world_size=given.ranks, ranks_per_node=given.ranks_per_node)
@@ -129,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m moe_p2p plan",
         description="Memory of one rank, region by region, all steps in flight together.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,  # --weight of another plan would pass for --weights of this one
     )
     add = parser.add_argument
     add("--kv", action="store_true", help="a plan of KV transfer instead: see plan --kv --help")
@@ -143,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=2, help="steps in flight")
     add("--dtype", choices=DTYPES, default="bf16", help="widest type dispatched")
     add("--combine-dtype", choices=("bf16", "fp16", "fp32"), help="widest type combined")
-    add("--nics", type=int, default=2, help="software NICs of a rank")
+    add("--nics", type=int, default=2, help="software NICs of a rank; 0: none")
     add("--transport-settings", default="", help="of the software NIC, as ring_kib=256")
     add("--extra-bytes", type=int, default=0, help="extras of one token, rounded up to 16 each")
     return parser

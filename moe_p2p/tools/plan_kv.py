@@ -18,6 +18,7 @@ import torch
 from moe_p2p import kv, tuned
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
 from moe_p2p.kv.link import measured_link
+from moe_p2p.tools.option_types import at_least_0
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -243,8 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--k-bytes", type=int, default=576, help="K of one head and token; MLA: the latent")
     add("--v-bytes", type=int, default=0, help="V of one head and token; MLA: 0")
     add("--window", type=int, help="tokens of a sliding window; default: full attention")
-    add("--tokens", type=int, default=4096, help="of one request")
-    add("--prefix", type=int, default=0, help="tokens that the target has already")
+    add("--tokens", type=at_least_0, default=4096, help="of one request")
+    add("--prefix", type=at_least_0, default=0, help="tokens that the target has already")
     links = "NICs of a GPU; not given: as measured here by `tune`, else cx7"
     add("--link", choices=[*sorted(kv.LINKS), MEASURED], help=links)
     add("--bytes-per-s", type=float, help="instead of the link's")

@@ -79,7 +79,8 @@ def _side(
         words.pop(0)
     for word in words:
         key, _, value = word.partition("=")
-        require(key in keys, f"{name}: {key!r} is not one of {', '.join((*kinds, *keys))}")
+        wanted = ", ".join(dict.fromkeys((*kinds, *keys)))
+        require(key in keys, f"{name}: {key!r} is not one of {wanted}")
         sizes[key] = _number(f"{name}: {key}", value)
     return _number(f"{name}: ranks", count), sizes
 

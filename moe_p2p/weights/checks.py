@@ -21,6 +21,7 @@ def check_rank(
     engine: Engine,
     store: Any,
     layout: WeightLayout,
+    rank: int,
     tensors: Mapping[str, Tensor],
     seconds: Mapping[str, float],
 ) -> None:
@@ -31,6 +32,10 @@ def check_rank(
         f"{who}: store is {store!r}, must be a torch store, as TCPStore",
     )
     require_type(f"{who}: layout", layout, WeightLayout, "a WeightLayout")
+    require(
+        type(rank) is int and 0 <= rank < layout.world_size,
+        f"{who}: rank is {rank!r}, must be an int from 0 to {layout.world_size - 1}",
+    )
     check_tensors(f"{who}: tensors", tensors)
     for name, value in seconds.items():
         check_seconds(f"{who}: {name}", value)
@@ -43,6 +48,7 @@ def check_engine(
     require(mode in ("shadow", "in_place"), f"mode is {mode!r}, must be 'shadow' or 'in_place'")
     require_type(f"{who}: replica", replica, str, "a str")
     require_type(f"{who}: engine_ranks", engine_ranks, Sequence, "a list of ints")
+    require(agree is None or callable(agree), f"{who}: agree is {agree!r}, must be a function")
     shared = len(engine_ranks) > 1
     require(
         agree is not None or not shared or (mode == "in_place" and not replica),

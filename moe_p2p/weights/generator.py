@@ -76,7 +76,7 @@ class WeightGenerator:
         lease_s: float = 5.0,
     ) -> None:
         seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-        check_rank(f"generator {rank}", engine, store, layout, tensors, seconds)
+        check_rank(f"generator {rank}", engine, store, layout, rank, tensors, seconds)
         self._shared = check_engine(f"generator {rank}", mode, engine_ranks, agree, replica)
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold

@@ -69,7 +69,7 @@ class WeightTrainer:
         device: torch.device | str | None = None,
     ) -> None:
         seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-        check_rank(f"trainer {rank}", engine, store, layout, tensors, seconds)
+        check_rank(f"trainer {rank}", engine, store, layout, rank, tensors, seconds)
         self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
         self.version: int | None = None  # what the fleet is at
         self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin

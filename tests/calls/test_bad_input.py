@@ -316,6 +316,8 @@ def test_sums_that_do_not_fit(alone: AllToAll) -> None:
         given = (alone._comm, y, None, None, None, [], received.call.handle, 12, out, None, None)
         with pytest.raises(RuntimeError, match=match):
             torch.ops.moe_p2p.combine_out(*given)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="out is of 0 dimensions, must be of 2"):
+        alone.combine(y, received, out=y.new_empty(()))
     out = y.new_empty(num_rows, y.shape[-1])
     with pytest.raises(moe_p2p.InvalidArgumentError, match=r"out_dtype is torch\.float16"):
         alone.combine(y, received, out=out, out_dtype=torch.float16)
@@ -438,7 +440,7 @@ def test_group_or_store() -> None:
     config = AllToAllConfig(**SMALL)
     with pytest.raises(moe_p2p.InvalidArgumentError, match="without rank and world_size"):
         AllToAll(dist.HashStore(), config)
-    with pytest.raises(moe_p2p.InvalidArgumentError, match="rank is 2, must be from 0 to 1"):
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="rank is 2 of 2, must be an integer"):
         AllToAll(dist.HashStore(), config, rank=2, world_size=2)
     with pytest.raises(moe_p2p.InvalidArgumentError, match="init_process_group"):
         AllToAll(None, config)

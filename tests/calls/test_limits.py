@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAllConfig, Engine, EngineConfig, communicator, errors, reference
+from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig, communicator, errors, reference
 from moe_p2p.gpu import kernels
 from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.reference.wire import floor_bytes, wire_bytes
 from moe_p2p.rendezvous.agreement import Agreement
-from tests.support.cases import check_step, make, make_tokens, topology_of
+from tests.support.cases import SMALL, check_step, make, make_tokens, topology_of
 from tests.support.ranks import Rank, run_threads
 
 EDGES = [
@@ -195,3 +195,44 @@ def test_all_to_all_refuses_a_host_of_more_than_64_ranks(monkeypatch: pytest.Mon
     monkeypatch.setattr(communicator, "conclude", lambda *_: Agreement(72, 0, 72))
     with pytest.raises(errors.InvalidArgumentError, match="ranks_per_node=36 it is 2 nodes"):
         make(Rank(0, 1, dist.HashStore()))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"config": {"num_experts": 8}}, errors.InvalidArgumentError, "config is of type dict"),
+        ({"config": AllToAllConfig}, errors.InvalidArgumentError, "must be an AllToAllConfig"),
+        ({"engine": 3}, errors.InvalidArgumentError, "engine is 3, must be an Engine or None"),
+        ({"rank": "0"}, errors.InvalidArgumentError, "rank is '0' of 1, must be an integer"),
+        ({"rank": 0.0}, errors.InvalidArgumentError, "rank is 0.0 of 1, must be an integer"),
+        (
+            {"world_size": 0},
+            errors.InvalidArgumentError,
+            "rank is 0 of 0, must be an integer",
+        ),
+        (
+            {"config": AllToAllConfig(**SMALL, device="cuda")},
+            errors.UnavailableError,
+            r"device is 'cuda', but torch .* finds no GPU \(no GPUs\); see python -m moe_p2p do",
+        ),
+    ],
+)
+def test_what_makes_no_communicator_is_named(
+    given: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_gpu() -> int:
+        raise AssertionError("no GPUs")  # so does torch for CPUs
+
+    monkeypatch.setattr(torch.cuda, "current_device", no_gpu)
+    known = {"config": AllToAllConfig(**SMALL), "rank": 0, "world_size": 1}
+    with pytest.raises(error, match=text):
+        AllToAll(dist.HashStore(), **{**known, **given})
+
+
+def test_prepare_takes_options_alone() -> None:
+    alone = make(Rank(0, 1, dist.HashStore()))
+    with pytest.raises(errors.InvalidArgumentError, match="options is None, must be DispatchOpt"):
+        alone.prepare(None)  # type: ignore[arg-type]

@@ -121,3 +121,11 @@ def _with_groups(rank: Rank) -> None:
 
 def test_groups_of_torch() -> None:
     run_processes(2, _with_groups)
+
+
+@pytest.mark.parametrize("config", [None, {"num_experts": 8}])
+def test_what_is_no_configuration_is_refused(config: Any) -> None:
+    pool = AllToAllPool(dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="must be an AllToAllConfig"):
+        pool.get(config)
+    pool.close()

@@ -142,6 +142,16 @@ def test_the_runner_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{installation.PATH}\n"
 
 
+@pytest.mark.parametrize(
+    ("program", "missing"),
+    [(["nope.py"], "file nope.py"), (["-m", "no.pe"], "module no.pe")],
+)
+def test_the_runner_names_a_program_that_is_not_there(program: list[str], missing: str) -> None:
+    done = run_python("-m", "moe_p2p.deep_ep", *program)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"python -m moe_p2p.deep_ep: there is no {missing}"
+
+
 # --- events and Config ---
 
 

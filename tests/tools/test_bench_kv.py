@@ -70,9 +70,10 @@ def test_pages_that_change_places_are_found(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--tokens=0"], "--tokens must be at least 1"),
+        (["--tokens=0"], "--tokens: '0' is not a whole number from 1"),
         (["--page-kib=3"], "a layer of 8192 bytes whole pages"),
-        (["--page-kib=one"], "'one' is not a number of KiB"),
+        (["--page-kib=0"], "--page-kib: '0' is not a whole number from 1"),
+        (["--page-kib=one"], "'one' is not a number, or several"),
         (["--token-bytes=768"], "a page must be whole tokens of 768 bytes"),
         (["--systems=rdma"], "rdma is none of mooncake, nixl"),
     ],

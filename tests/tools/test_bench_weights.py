@@ -108,8 +108,8 @@ def test_weights_that_only_take_time_on_a_link_are_not_compared(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--repeats=0"], "--repeats must be at least 1"),
-        (["--decode=0"], "--decode must be at least 1"),
+        (["--repeats=0"], "--repeats: '0' is not a whole number from 1"),
+        (["--decode=0"], "--decode: '0' is not a whole number from 1"),
         (["--generators=3"], "must divide by ep=3"),
     ],
 )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
+from moe_p2p.tools import launch
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,71 @@ def test_what_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--tokens", "8,x"])
     assert "'8,x' is not a number, or several with commas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["accuracy", "--seed=99999999999999999999"], "--seed: '99999999999999999999' is not a"),
+        (["bench", "--ranks=0"], "--ranks: '0' is not a whole number from 1"),
+        (["bench", "--ranks-per-node=-2"], "--ranks-per-node: '-2' is not a whole number from 1"),
+        (["bench", "--seconds=nan"], "--seconds: 'nan' is not a number above 0"),
+        (["bench", "--json=/proc/x.json"], "--json: /proc/x.json cannot be written"),
+        (["bench", "--api=deep_ep", "--deep-ep-module=."], "no module is named ."),
+        (["bench", "--api=kv", "--plot=/proc/x.png"], "--plot: /proc/x.png cannot be written"),
+        (["compile", "--num-sms=-1"], "--num-sms: '-1' is not a whole number from 0"),
+        (["demo", "--steps=0"], "--steps: '0' is not a whole number from 1"),
+        (["demo", "--save-trace=/proc/x"], "--save-trace: /proc/x cannot be written"),
+        (["model", "--ranks=0"], "--ranks: '0' is not a whole number from 1"),
+        (["model", "--ranks=12"], "--ranks 12 is not a multiple of --ranks-per-node 8"),
+        (["model", "--ranks=99999999"], "--ranks 99999999: at most 8192"),
+        (["model", "--topk=300", "--ranks=16"], "--topk 300 is more than the 256 experts"),
+        (["model", "--gbps=0"], "--gbps: '0' is not a number above 0"),
+        (["model", "--latency-us=-1"], "--latency-us: '-1' is not a number from 0 on"),
+        (["model", "--json=/proc/x"], "--json: /proc/x cannot be written"),
+        (["plan", "--weight=kimi-k2"], "unrecognized arguments: --weight=kimi-k2"),
+        (["plan", "--kv", "--tokens=99999999999999"], "--tokens: '99999999999999' is not a whole"),
+        (["tune", "--device=cpu", "--only=launches"], "on CPUs there is nothing of it to measure"),
+        (["tune", "--timeout-s=0"], "--timeout-s: '0' is not a number above 0"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name_before_anything_runs(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_plan_has_no_more_nics_than_a_rank_may_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--nics", "9"]) == 2
+    assert "nics_per_rank is 9, must be an integer from 1 to 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--topk=33"], "[invalid argument] topk is 33"),
+        (["--trace=/proc/self/comm"], "--trace /proc/self/comm: not a routing that `demo"),
+    ],
+)
+def test_what_ranks_refuse_alike_is_one_line_and_no_traceback(
+    more: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = ["--ranks=2", "--tokens=4", "--hidden=256", "--json=", "--plot="]
+    assert main(["bench", "--device=cpu", *tiny, *more]) == 2
+    reported = capsys.readouterr().err
+    assert "bench: ranks 0, 1 failed:\nmoe_p2p [invalid argument] " in reported
+    assert text in reported
+    assert "Traceback" not in reported
+
+
+def two() -> int:
+    return 2
+
+
+def test_ranks_leave_no_folder_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launch.run_ranks(two, num_ranks=1) == [2]
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p.examples import workers
+from moe_p2p.examples import disaggregated, workers
 from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
 from moe_p2p.kv import receiver
 from tests.support.programs import program
@@ -50,7 +52,9 @@ def test_tokens_equal_one_process(tmp_path: Path) -> None:
 def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: Path) -> None:
     """A terminal sends it to the workers, too, some of which are importing torch."""
     picture = tmp_path / "timeline.png"
-    serve = ("--serve", "--prefill", "2", "--timeline", str(picture))
+    serve = ["--serve", "--prefill", "2"]
+    if importlib.util.find_spec("matplotlib"):
+        serve += ["--timeline", str(picture)]
     with program("moe_p2p.examples.disaggregated", *serve) as running:
         running.wait_for(line)
         workers = _children(running.process.pid)
@@ -65,6 +69,17 @@ def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: P
         assert len(workers) >= 3
         pytest.importorskip("matplotlib")
         assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("line", ["starts prefill-1", "http://"], ids=["starting", "serving"])
+def test_sigterm_ends_all_processes(line: str) -> None:
+    with program("moe_p2p.examples.disaggregated", "--serve") as running:
+        running.wait_for(line)
+        workers = _children(running.process.pid)
+        running.process.terminate()
+        assert running.process.wait(100) == 128 + signal.SIGTERM
+        assert workers
+        assert not [each for each in workers[1:] if Path("/proc", each).exists()]  # 1st: tracker
 
 
 def _children(process: int) -> list[str]:
@@ -189,3 +204,25 @@ def until_failed(pipe: Connection) -> list[tuple[str, Any]]:
         kind, _, value, _, _ = pipe.recv()
         found.append((kind, value))
     return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--port=99999"], "--port 99999 cannot be served"),
+        (["--decode=0"], "--decode: '0' is not a whole number from 1"),
+        (["--timeline=/proc/x.png"], "--timeline: /proc/x.png cannot be written"),
+        (["--timeline=x.png"], "--timeline: matplotlib is not installed"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_a_worker_starts(
+    arguments: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        disaggregated.main(arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err

@@ -52,3 +52,12 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
     with program("moe_p2p.examples.rl", "--steps", "2000") as running:
         running.wait_for("version   2")
         assert "Traceback (most recent" not in running.interrupt(100)
+
+
+def test_fewer_versions_than_the_joiner_needs_are_refused() -> None:
+    """It hung: nobody called the joiner, and nobody told it that all was over."""
+    done = run(3)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(
+        "--steps 3: at least 4, a generator joins in the middle"
+    )

@@ -55,7 +55,9 @@ def test_workers_meet_in_it_and_ctrl_c_ends_it(
     assert (out, error.strip()) == ("", "store: interrupted")
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])
+@pytest.mark.parametrize(
+    "address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999", "127.0.0.1:0"]
+)
 def test_an_address_that_is_none_is_refused(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

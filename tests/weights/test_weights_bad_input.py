@@ -214,6 +214,12 @@ def test_wrong_fields_of_a_param_are_named(changes: dict[str, Any], text: str) -
         (lambda e, s, t: WeightLayout(None, 1), "params is None"),
         (lambda e, s, t: WeightTrainer(None, s, LAYOUT, 0, t), "engine is None"),
         (lambda e, s, t: WeightTrainer(e, None, LAYOUT, 0, t), "store is None"),
+        (
+            lambda e, s, t: WeightTrainer(e, s, LAYOUT, 1, t),
+            "rank is 1, must be an int from 0 to 0",
+        ),
+        (lambda e, s, t: WeightGenerator(e, s, LAYOUT, "0", t), "rank is '0', must be an int"),
+        (lambda e, s, t: WeightGenerator(e, s, LAYOUT, 0, t, agree=3), "agree is 3, must be a fun"),
         (lambda e, s, t: WeightTrainer(e, s, None, 0, t), "layout is None"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, None), "tensors is None"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, t, lease_s=0), "lease_s is 0"),

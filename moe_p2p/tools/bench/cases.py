@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_p2p import errors
 from moe_p2p.reference import Tokens, Topology
 from moe_p2p.tools.bench.options import Options
 
@@ -37,12 +38,16 @@ class Trace:
 
     @staticmethod
     def load(path: Path) -> Trace:
-        recorded = torch.load(path, weights_only=True)
-        return Trace(
-            topk_idx=recorded["topk_idx"].to(torch.int64),
-            topk_weights=recorded["topk_weights"].to(torch.float32),
-            num_experts=int(recorded["num_experts"]),
-        )
+        try:
+            recorded = torch.load(path, weights_only=True)
+            return Trace(
+                topk_idx=recorded["topk_idx"].to(torch.int64),
+                topk_weights=recorded["topk_weights"].to(torch.float32),
+                num_experts=int(recorded["num_experts"]),
+            )
+        except Exception as error:  # whatever torch.load raises for a file of another kind
+            text = f"--trace {path}: not a routing that `demo --save-trace` wrote ({error!r})"
+            raise errors.make(errors.InvalidArgumentError, text.splitlines()[0]) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from moe_p2p.tools import launch
 from moe_p2p.tools.bench import kv_ranks, kv_systems
 from moe_p2p.tools.bench.kv_ranks import Measured, Options
 from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.option_types import at_least_1, each_at_least_1, output_file, zero_or_more
 
 KIB = 1024
 SPANS = ("signal", "post", "wire", "arrival")
@@ -216,18 +217,18 @@ def _parse(arguments: list[str]) -> Options:
     add("--api", choices=["kv"])
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
     add("--quick", action="store_true", help="two page sizes, three repeats")
-    add("--tokens", type=int, help="of the request (2048; 4096)")
-    add("--layers", type=int, help="of the model (16; 94)")
-    add("--token-bytes", type=int, default=512, help="of a layer: K and V of one head (512)")
-    add("--page-kib", type=_sizes, help="of a layer, with commas (1,4,16,64)")
-    add("--repeats", type=int, help="of each figure (5)")
+    add("--tokens", type=at_least_1, help="of the request (2048; 4096)")
+    add("--layers", type=at_least_1, help="of the model (16; 94)")
+    add("--token-bytes", type=at_least_1, default=512, help="of a layer: K and V of one head (512)")
+    add("--page-kib", type=each_at_least_1, help="of a layer, with commas (1,4,16,64)")
+    add("--repeats", type=at_least_1, help="of each figure (5)")
     add(
         "--compute-ms",
-        type=float,
+        type=zero_or_more,
         help="of a layer, slept, as a GPU leaves the CPU alone; 0: matmuls of the shapes of a TP4 "
         "rank of Qwen3-235B, on CPUs an eighth as wide (2; 0)",
     )
-    add("--gbps", type=float, help="link model of all NICs of a side, 0: none (0; 400)")
+    add("--gbps", type=zero_or_more, help="link model of all NICs of a side, 0: none (0; 400)")
     add(
         "--timed",
         choices=["cx7", "efa"],
@@ -235,8 +236,8 @@ def _parse(arguments: list[str]) -> Options:
         help="over the timed NIC instead: also its latency, and its time for each write",
     )
     add("--systems", default=",".join(kv_systems.NAMES), help="beside ours (%(default)s)")
-    add("--json", default="bench_out/kv.json", help="figures ('': none)")
-    add("--plot", default="bench_out/kv.png", help="PNG ('': none)")
+    add("--json", type=output_file, default="bench_out/kv.json", help="figures ('': none)")
+    add("--plot", type=output_file, default="bench_out/kv.png", help="PNG ('': none)")
     given = vars(parser.parse_args(arguments))
     quick = given.pop("quick")
     del given["api"]
@@ -260,9 +261,6 @@ def _parse(arguments: list[str]) -> Options:
 
 
 def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
-    for name in ("tokens", "layers", "repeats", "token_bytes"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     for kib in options.page_kib:
         if kib * KIB % options.token_bytes or options.layer_bytes % (kib * KIB):
             parser.error(
@@ -271,11 +269,3 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
             )
     if options.token_bytes % 2:
         parser.error("--token-bytes must be even: K and V")
-
-
-def _sizes(given: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in given.split(","))
-    except ValueError:
-        wanted = f"{given!r} is not a number of KiB, or several with commas between them: 1,64"
-        raise argparse.ArgumentTypeError(wanted) from None

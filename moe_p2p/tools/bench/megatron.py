@@ -29,6 +29,7 @@ from moe_p2p.tools.bench import megatron_layer
 from moe_p2p.tools.bench.kernel_times import kernel_times
 from moe_p2p.tools.bench.megatron_layer import SYSTEMS, Layer
 from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
 
 _Measured = TypeVar("_Measured")
 WHAT = ("first step", "step", "without experts forward", "without experts backward")
@@ -222,14 +223,14 @@ def _parse(arguments: list[str]) -> Options:
     cuda = torch.cuda.is_available()
     add("--api", choices=["megatron"])
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
-    add("--ranks", type=int, help="processes (2; all GPUs)")
-    add("--tokens", type=int, help="of a rank, even (64; 4096)")
-    add("--hidden", type=int, help="hidden size (256; 2048)")
-    add("--ffn", type=int, help="width of an expert (128; 768)")
-    add("--experts", type=int, help="of all ranks (8; 64)")
-    add("--topk", type=int, help="experts per token (4; 8)")
-    add("--shared", type=int, default=0, help="width of shared experts, 0: none (0)")
-    add("--steps", type=int, help="timed after the first (5; 20)")
+    add("--ranks", type=at_least_1, help="processes (2; all GPUs)")
+    add("--tokens", type=at_least_1, help="of a rank, even (64; 4096)")
+    add("--hidden", type=at_least_1, help="hidden size (256; 2048)")
+    add("--ffn", type=at_least_1, help="width of an expert (128; 768)")
+    add("--experts", type=at_least_1, help="of all ranks (8; 64)")
+    add("--topk", type=at_least_1, help="experts per token (4; 8)")
+    add("--shared", type=at_least_0, default=0, help="width of shared experts, 0: none (0)")
+    add("--steps", type=at_least_1, help="timed after the first (5; 20)")
     add("--systems", default=",".join(SYSTEMS), help="compared with the first (%(default)s)")
     add(
         "--empty-cache",
@@ -240,8 +241,8 @@ def _parse(arguments: list[str]) -> Options:
         help="compile kernels anew, for the first step (the usual cache)",
     )
     add("--parts", action="store_true", help="show which kernels dispatch and combine consist of")
-    add("--json", default="bench_out/megatron.json", help="figures ('': none)")
-    add("--plot", default="bench_out/megatron.png", help="PNG ('': none)")
+    add("--json", type=output_file, default="bench_out/megatron.json", help="figures ('': none)")
+    add("--plot", type=output_file, default="bench_out/megatron.png", help="PNG ('': none)")
     given = vars(parser.parse_args(arguments))
     del given["api"]
     given["systems"] = tuple(given["systems"].split(","))

@@ -13,6 +13,15 @@ from moe_p2p import env
 from moe_p2p.config import Wait
 from moe_p2p.nics.transport import TIMED
 from moe_p2p.options import COMBINE_DTYPES, INT10_BLOCK, CombineDtype
+from moe_p2p.tools.option_types import (
+    above_zero,
+    at_least_0,
+    at_least_1,
+    each_at_least_0,
+    each_at_least_1,
+    output_file,
+    zero_or_more,
+)
 
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -283,21 +292,23 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any (auto)"
     )
     add("--quick", action="store_true", help="two token counts, within 30 s on two cores")
-    add("--ranks", type=integers, help="processes; with commas one run for each (4; all GPUs)")
-    add("--ranks-per-node", type=integers, help="ranks of a node; commas: a run each (2; all)")
-    add("--tokens", type=integers, help="per rank, with commas (1,8,32,128; 8,32,128,4096)")
+    each = each_at_least_1
+    add("--ranks", type=each, help="processes; with commas one run for each (4; all GPUs)")
+    add("--ranks-per-node", type=each, help="ranks of a node; commas: a run each (2; all)")
+    add("--tokens", type=each, help="per rank, with commas (1,8,32,128; 8,32,128,4096)")
     add("--sweep", action="store_true", help="tokens 1 to 8192, powers of two, instead of --tokens")
-    add("--hidden", type=int, help="hidden size (7168)")
-    add("--topk", type=int, help="experts per token (8)")
-    add("--experts", type=int, help="experts of all ranks (64; 256)")
+    add("--hidden", type=at_least_1, help="hidden size (7168)")
+    add("--topk", type=at_least_1, help="experts per token (8)")
+    add("--experts", type=at_least_1, help="experts of all ranks (64; 256)")
     add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="type that is sent (bf16; fp8)")
     kinds = "what combine sends, instead of values of x's type (x's type)"
     add("--combine-dtype", choices=COMBINE_DTYPES, help=kinds)
     add("--routing", choices=["uniform", "skewed"], help="how experts are chosen (uniform)")
     add("--trace", metavar="FILE", help="replay a routing that the demo recorded")
-    add("--checks", type=int, help="steps compared with the reference, per token count (4)")
-    add("--seconds", type=float, help="of timing per token count (6; 0.5 for each measurement)")
-    add("--nics", type=int, help="NICs per rank (2)")
+    add("--checks", type=at_least_0, help="steps compared with the reference, per token count (4)")
+    seconds = "of timing per token count (6; 0.5 for each measurement)"
+    add("--seconds", type=above_zero, help=seconds)
+    add("--nics", type=at_least_0, help="NICs per rank (2)")
     add(
         "--transport",
         metavar="NAME",
@@ -305,14 +316,15 @@ def _parser() -> argparse.ArgumentParser:
         "times releases what arrives (auto)",
     )
     add("--preset", choices=list(NICS_OF_A_GPU), help="NIC that --transport timed models (cx7)")
-    add("--gbps", type=float, help="Gbit/s of a NIC, 0: not known (0; 400 / NICs)")
-    add("--latency-us", type=float, help="link model: one way, microseconds (0)")
+    add("--gbps", type=zero_or_more, help="Gbit/s of a NIC, 0: not known (0; 400 / NICs)")
+    add("--latency-us", type=zero_or_more, help="link model: one way, microseconds (0)")
     add(
         "--part-bytes",
-        type=int,
+        type=at_least_0,
         help="least bytes of a part of a step's send, 0: no parts (as tuned, else 2 MiB)",
     )
-    add("--seed", type=int, help="not 0: software NICs reorder writes at random, by this seed (0)")
+    seed = "not 0: software NICs reorder writes at random, by this seed (0)"
+    add("--seed", type=at_least_0, help=seed)
     add(
         "--wait",
         choices=["sleep", "yield", "spin"],
@@ -324,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         const=True,
         help="correctness alone: a line for each layout, type, half, mask, fault; status 0 or 1",
     )
-    add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
+    add("--timeout-s", type=above_zero, help="deadline of every wait, seconds (30)")
     add(
         "--api",
         choices=["all_to_all", "deep_ep", "kv", "megatron", "weights"],
@@ -340,8 +352,9 @@ def _parser() -> argparse.ArgumentParser:
         const=False,
         help="do not time torch.distributed.all_to_all_single beside moe_p2p",
     )
-    add("--json", metavar="FILE", help="figures (bench_out/bench.json, deep_ep.json; '': none)")
-    add("--plot", metavar="FILE", help="PNG (bench_out/bench.png, deep_ep.png; '': none)")
+    files: dict[str, Any] = {"type": output_file, "metavar": "FILE"}
+    add("--json", **files, help="figures (bench_out/bench.json, deep_ep.json; '': none)")
+    add("--plot", **files, help="PNG (bench_out/bench.png, deep_ep.png; '': none)")
     gpu = parser.add_argument_group("GPUs only").add_argument
     gpu(
         "--chunk-tokens",
@@ -352,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     gpu(
         "--num-sms",
         dest="sms",
-        type=integers,
+        type=each_at_least_0,
         help="multiprocessors a call may use, 0: all (0)",
     )
     layouts = ["auto", "padded", "grouped", "by_rank"]
@@ -365,22 +378,14 @@ def _parser() -> argparse.ArgumentParser:
     gpu("--halves", action="store_const", const=True, help=halves)
     gpu(
         "--mirror",
-        type=int,
+        type=at_least_1,
         metavar="W",
         help="measure rank 0 of W ranks on two GPUs, or one that is its own partner (no)",
     )
-    gpu("--ffn", type=int, help="width of an expert of the layer (2048)")
+    gpu("--ffn", type=at_least_1, help="width of an expert of the layer (2048)")
     gemm = "products of the layer: triton, torch, MODULE:FUNCTION (auto: the faster of the first)"
     gpu("--gemm", metavar="NAME", help=gemm)
     return parser
-
-
-def integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        wanted = f"{text!r} is not a number, or several with commas between them: 8,32,128"
-        raise argparse.ArgumentTypeError(wanted) from None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -406,9 +411,9 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
             f"--combine-dtype {options.combine_dtype}: --hidden {options.hidden} must be a "
             f"multiple of {INT10_BLOCK}"
         )
-    if options.deep_ep_module and options.api != "deep_ep":
+    if options.deep_ep_module is not None and options.api != "deep_ep":
         parser.error("--deep-ep-module is for --api deep_ep")
-    if options.deep_ep_module and not _is_there(options.deep_ep_module):
+    if options.deep_ep_module is not None and not _is_there(options.deep_ep_module):
         parser.error(f"--deep-ep-module: no module is named {options.deep_ep_module}")
     if options.api == "deep_ep" and options.dtype not in ("fp8", "bf16"):
         parser.error(f"--dtype {options.dtype}: DeepEP's calls take fp8 and bf16")
@@ -418,8 +423,6 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         module, _, function = options.gemm.partition(":")
         if not function or not _is_there(module):
             parser.error(f"--gemm {options.gemm}: no module {module} with a function behind ':'")
-    if any(tokens < 1 for tokens in options.tokens):
-        parser.error("--tokens must be at least 1")
     if options.check and options.api == "deep_ep":
         parser.error("--check is of AllToAll's own calls: not with --api deep_ep")
     timed = options.transport == TIMED
@@ -436,5 +439,5 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
+    except (ImportError, ValueError):  # no package above it; no name of a module
         return False

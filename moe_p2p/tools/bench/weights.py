@@ -23,6 +23,7 @@ from moe_p2p.tools import launch
 from moe_p2p.tools.bench import weights_decode, weights_ranks
 from moe_p2p.tools.bench.plot import draw
 from moe_p2p.tools.bench.weights_ranks import Measured, Options
+from moe_p2p.tools.option_types import above_zero, at_least_1, output_file
 from moe_p2p.weights.models import MODELS
 
 # Stages whose time follows from bytes; others take as long for the whole model.
@@ -274,35 +275,37 @@ def _parse(arguments: list[str]) -> Options | weights_decode.Options:
     add("--api", choices=["weights"])
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
     add("--model", choices=[n for n in MODELS if n.startswith("qwen")], default="qwen3-30b-a3b")
-    add("--layers", type=int, help="of the model (1; 8)")
-    add("--experts", type=int, help="of a layer (8; the model's)")
-    add("--vocab", type=int, help="rows of both embeddings (4096; the model's)")
+    add("--layers", type=at_least_1, help="of the model (1; 8)")
+    add("--experts", type=at_least_1, help="of a layer (8; the model's)")
+    add("--vocab", type=at_least_1, help="rows of both embeddings (4096; the model's)")
     add("--narrow", type=int, default=1, choices=(1, 2), help="divides hidden and expert widths")
-    add("--trainers", type=int, default=2, help="ranks (2)")
-    add("--generators", type=int, default=2, help="ranks of one inference engine (2)")
-    add("--ep", type=int, help="generators that experts are dealt to (all)")
-    add("--tp", type=int, help="generators that cut the rest (all)")
+    add("--trainers", type=at_least_1, default=2, help="ranks (2)")
+    add("--generators", type=at_least_1, default=2, help="ranks of one inference engine (2)")
+    add("--ep", type=at_least_1, help="generators that experts are dealt to (all)")
+    add("--tp", type=at_least_1, help="generators that cut the rest (all)")
     add("--mode", choices=["shadow", "in_place"], default="shadow")
-    add("--repeats", type=int, default=5, help="updates that are timed (5)")
-    add("--bucket-mib", type=int, default=512, help="of the broadcast (512)")
-    add("--watermark-mib", type=int, help="of a trainer's conversions (16; 2048)")
+    add("--repeats", type=at_least_1, default=5, help="updates that are timed (5)")
+    add("--bucket-mib", type=at_least_1, default=512, help="of the broadcast (512)")
+    add("--watermark-mib", type=at_least_1, help="of a trainer's conversions (16; 2048)")
     add("--no-baseline", dest="baseline", action="store_false")
     add("--no-join", dest="join", action="store_false", help="no generator joins")
     add(
         "--decode",
-        type=int,
+        type=at_least_1,
         nargs="?",
         const=10_000,
         metavar="PAIRS",
         help="instead: p99 of so many pairs of dispatch and combine, alone and while weights move "
         "(10000)",
     )
-    add("--pairs", type=int, help="of --decode, the same number")
-    add("--way-s", type=float, default=40.0, help="of --decode: seconds of each of 3 ways (40)")
+    add("--pairs", type=at_least_1, help="of --decode, the same number")
+    add(
+        "--way-s", type=above_zero, default=40.0, help="of --decode: seconds of each of 3 ways (40)"
+    )
     add("--transport", default="auto", help="of --decode (auto)")
     add("--transport-settings", default="", help="of --decode: preset=cx7 of the timed NIC (none)")
-    add("--json", default="bench_out/weights.json", help="figures ('': none)")
-    add("--plot", default="bench_out/weights.png", help="PNG ('': none)")
+    add("--json", type=output_file, default="bench_out/weights.json", help="figures ('': none)")
+    add("--plot", type=output_file, default="bench_out/weights.png", help="PNG ('': none)")
     given = vars(parser.parse_args(arguments))
     del given["api"]
     if given["device"] == "auto":
@@ -316,10 +319,6 @@ def _parse(arguments: list[str]) -> Options | weights_decode.Options:
         parser.error("--pairs is of --decode")
     pairs = decode if pairs is None else pairs
     if pairs is not None:
-        if pairs < 1:
-            parser.error("--decode must be at least 1")
-        if way_s <= 0:
-            parser.error("--way-s must be above 0")
         experts = {"experts": given["experts"]} if given["experts"] else {}
         return weights_decode.Options(
             device=given["device"],
@@ -336,9 +335,6 @@ def _parse(arguments: list[str]) -> Options | weights_decode.Options:
     defaults |= {"watermark_mib": 2048 if on_gpu else 16}
     defaults |= {"vocab": 0 if on_gpu else 4096, "ep": count, "tp": count}
     options = Options(**{k: defaults[k] if v is None else v for k, v in given.items()})
-    for name in ("layers", "trainers", "generators", "repeats", "bucket_mib", "watermark_mib"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     try:
         options.layouts  # noqa: B018  raises where numbers do not divide
     except (RuntimeError, ValueError) as error:

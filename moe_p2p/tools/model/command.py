@@ -17,8 +17,10 @@ from moe_p2p.tools.bench import plot
 from moe_p2p.tools.model import phases, published
 from moe_p2p.tools.model.phases import Pair
 from moe_p2p.tools.model.wire import NICS, Job, Nic
+from moe_p2p.tools.option_types import above_zero, at_least_1, output_file, zero_or_more
 
 _RANKS, _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024), (1, 8, 32, 128, 512, 4096)
+_MOST_RANKS = 8192  # of a communicator
 _MOST_DRAWN = 1 << 16  # tokens of a job whose routing is drawn: DeepEP's model
 PREDICTION = "a prediction, not a measurement"
 
@@ -84,8 +86,15 @@ def checked(found: list[published.Checked]) -> tuple[str, bool]:
 
 def main(arguments: list[str]) -> int:
     """Exit status 1: --check found a point outside 10% and 8 us."""
-    given = _parser().parse_args(arguments)
+    given = (parser := _parser()).parse_args(arguments)
     nic = dataclasses.replace(NICS[given.nic], **_given(given, "gbps", "latency_us"))
+    sizes = _given(given, "ranks_per_node", "hidden", "topk", "experts")
+    jobs = [
+        Job(ranks=ranks, tokens=tokens, **sizes) for ranks in given.ranks for tokens in given.tokens
+    ]
+    for job in jobs:
+        if problem := _problem(job):
+            parser.error(problem)
     points = published.deepep_points()
     fits = published.deepep_fits(points)
     print("fitted on DeepEP's points of 16 ranks, all else from other sources:")
@@ -96,24 +105,32 @@ def main(arguments: list[str]) -> int:
         text, good = checked(published.check(points, fits))
         print(f"DeepEP V1, low latency, published and modelled, us; ! outside 10% and 8 us\n{text}")
         return 0 if good else 1
-    sizes = _given(given, "ranks_per_node", "hidden", "topk", "experts")
-    rows = [
-        predict(Job(ranks=ranks, tokens=tokens, **sizes), nic, fits)
-        for ranks in given.ranks
-        for tokens in given.tokens
-    ]
+    rows = [predict(job, nic, fits) for job in jobs]
     print(f"\ndispatch + combine, us, {given.nic} at {nic.gbps:g} Gbit/s: {PREDICTION}")
     print(table(rows))
     print("\nmeasured by others, 128 tokens a rank:")
     for point in published.OTHERS:
         print(f"{point.ranks:5}  {_cell(point.pair):>10}  {point.what}")
     if given.json:
-        given.json.write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
+        Path(given.json).write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
     if given.plot:
         heading = f"A pair over {given.nic}, {nic.gbps:g} Gbit/s a GPU: {PREDICTION}"
-        problem = plot.draw(given.plot, heading, lambda axis: _paint(axis, rows), figsize=(7, 6))
-        print(problem or f"plot: {given.plot}")
+        missing = plot.draw(
+            Path(given.plot), heading, lambda axis: _paint(axis, rows), figsize=(7, 6)
+        )
+        print(missing or f"plot: {given.plot}")
     return 0
+
+
+def _problem(job: Job) -> str:
+    """Why there is no such job; empty: there is."""
+    if job.ranks > _MOST_RANKS:
+        return f"--ranks {job.ranks}: at most {_MOST_RANKS}"
+    if job.ranks > job.ranks_per_node and job.ranks % job.ranks_per_node:
+        return f"--ranks {job.ranks} is not a multiple of --ranks-per-node {job.ranks_per_node}"
+    if job.topk > job.num_experts:
+        return f"--topk {job.topk} is more than the {job.num_experts} experts (--experts)"
+    return ""
 
 
 def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -150,16 +167,18 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=_RANKS, help="8 to 1024")
-    parser.add_argument("--tokens", type=int, nargs="+", default=_TOKENS, help="per rank")
+    parser.add_argument("--ranks", type=at_least_1, nargs="+", default=_RANKS, help="8 to 1024")
+    parser.add_argument("--tokens", type=at_least_1, nargs="+", default=_TOKENS, help="per rank")
     parser.add_argument("--nic", choices=sorted(NICS), default="cx7", help="one per GPU")
-    parser.add_argument("--gbps", type=float, help="its rate, Gbit/s (400)")
-    parser.add_argument("--latency-us", type=float, help="one way of a small write")
-    parser.add_argument("--ranks-per-node", type=int, help="8")
-    parser.add_argument("--hidden", type=int, help="7168")
-    parser.add_argument("--topk", type=int, help="8")
-    parser.add_argument("--experts", type=int, help="256, or one of each rank if there are more")
+    parser.add_argument("--gbps", type=above_zero, help="its rate, Gbit/s (400)")
+    parser.add_argument("--latency-us", type=zero_or_more, help="one way of a small write")
+    parser.add_argument("--ranks-per-node", type=at_least_1, help="8")
+    parser.add_argument("--hidden", type=at_least_1, help="7168")
+    parser.add_argument("--topk", type=at_least_1, help="8")
+    parser.add_argument(
+        "--experts", type=at_least_1, help="256, or one of each rank if there are more"
+    )
     parser.add_argument("--check", action="store_true", help="DeepEP's points, one by one")
-    parser.add_argument("--json", type=Path, help="file for the rows")
-    parser.add_argument("--plot", type=Path, help="PNG file")
+    parser.add_argument("--json", type=output_file, help="file for the rows")
+    parser.add_argument("--plot", type=output_file, help="PNG file")
     return parser

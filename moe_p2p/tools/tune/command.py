@@ -17,7 +17,8 @@ import torch
 from moe_p2p import env, errors, tuned
 from moe_p2p.gpu.launch_shape import BulkSteps, TunedLaunch
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.options import MIRROR_GPUS, integers
+from moe_p2p.tools.bench.options import MIRROR_GPUS
+from moe_p2p.tools.option_types import above_zero, at_least_1, each_at_least_1
 from moe_p2p.tools.tune import launches, link, steps
 from moe_p2p.tools.tune.world import Options, World
 from moe_p2p.tuned import Parts, Rates, Tuned
@@ -113,20 +114,20 @@ def _parse(arguments: list[str]) -> tuple[Options, Path]:
     add = parser.add_argument
     cuda = torch.cuda.is_available()
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
-    add("--ranks", type=int, help="processes; not given: all GPUs, 2 on CPUs")
-    add("--mirror", type=int, help="measure as rank 0 of so many ranks (bench --mirror)")
+    add("--ranks", type=at_least_1, help="processes; not given: all GPUs, 2 on CPUs")
+    add("--mirror", type=at_least_1, help="measure as rank 0 of so many ranks (bench --mirror)")
     add("--only", default=",".join(PARTS_OF_A_RUN), help="these, with commas")
     add(
         "--tokens",
-        type=integers,
+        type=each_at_least_1,
         help="of a step, with commas; not given: 8,32,128,256,512,4096; on CPUs 32,512",
     )
-    add("--hidden", type=int, default=7168, help="H")
-    add("--topk", type=int, default=8, help="K")
-    add("--experts", type=int, help="E; not given: 256; on CPUs 64")
-    add("--num-sms", type=int, default=24, help='of "few multiprocessors"')
-    add("--seconds", type=float, default=0.4, help="of timing for each value")
-    add("--timeout-s", type=float, default=60.0, help="deadline of every wait")
+    add("--hidden", type=at_least_1, default=7168, help="H")
+    add("--topk", type=at_least_1, default=8, help="K")
+    add("--experts", type=at_least_1, help="E; not given: 256; on CPUs 64")
+    add("--num-sms", type=at_least_1, default=24, help='of "few multiprocessors"')
+    add("--seconds", type=above_zero, default=0.4, help="of timing for each value")
+    add("--timeout-s", type=above_zero, default=60.0, help="deadline of every wait")
     add("--into", type=Path, help="file to write; not given: the one that is found")
     given = parser.parse_args(arguments)
     device = ("cuda" if cuda else "cpu") if given.device == "auto" else given.device
@@ -137,6 +138,8 @@ def _parse(arguments: list[str]) -> tuple[Options, Path]:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS_OF_A_RUN)}")
     if device == "cpu":
         only = tuple(each for each in only if each not in GPU_ONLY)
+    if not only:
+        parser.error(f"--only {given.only}: on CPUs there is nothing of it to measure")
     options = _options(parser, given, device, only)
     path = given.into or (tuned.path_here() if env.tuned_file() != tuned.NONE else None)
     if path is None:
@@ -165,7 +168,7 @@ def _options(
     if processes > 1 and processes % 2 and "parts" in only and hosts == 1:
         only = tuple(each for each in only if each != "parts")  # not two nodes of equal size
     experts = given.experts or (256 if on_gpu else 64)
-    if min(processes, world, given.hidden, given.topk, given.num_sms) < 1 or experts % world:
+    if experts % world:
         parser.error(f"{experts} experts cannot be divided among {world} ranks")
     return Options(
         device=device,

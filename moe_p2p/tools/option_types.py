@@ -1,0 +1,87 @@
+"""Types for argparse that refuse, by name, what has no meaning: numbers, and files to write.
+
+Used by the commands of `python -m moe_p2p`, before they compute anything or start ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+MOST = (1 << 31) - 1  # of whole numbers: a larger one is a mistake
+
+
+def at_least_1(text: str) -> int:
+    """A whole number from 1 on."""
+    return _whole(text, 1)
+
+
+def at_least_0(text: str) -> int:
+    """A whole number from 0 on."""
+    return _whole(text, 0)
+
+
+def each_at_least_1(text: str) -> tuple[int, ...]:
+    """Several from 1 on, with commas."""
+    return _several(text, at_least_1)
+
+
+def each_at_least_0(text: str) -> tuple[int, ...]:
+    """Several from 0 on, with commas."""
+    return _several(text, at_least_0)
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    return _real(text, "above 0", lambda value: value > 0)
+
+
+def zero_or_more(text: str) -> float:
+    """A finite number from 0 on."""
+    return _real(text, "from 0 on", lambda value: value >= 0)
+
+
+def output_file(text: str) -> str:
+    """A file that can be written, whose folder is made; empty: none."""
+    path = Path(text)
+    if text:
+        was_there = path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+            if not was_there:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(
+                f"{text} cannot be written ({error.strerror}); name another file"
+            ) from error
+    return text
+
+
+def _is_whole(text: str) -> bool:
+    return text.strip().removeprefix("-").isdecimal()
+
+
+def _whole(text: str, least: int) -> int:
+    if not _is_whole(text) or not least <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {MOST}")
+    return int(text)
+
+
+def _several(text: str, each: Callable[[str], int]) -> tuple[int, ...]:
+    if not all(map(_is_whole, text.split(","))):
+        wanted = f"{text!r} is not a number, or several with commas between them: 8,32,128"
+        raise argparse.ArgumentTypeError(wanted)
+    return tuple(map(each, text.split(",")))
+
+
+def _real(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not holds(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
+    return value

@@ -1,0 +1,93 @@
+"""Arguments of DeepEP's calls that mean nothing are refused by name; a buffer that was destroyed
+makes no communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import moe_p2p
+from moe_p2p.deep_ep import Buffer, ElasticBuffer
+
+X = torch.ones(4, 128, dtype=torch.bfloat16)
+TOPK_IDX = torch.tensor([[0, 1]] * 4)
+WEIGHTS = torch.ones(4, 2)
+
+
+class Alone:
+    """A group of one rank."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+
+def make(kind: Any = Buffer, **more: Any) -> Any:
+    return kind(Alone(), **more)
+
+
+def dispatched(buffer: Any, x: Any = X, **more: Any) -> Any:
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(TOPK_IDX, 8)
+    counts = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+    }
+    return buffer.dispatch(x, topk_idx=TOPK_IDX, topk_weights=WEIGHTS, **counts, **more)
+
+
+@pytest.mark.parametrize("alignment", [0, -1, 1.5, "1"])
+def test_rows_are_aligned_to_a_number_from_1_on(alignment: Any) -> None:
+    """0 ended the process: the op divides by it."""
+    text = "expert_alignment is .*, must be an int of at least 1"
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=text):
+        dispatched(make(), expert_alignment=alignment)
+
+
+def test_v2_aligns_rows_to_a_number_from_1_on() -> None:
+    buffer = make(ElasticBuffer, num_max_tokens_per_rank=8, hidden=128, num_topk=2)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="expert_alignment is -1, must be an"):
+        buffer.dispatch(
+            X, topk_idx=TOPK_IDX, topk_weights=WEIGHTS, num_experts=8, expert_alignment=-1
+        )
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="handle is None, must be what dispatch"):
+        buffer.combine(X, handle=None)
+
+
+def test_what_is_no_tensor_and_no_handle_is_named() -> None:
+    buffer = make()
+    tensor = "the first argument is None, must be a torch.Tensor"
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=tensor):
+        buffer.get_dispatch_layout(None, 8)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=tensor):
+        dispatched(buffer, None)
+    rows, handle = dispatched(buffer)[0], dispatched(buffer)[4]
+    for wrong in (None, tuple(handle), 3):
+        with pytest.raises(
+            moe_p2p.InvalidArgumentError, match="must be what dispatch returned, th"
+        ):
+            buffer.combine(rows, wrong)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="handle is 3, must be what dispatch"):
+        buffer.dispatch(X, handle=3)
+    buffer.combine(rows, handle)  # still usable
+
+
+def test_a_buffer_that_was_destroyed_makes_no_communicator() -> None:
+    buffer = make(explicitly_destroy=True)
+    dispatched(buffer)
+    buffer.destroy()
+    with pytest.raises(moe_p2p.ClosedError, match="rank 0: the pool, or its buffer, was closed"):
+        dispatched(buffer)
+    with pytest.raises(moe_p2p.ClosedError, match="make another one"):
+        buffer.low_latency_dispatch(X, TOPK_IDX, 8, 8)
