@@ -50,11 +50,11 @@ from moe_p2p.options import (
 _ops = torch.ops.moe_p2p
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
-_DISPATCH_EAGER = direct.call_of("dispatch_eager")
+_DISPATCH_EAGER = direct.call_of("dispatch_eager", _ops.dispatch_eager.default)
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
 _CHECK = _ops.all_to_all_check.default
 _COMBINE_PLAIN, _COMBINE_OUT = _ops.combine_plain.default, _ops.combine_out.default
-_COMBINE_EAGER = direct.call_of("combine_plain")
+_COMBINE_EAGER = direct.call_of("combine_plain", _COMBINE_PLAIN)
 
 
 class AllToAll(Halves):

@@ -113,15 +113,24 @@ def _facts() -> list[int]:
     return [*types, _HEAD, _find_keys(probes), plain, *inference, *addresses, c10._handle]
 
 
-def call_of(name: str) -> Callable[..., Any]:
-    """Returns what is called in place of that op where no compiler traces: the op if need be."""
-    op: Callable[..., Any] = getattr(_ops, name).default
+def find_facts() -> list[int] | None:
+    """Returns the fields of Torch in direct_calls.cpp; None, and says why, for a torch without."""
     try:
-        address = _ops.direct_call.default(name, id(op), _facts())
+        with torch.inference_mode(False):  # whoever imports this may be in it
+            return _facts()
     except Exception as error:  # whatever another torch does differently
-        logging.getLogger("moe_p2p").debug("%s is called through torch: %s", name, error)
+        logging.getLogger("moe_p2p").debug("calls go through torch's dispatcher: %s", error)
+        return None
+
+
+FACTS = find_facts()
+
+
+def call_of(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what is called in place of the op of that name, where no compiler traces."""
+    if FACTS is None:
         return op
-    held = ctypes.cast(address, ctypes.py_object)
+    held = ctypes.cast(_ops.direct_call.default(name, id(op), FACTS), ctypes.py_object)
     call: Callable[..., Any] = held.value
     ctypes.pythonapi.Py_DecRef(held)  # direct_call() gave us a reference
     return call
