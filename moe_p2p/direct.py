@@ -1,13 +1,13 @@
-"""dispatch_eager and combine_plain without torch's dispatcher, for eager calls that nobody watches.
+"""dispatch_eager and combine_plain without torch's dispatcher, for eager calls nobody watches.
 
-On the way to an op torch turns each argument into a value that knows its type, looks for whoever may
-see the call, and turns values back: 50,000 instructions of a pair, as many as the package's own.
-csrc/ops/direct_calls.cpp takes tensors out of their Python objects and calls the package's C++. It
-calls the op wherever anything else might be wanted: see there.
+On the way to an op torch turns each argument into a value that knows its type, looks for all who
+may see the call, and turns results back: 50,000 instructions of a pair, as many as the package's
+own. csrc/ops/direct_calls.cpp takes tensors out of their Python objects and calls the package's
+C++. Wherever a caller may want more than that, it calls the op.
 
-It relies on where torch keeps four things, and on functions that torch exports outside of its stable
-ABI. All are looked for and tried here, on this torch; if one is not as expected, calls go through
-the ops, and a line of the logger "moe_p2p" (debug) says why.
+It uses the places of four things in torch's objects, and functions that torch exports outside of
+its stable ABI. All are looked for and tried here, when the package is imported. If one is not as
+expected, calls go through the ops, and the logger "moe_p2p" says why (debug).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import ops as _loaded  # noqa: F401  registers the ops
+from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
 _HEAD = object.__basicsize__  # of a Python object; what torch adds to it begins with an at::Tensor
 _WORD = 8
+_AUTOCAST_GPU = torch._C.DispatchKey.AutocastCUDA  # on tensors of a GPU; off unless in autocast
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"
 _OBSERVED = "_ZN2at12hasCallbacksEv"
 _IN_FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
@@ -32,8 +33,8 @@ _REQUIRES_GRAD = "_ZNK3c1010TensorImpl13requires_gradEv"
 _THREAD_KEYS = "_ZN3c104impl26raw_local_dispatch_key_setE"
 
 
-class _Unexpected(Exception):
-    """This torch is not as direct calls need it; the text says where."""
+class _UnexpectedError(Exception):
+    """This torch is not as direct calls need it: where."""
 
 
 def _word(address: int) -> int:
@@ -42,7 +43,7 @@ def _word(address: int) -> int:
 
 def _require(condition: bool, text: str) -> None:
     if not condition:
-        raise _Unexpected(text)
+        raise _UnexpectedError(text)
 
 
 def _probes() -> Iterator[Tensor]:
@@ -97,8 +98,8 @@ def _facts() -> list[int]:
         _require(wrap(id(tensor) + _HEAD) is tensor, "a tensor's object is not found again")
         grad = requires_grad(tensor._cdata)
         _require(grad == tensor.requires_grad, "which tensors require grad is not found")
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    plain = (torch._C._dispatch_keys(probes[0]) | cuda).raw_repr()
+    of_gpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA).add(_AUTOCAST_GPU)
+    plain = (torch._C._dispatch_keys(probes[0]) | of_gpu).raw_repr()
     _require(not _keys(probes[2]) & ~plain, "a parameter is not a plain tensor")
     _require(all(_keys(odd) & ~plain for odd in probes[3:5]), "any tensor is plain")
     _require(not any(_thread_keys()), "the importing thread is in a mode of torch")
@@ -128,9 +129,10 @@ FACTS = find_facts()
 
 def call_of(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what is called in place of the op of that name, where no compiler traces."""
-    if FACTS is None:
+    address = call(_ops.direct_call.default, name, id(op), FACTS) if FACTS is not None else 0
+    if not address:
         return op
-    held = ctypes.cast(_ops.direct_call.default(name, id(op), FACTS), ctypes.py_object)
-    call: Callable[..., Any] = held.value
+    held = ctypes.cast(address, ctypes.py_object)
+    made: Callable[..., Any] = held.value
     ctypes.pythonapi.Py_DecRef(held)  # direct_call() gave us a reference
-    return call
+    return made

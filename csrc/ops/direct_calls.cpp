@@ -59,18 +59,17 @@ struct Python {
   bool complete = false;
 
   Python() {
-    complete =
-        find("PyCFunction_NewEx", new_function) && find("PyObject_Call", call) &&
-        find("PyTuple_New", new_tuple) && find("PyTuple_SetItem", set_in_tuple) &&
-        find("PyList_New", new_list) && find("PyList_SetItem", set_in_list) &&
-        find("PyList_Size", list_size) && find("PyList_GetItem", in_list) &&
-        find("PyLong_AsLongLongAndOverflow", to_number) && find("Py_IncRef", keep) &&
-        find("Py_DecRef", drop) && find("PyEval_SaveThread", release_gil) &&
-        find("PyEval_RestoreThread", take_gil) && find("PyGILState_Ensure", ensure_gil) &&
-        find("PyGILState_Release", leave_gil) && find("PyErr_SetString", set_error) &&
-        find("PyErr_NoMemory", set_no_memory) && find("_Py_NoneStruct", none) &&
-        find("PyLong_Type", int_type) && find("PyList_Type", list_type) &&
-        find("PyExc_RuntimeError", runtime_error);
+    complete = find("PyCFunction_NewEx", new_function) && find("PyObject_Call", call) &&
+               find("PyTuple_New", new_tuple) && find("PyTuple_SetItem", set_in_tuple) &&
+               find("PyList_New", new_list) && find("PyList_SetItem", set_in_list) &&
+               find("PyList_Size", list_size) && find("PyList_GetItem", in_list) &&
+               find("PyLong_AsLongLongAndOverflow", to_number) && find("Py_IncRef", keep) &&
+               find("Py_DecRef", drop) && find("PyEval_SaveThread", release_gil) &&
+               find("PyEval_RestoreThread", take_gil) && find("PyGILState_Ensure", ensure_gil) &&
+               find("PyGILState_Release", leave_gil) && find("PyErr_SetString", set_error) &&
+               find("PyErr_NoMemory", set_no_memory) && find("_Py_NoneStruct", none) &&
+               find("PyLong_Type", int_type) && find("PyList_Type", list_type) &&
+               find("PyExc_RuntimeError", runtime_error);
   }
 
  private:
@@ -86,12 +85,12 @@ const Python py;
 // What moe_p2p/direct.py has found out about this torch; the fields in its order.
 struct Torch {
   Object *tensor, *parameter;  // the types
-  int64_t head;                // bytes of an object before its at::Tensor; its type is the last word
-  int64_t keys;                // offset of the dispatch keys in a TensorImpl
-  uint64_t plain_keys;         // those of tensors that are nothing but memory of a CPU or a GPU
-  uint64_t inference[2];       // a thread's keys under inference_mode; none without any mode
+  int64_t head;           // bytes of an object before its at::Tensor; its type is the last word
+  int64_t keys;           // offset of the dispatch keys in a TensorImpl
+  uint64_t plain_keys;    // those of tensors that are nothing but memory of a CPU or a GPU
+  uint64_t inference[2];  // a thread's keys under inference_mode; none without any mode
   Object* (*wrap)(AtenTensorHandle);
-  bool (*observed)();             // by a profiler
+  bool (*observed)();  // by a profiler
   bool (*in_function_mode)();
   bool (*requires_grad)(const void* impl);
   void* libc10;
@@ -137,7 +136,8 @@ bool read(Object* object, std::optional<Tensor>& tensor) {
     return false;
   auto* const held = reinterpret_cast<AtenTensorHandle>(static_cast<char*>(object) + torch.head);
   const char* const impl = *reinterpret_cast<const char* const*>(held);
-  if ((*reinterpret_cast<const uint64_t*>(impl + torch.keys) & ~torch.plain_keys) != 0) return false;
+  if ((*reinterpret_cast<const uint64_t*>(impl + torch.keys) & ~torch.plain_keys) != 0)
+    return false;
   if (aoti_torch_grad_mode_is_enabled() && torch.requires_grad(impl)) return false;
   AtenTensorHandle made = nullptr;
   if (aoti_torch_new_tensor_handle(held, &made) != AOTI_TORCH_SUCCESS) return false;
@@ -236,12 +236,13 @@ struct Direct<kFunction> {
   }
 };
 
-// Returns the address of a new function, with its reference, that stands for the op of that name.
-// op: its address. torch: the fields of Torch.
+// Returns the address of a new function, with its reference, that stands for the op of that name; 0
+// in a process without Python's stable ABI. op: address of what is called as the op. torch: the
+// fields of Torch.
 int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> torch) {
   static MethodDef dispatch{"dispatch_eager", Direct<&dispatch_eager>::call, kFastCall, nullptr};
   static MethodDef combine{"combine_plain", Direct<&combine_plain>::call, kFastCall, nullptr};
-  MOE_P2P_CHECK(py.complete, base::Code::kUnavailable, "this process has no stable ABI of Python");
+  if (!py.complete) return 0;
   MOE_P2P_CHECK(torch.size() * sizeof(int64_t) == sizeof(Torch), base::Code::kInvalidArgument,
                 torch.size(), " facts about torch, must be ", sizeof(Torch) / sizeof(int64_t));
   std::memcpy(&torch_of_process, torch.data(), sizeof(Torch));

@@ -1,6 +1,6 @@
 """moe_p2p/direct.py: calls past torch's dispatcher do what the ops do, or call them.
 
-The ops that stand behind the calls under test are stand-ins here, which record that they are called.
+In place of the ops behind the calls under test stands a function that returns OP.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def vmapped() -> Iterator[None]:
         lambda: torch.autocast("cpu"),
     ],
 )
-def test_who_watches_sees_the_op(
-    alone: AllToAll, call: Call, watching: Callable[[], Any]
-) -> None:
+def test_who_watches_sees_the_op(alone: AllToAll, call: Call, watching: Callable[[], Any]) -> None:
     given = given_to(call, alone)
     with watching():
         assert call(*given) is OP
@@ -231,6 +229,16 @@ def test_the_op_gets_odd_tensors(alone: AllToAll, call: Call) -> None:
             assert (call(*given) is OP) == given[4].requires_grad
 
 
+def test_tensors_of_a_gpu_are_plain() -> None:
+    """With the keys that c10/core/TensorImpl.cpp gives them."""
+    assert direct.FACTS is not None
+    key = torch._C.DispatchKey
+    keys = torch._C.DispatchKeySet(key.CUDA)
+    for each in (key.ADInplaceOrView, key.AutogradCUDA, key.AutocastCUDA):
+        keys = keys.add(each)
+    assert not keys.raw_repr() & ~direct.FACTS[4]
+
+
 def test_functorch_sees_the_op(alone: AllToAll) -> None:
     given = of_combine(alone)
 
@@ -248,7 +256,9 @@ def test_functorch_sees_the_op(alone: AllToAll) -> None:
 @pytest.mark.parametrize("call", [dispatch, combine])
 def test_wrong_arguments_are_refused_by_the_op(alone: AllToAll, call: Call) -> None:
     """With its text, through the function that the package uses."""
-    real = direct.call_of("dispatch_eager" if call is dispatch else "combine_plain", dict(CALLS)[call])
+    real = direct.call_of(
+        "dispatch_eager" if call is dispatch else "combine_plain", dict(CALLS)[call]
+    )
     given = given_to(call, alone)
     cases: list[list[Any]] = [[], given[:4], [*given, None, None, None, None]]
     for at in range(len(given)):
@@ -281,7 +291,7 @@ def test_ranks_that_are_threads_wait_without_the_gil(monkeypatch: pytest.MonkeyP
 
 def test_an_error_has_its_type(alone: AllToAll) -> None:
     tokens = make_tokens(0, 0, T)
-    with pytest.raises(errors.InvalidArgumentError, match="topk_idx is torch.int64"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"topk_idx is torch\.int64"):
         alone.dispatch(tokens.x, tokens.topk_idx[:, :2])
 
 
