@@ -36,7 +36,7 @@ struct MethodDef {  // PyMethodDef
 };
 constexpr int kFastCall = 0x80;  // METH_FASTCALL
 
-struct Python {
+struct PythonCalls {
   Object* (*new_function)(MethodDef*, Object* self, Object* module) = nullptr;
   Object* (*call)(Object*, Object* args, Object* kwargs) = nullptr;
   Object* (*new_tuple)(ptrdiff_t) = nullptr;
@@ -58,7 +58,7 @@ struct Python {
   Object** runtime_error = nullptr;
   bool complete = false;
 
-  Python() {
+  PythonCalls() {
     complete = find("PyCFunction_NewEx", new_function) && find("PyObject_Call", call) &&
                find("PyTuple_New", new_tuple) && find("PyTuple_SetItem", set_in_tuple) &&
                find("PyList_New", new_list) && find("PyList_SetItem", set_in_list) &&
@@ -80,7 +80,7 @@ struct Python {
   }
 };
 
-const Python py;
+const PythonCalls kPy;
 
 // What moe_p2p/direct.py has found out about this torch; the fields in its order.
 struct Torch {
@@ -114,23 +114,23 @@ bool watched() {
 // --- arguments: false unless they are exactly what is expected; null: left out ---
 
 bool read(Object* object, int64_t& number) {
-  if (!object || type_of(object) != py.int_type) return false;
+  if (!object || type_of(object) != kPy.int_type) return false;
   int overflow = 0;
-  number = py.to_number(object, &overflow);
+  number = kPy.to_number(object, &overflow);
   return overflow == 0;
 }
 
 bool read(Object* object, std::vector<int64_t>& numbers) {
   if (!object) return true;
-  if (type_of(object) != py.list_type) return false;
-  numbers.resize(static_cast<size_t>(py.list_size(object)));
+  if (type_of(object) != kPy.list_type) return false;
+  numbers.resize(static_cast<size_t>(kPy.list_size(object)));
   for (size_t i = 0; i < numbers.size(); ++i)
-    if (!read(py.in_list(object, static_cast<ptrdiff_t>(i)), numbers[i])) return false;
+    if (!read(kPy.in_list(object, static_cast<ptrdiff_t>(i)), numbers[i])) return false;
   return true;
 }
 
 bool read(Object* object, std::optional<Tensor>& tensor) {
-  if (!object || object == py.none) return true;
+  if (!object || object == kPy.none) return true;
   const Torch& torch = torch_of_process;
   if (const Object* type = type_of(object); type != torch.tensor && type != torch.parameter)
     return false;
@@ -150,18 +150,18 @@ bool read(Object* object, std::optional<Tensor>& tensor) {
 Object* object_of(const Tensor& tensor) { return torch_of_process.wrap(tensor.get()); }
 
 Object* object_of(const std::vector<Tensor>& tensors) {
-  Object* const list = py.new_list(static_cast<ptrdiff_t>(tensors.size()));
+  Object* const list = kPy.new_list(static_cast<ptrdiff_t>(tensors.size()));
   for (size_t i = 0; list && i < tensors.size(); ++i)
-    py.set_in_list(list, static_cast<ptrdiff_t>(i), object_of(tensors[i]));
+    kPy.set_in_list(list, static_cast<ptrdiff_t>(i), object_of(tensors[i]));
   return list;
 }
 
 template <typename... Parts>
 Object* object_of(const std::tuple<Parts...>& parts) {
-  Object* const made = py.new_tuple(sizeof...(Parts));
+  Object* const made = kPy.new_tuple(sizeof...(Parts));
   const auto set = [&](const auto&... part) {
     ptrdiff_t i = 0;
-    (py.set_in_tuple(made, i++, object_of(part)), ...);
+    (kPy.set_in_tuple(made, i++, object_of(part)), ...);
   };
   if (made) std::apply(set, parts);
   return made;
@@ -171,8 +171,8 @@ Object* object_of(const std::tuple<Parts...>& parts) {
 
 class WithoutGil {
  public:
-  WithoutGil() : state_(py.release_gil()) {}
-  ~WithoutGil() { py.take_gil(state_); }
+  WithoutGil() : state_(kPy.release_gil()) {}
+  ~WithoutGil() { kPy.take_gil(state_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
@@ -181,14 +181,14 @@ class WithoutGil {
 };
 
 Object* call_op(Object* op, Object* const* given, ptrdiff_t num) {
-  Object* const args = py.new_tuple(num);
+  Object* const args = kPy.new_tuple(num);
   if (!args) return nullptr;
   for (ptrdiff_t i = 0; i < num; ++i) {
-    py.keep(given[i]);
-    py.set_in_tuple(args, i, given[i]);
+    kPy.keep(given[i]);
+    kPy.set_in_tuple(args, i, given[i]);
   }
-  Object* const result = py.call(op, args, nullptr);
-  py.drop(args);
+  Object* const result = kPy.call(op, args, nullptr);
+  kPy.drop(args);
   return result;
 }
 
@@ -205,51 +205,49 @@ struct Slot<const Tensor&> {
   const Tensor& take() const { return *value; }
 };
 
-template <typename Result, typename... Arguments, size_t... I>
-Object* call_with(Result (*function)(Arguments...), std::index_sequence<I...>, Object* op,
-                  Object* const* given, ptrdiff_t num) {
-  constexpr auto kMost = static_cast<ptrdiff_t>(sizeof...(Arguments));
+template <typename Result, typename... Arguments>
+Object* call_with(Result (*function)(Arguments...), Object* op, Object* const* given,
+                  ptrdiff_t num) {
   std::tuple<Slot<Arguments>...> slots;  // outlives WithoutGil: tensors are dropped with the GIL
-  const auto at = [&](ptrdiff_t i) { return i < num ? given[i] : nullptr; };
-  if (num > kMost || watched() || !(std::get<I>(slots).read_from(at(I)) && ...))
-    return call_op(op, given, num);
+  const auto read_all = [&](auto&... slot) {
+    ptrdiff_t i = 0;
+    return (slot.read_from(i < num ? given[i++] : nullptr) && ...);
+  };
+  constexpr auto kMost = static_cast<ptrdiff_t>(sizeof...(Arguments));
+  if (num > kMost || watched() || !std::apply(read_all, slots)) return call_op(op, given, num);
   try {
     const Result result = [&] {
       const WithoutGil released;
-      return function(std::get<I>(slots).take()...);
+      return std::apply([&](auto&... slot) { return function(slot.take()...); }, slots);
     }();
     return object_of(result);
   } catch (const std::bad_alloc&) {
-    return py.set_no_memory();
+    return kPy.set_no_memory();
   } catch (const std::exception& error) {
-    py.set_error(*py.runtime_error, error.what());  // as torch does for ops
+    kPy.set_error(*kPy.runtime_error, error.what());  // as torch does for ops
     return nullptr;
   }
 }
 
-template <auto kFunction>
-struct Direct;
-template <typename Result, typename... Arguments, Result (*kFunction)(Arguments...)>
-struct Direct<kFunction> {
-  static Object* call(Object* op, Object* const* given, ptrdiff_t num) {
-    return call_with(kFunction, std::index_sequence_for<Arguments...>(), op, given, num);
-  }
-};
+template <auto Called>
+Object* direct(Object* op, Object* const* given, ptrdiff_t num) {
+  return call_with(Called, op, given, num);
+}
 
 // Returns the address of a new function, with its reference, that stands for the op of that name; 0
 // in a process without Python's stable ABI. op: address of what is called as the op. torch: the
 // fields of Torch.
 int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> torch) {
-  static MethodDef dispatch{"dispatch_eager", Direct<&dispatch_eager>::call, kFastCall, nullptr};
-  static MethodDef combine{"combine_plain", Direct<&combine_plain>::call, kFastCall, nullptr};
-  if (!py.complete) return 0;
+  static MethodDef dispatch{"dispatch_eager", &direct<&dispatch_eager>, kFastCall, nullptr};
+  static MethodDef combine{"combine_plain", &direct<&combine_plain>, kFastCall, nullptr};
+  if (!kPy.complete) return 0;
   MOE_P2P_CHECK(torch.size() * sizeof(int64_t) == sizeof(Torch), base::Code::kInvalidArgument,
                 torch.size(), " facts about torch, must be ", sizeof(Torch) / sizeof(int64_t));
   std::memcpy(&torch_of_process, torch.data(), sizeof(Torch));
   MethodDef* const def = name == dispatch.name ? &dispatch : &combine;
-  const int gil = py.ensure_gil();
-  Object* const made = py.new_function(def, reinterpret_cast<Object*>(op), nullptr);
-  py.leave_gil(gil);
+  const int gil = kPy.ensure_gil();
+  Object* const made = kPy.new_function(def, reinterpret_cast<Object*>(op), nullptr);
+  kPy.leave_gil(gil);
   return reinterpret_cast<int64_t>(made);
 }
 
