@@ -48,13 +48,14 @@ def _require(condition: bool, text: str) -> None:
 
 def _probes() -> Iterator[Tensor]:
     """Tensors whose objects and dispatch keys differ."""
-    yield torch.empty(0, device="cpu")
-    yield torch.empty(3, 4, dtype=torch.bfloat16, device="cpu")
-    yield torch.nn.Parameter(torch.empty(2, device="cpu"))
-    yield torch._neg_view(torch.empty(2, device="cpu"))
-    yield torch.empty(2, device="meta")
+    plain = torch.empty(3, 4, dtype=torch.bfloat16, device="cpu")
+    yield plain
+    yield torch.empty(0, dtype=torch.float32, device="cpu")
+    yield torch.nn.Parameter(plain)
+    yield torch._neg_view(plain)
+    yield torch.empty(2, dtype=torch.int32, device="meta")
     with torch.inference_mode():
-        yield torch.empty(2, device="cpu")
+        yield torch.empty(2, dtype=torch.float32, device="cpu")
 
 
 def _keys(tensor: Tensor) -> int:

@@ -15,7 +15,6 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -196,13 +195,13 @@ template <typename Argument>
 struct Slot {  // where an argument is read to
   std::decay_t<Argument> value{};
   bool read_from(Object* object) { return read(object, value); }
-  std::decay_t<Argument>&& take() { return std::move(value); }
+  const std::decay_t<Argument>& get() const { return value; }
 };
 template <>
 struct Slot<const Tensor&> {
   std::optional<Tensor> value;
   bool read_from(Object* object) { return read(object, value) && value; }
-  const Tensor& take() const { return *value; }
+  const Tensor& get() const { return *value; }
 };
 
 template <typename Result, typename... Arguments>
@@ -218,7 +217,7 @@ Object* call_with(Result (*function)(Arguments...), Object* op, Object* const* g
   try {
     const Result result = [&] {
       const WithoutGil released;
-      return std::apply([&](auto&... slot) { return function(slot.take()...); }, slots);
+      return std::apply([&](const auto&... slot) { return function(slot.get()...); }, slots);
     }();
     return object_of(result);
   } catch (const std::bad_alloc&) {
