@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from moe_p2p import arguments, errors
+from moe_p2p import arguments, direct, errors
 from moe_p2p.default_device import num_modes, watched, without_default_device
 from moe_p2p.dispatched import Call, Dispatched, new_tuple
 from moe_p2p.halves import Halves, with_more
@@ -48,11 +48,13 @@ from moe_p2p.options import (
 )
 
 _ops = torch.ops.moe_p2p
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
-_DISPATCH_EAGER = _ops.dispatch_eager.default
+_DISPATCH_EAGER = direct.call_of("dispatch_eager", _ops.dispatch_eager.default)
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
 _CHECK = _ops.all_to_all_check.default
 _COMBINE_PLAIN, _COMBINE_OUT = _ops.combine_plain.default, _ops.combine_out.default
+_COMBINE_EAGER = direct.call_of("combine_plain", _COMBINE_PLAIN)
 
 
 class AllToAll(Halves):
@@ -329,7 +331,8 @@ class AllToAll(Halves):
             if is_plain and not grad:
                 last = (row_weights, topk_weights) if topk_weights is not None else (row_weights,)
                 first = (self._comm, options, max_tokens, handle)
-                out, _ = _COMBINE_PLAIN(*first, y, topk_idx, *last)
+                run = _COMBINE_PLAIN if is_dynamo_compiling() else _COMBINE_EAGER
+                out, _ = run(*first, y, topk_idx, *last)
                 return out
             given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
             if out is not None:

@@ -141,6 +141,8 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
 // Up to so many bytes beside the rows share an allocation: a user who keeps one of them keeps all.
 constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
 
+}  // namespace
+
 Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
                           int64_t capacity, const Tensor& x, const Tensor& topk_idx,
                           std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
@@ -155,6 +157,8 @@ Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_t
   if (bytes <= kMostSharedBytes) beside.emplace(all <= kMostSharedBytes ? all : bytes);
   return dispatch_into_new(&*comm, in, capacity, beside ? &*beside : nullptr);
 }
+
+namespace {
 
 // The schema declares that combine does not change the handle, and this restores it: so a compiler
 // may use one handle for several combines. The communicator knows which step is still open.
@@ -210,6 +214,8 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
   return {out, std::move(more)};
 }
 
+}  // namespace
+
 std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
                                                       int64_t max_tokens, const Tensor& handle,
                                                       const Tensor& y, const Tensor& topk_idx,
@@ -218,6 +224,8 @@ std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t o
   return combine(comm_id, y, std::move(row_weights), {}, std::move(topk_weights), {}, handle,
                  topk_idx, max_tokens, y.scalar_type(), options, 0, false);
 }
+
+namespace {
 
 void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
                  std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,

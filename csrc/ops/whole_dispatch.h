@@ -1,6 +1,7 @@
-// A dispatch that makes its results: for the ops that return them.
+// Calls that make their results: for the ops that return them, and for direct_calls.cpp.
 #pragma once
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -18,5 +19,16 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
                              Arena* beside = nullptr);
 // The bytes that such an arena needs for up to `capacity` rows.
 int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int64_t capacity);
+
+// The ops of these names.
+Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
+                          int64_t capacity, const Tensor& x, const Tensor& topk_idx,
+                          std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
+                          std::vector<int64_t> others);
+std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
+                                                      int64_t max_tokens, const Tensor& handle,
+                                                      const Tensor& y, const Tensor& topk_idx,
+                                                      std::optional<Tensor> row_weights,
+                                                      std::optional<Tensor> topk_weights);
 
 }  // namespace moe_p2p::ops
