@@ -19,12 +19,16 @@ import torch
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, all_to_all
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, all_to_all, pool
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
 OPS = ("dispatch_eager", "combine_inference", "combine_plain", "combine_out", "release")
-DIRECT = {"_DISPATCH_EAGER": "dispatch_eager", "_COMBINE_EAGER": "combine_plain"}
+DIRECT = [
+    (all_to_all, "_DISPATCH_EAGER", "dispatch_eager"),
+    (all_to_all, "_COMBINE_EAGER", "combine_plain"),
+    (pool, "_COUNTED_EAGER", "dispatch_counted"),
+]
 COUNTED = ("count_routing", "dispatch_counted")
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
@@ -222,8 +226,8 @@ def test_python_of_a_pair(
 
         monkeypatch.setattr(op, "_op", call)
 
-    for name, op in DIRECT.items():
-        monkeypatch.setattr(all_to_all, name, getattr(torch.ops.moe_p2p, op).default)
+    for module, name, op in DIRECT:
+        monkeypatch.setattr(module, name, getattr(torch.ops.moe_p2p, op).default)
     with torch.no_grad():
         pair = make(place)
         for name in (*OPS, *HALVES, *COUNTED):

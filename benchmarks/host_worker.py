@@ -255,13 +255,15 @@ def watched() -> Iterator[tuple[list[str], list[Any]]]:
             return results[-1]
 
         overload._op = call
-    module = vars(sys.modules["moe_p2p.all_to_all"])
-    direct = {name: each for name, each in module.items() if is_direct(each)}
-    module.update({name: each.__self__ for name, each in direct.items()})
+    modules = [vars(sys.modules[name]) for name in ("moe_p2p.all_to_all", "moe_p2p.pool")]
+    direct = [{n: each for n, each in module.items() if is_direct(each)} for module in modules]
+    for module, calls in zip(modules, direct, strict=True):
+        module.update({name: each.__self__ for name, each in calls.items()})
     try:
         yield names, results
     finally:
-        module.update(direct)
+        for module, calls in zip(modules, direct, strict=True):
+            module.update(calls)
         for overload, real in before:
             overload._op = real
 

@@ -1,4 +1,4 @@
-"""dispatch_eager and combine_plain without torch's dispatcher, for eager calls nobody watches.
+"""Ops of most calls without torch's dispatcher, where they are eager and nobody watches.
 
 On the way to an op torch turns each argument into a value that knows its type, looks for all who
 may see the call, and turns results back: 50,000 instructions of a pair, as many as the package's

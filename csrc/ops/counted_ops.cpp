@@ -132,8 +132,7 @@ void cut_rows(Dispatched& dispatched, const moe::DispatchOptions& options, int64
   if (options.with_source) cut(more.front());
 }
 
-using Counted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>,
-                           Tensor, Tensor, int64_t, int64_t, int64_t>;
+}  // namespace
 
 Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& x,
                          std::optional<Tensor> scales, const Tensor& topk_idx,
@@ -172,8 +171,6 @@ Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& 
   const Agreed agreed = agree(*comm, given, alignment);
   return returned(dispatched(options.by_rank() ? agreed.num_rows : agreed.num_grouped), agreed);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch_counted", TORCH_BOX(&dispatch_counted));

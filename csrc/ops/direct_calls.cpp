@@ -1,15 +1,18 @@
-// dispatch_eager and combine_plain as functions of Python that skip torch's dispatcher, which takes
-// longer than the calls themselves. moe_p2p/direct.py makes them and has verified every fact about
-// this torch that is used here. Where anything is not as they expect (an argument of another type,
-// a subclass of Tensor, autograd, a mode, a transform, a profiler), they call the op, and that
-// decides. Python's functions are looked up in the process, all of its stable ABI.
+// dispatch_eager, dispatch_counted and combine_plain as functions of Python that skip torch's
+// dispatcher, which takes longer than the calls themselves. moe_p2p/direct.py makes them and has
+// verified every fact about this torch that is used here. Where anything is not as they expect (an
+// argument of another type, a subclass of Tensor, autograd, a mode, a transform, a profiler), they
+// call the op, and that decides. Python's functions are looked up in the process, all of its stable
+// ABI.
 #include <dlfcn.h>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <optional>
 #include <string>
@@ -45,6 +48,7 @@ struct PythonCalls {
   ptrdiff_t (*list_size)(Object*) = nullptr;
   Object* (*in_list)(Object*, ptrdiff_t) = nullptr;  // borrowed
   long long (*to_number)(Object*, int* overflow) = nullptr;
+  Object* (*from_number)(long long) = nullptr;
   void (*keep)(Object*) = nullptr;
   void (*drop)(Object*) = nullptr;
   void* (*release_gil)() = nullptr;
@@ -62,7 +66,8 @@ struct PythonCalls {
                find("PyTuple_New", new_tuple) && find("PyTuple_SetItem", set_in_tuple) &&
                find("PyList_New", new_list) && find("PyList_SetItem", set_in_list) &&
                find("PyList_Size", list_size) && find("PyList_GetItem", in_list) &&
-               find("PyLong_AsLongLongAndOverflow", to_number) && find("Py_IncRef", keep) &&
+               find("PyLong_AsLongLongAndOverflow", to_number) &&
+               find("PyLong_FromLongLong", from_number) && find("Py_IncRef", keep) &&
                find("Py_DecRef", drop) && find("PyEval_SaveThread", release_gil) &&
                find("PyEval_RestoreThread", take_gil) && find("PyGILState_Ensure", ensure_gil) &&
                find("PyGILState_Release", leave_gil) && find("PyErr_SetString", set_error) &&
@@ -145,6 +150,8 @@ bool read(Object* object, std::optional<Tensor>& tensor) {
 }
 
 // --- results: new references; null: a Python error is set ---
+
+Object* object_of(int64_t number) { return kPy.from_number(number); }
 
 Object* object_of(const Tensor& tensor) { return torch_of_process.wrap(tensor.get()); }
 
@@ -237,13 +244,17 @@ Object* direct(Object* op, Object* const* given, ptrdiff_t num) {
 // in a process without Python's stable ABI. op: address of what is called as the op. torch: the
 // fields of Torch.
 int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> torch) {
-  static MethodDef dispatch{"dispatch_eager", &direct<&dispatch_eager>, kFastCall, nullptr};
-  static MethodDef combine{"combine_plain", &direct<&combine_plain>, kFastCall, nullptr};
+  static MethodDef all[] = {{"dispatch_eager", &direct<&dispatch_eager>, kFastCall, nullptr},
+                            {"dispatch_counted", &direct<&dispatch_counted>, kFastCall, nullptr},
+                            {"combine_plain", &direct<&combine_plain>, kFastCall, nullptr}};
   if (!kPy.complete) return 0;
   MOE_P2P_CHECK(torch.size() * sizeof(int64_t) == sizeof(Torch), base::Code::kInvalidArgument,
                 torch.size(), " facts about torch, must be ", sizeof(Torch) / sizeof(int64_t));
   std::memcpy(&torch_of_process, torch.data(), sizeof(Torch));
-  MethodDef* const def = name == dispatch.name ? &dispatch : &combine;
+  MethodDef* const def = std::find_if(std::begin(all), std::end(all),
+                                      [&](const MethodDef& each) { return name == each.name; });
+  MOE_P2P_CHECK(def != std::end(all), base::Code::kInvalidArgument, "no direct call is named ",
+                name);
   const int gil = kPy.ensure_gil();
   Object* const made = kPy.new_function(def, reinterpret_cast<Object*>(op), nullptr);
   kPy.leave_gil(gil);

@@ -30,5 +30,12 @@ std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t o
                                                       const Tensor& y, const Tensor& topk_idx,
                                                       std::optional<Tensor> row_weights,
                                                       std::optional<Tensor> topk_weights);
+// Dispatched, and what the counts of all ranks gave.
+using Counted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>,
+                           Tensor, Tensor, int64_t, int64_t, int64_t>;
+Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& x,
+                         std::optional<Tensor> scales, const Tensor& topk_idx,
+                         std::optional<Tensor> topk_weights, int64_t max_tokens, int64_t alignment,
+                         int64_t kernel, int64_t host, int64_t call);
 
 }  // namespace moe_p2p::ops

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import AllToAll, DispatchOptions, direct, errors
 from moe_p2p.dispatched import Dispatched
+from moe_p2p.row_counts import HostCounts
 from tests.support.cases import bits, make, make_tokens
 from tests.support.ranks import Rank, run_threads
 
@@ -60,6 +61,7 @@ def op(*_: object) -> tuple[str]:
 
 dispatch = direct.call_of("dispatch_eager", op)
 combine = direct.call_of("combine_plain", op)
+counted = direct.call_of("dispatch_counted", op)
 CALLS = [(dispatch, ops.dispatch_eager.default), (combine, ops.combine_plain.default)]
 
 
@@ -90,6 +92,9 @@ def assert_alike(got: Any, want: Any) -> None:
         assert not got.requires_grad
         return
     assert type(got) is type(want)
+    if isinstance(want, int):
+        assert got == want
+        return
     for each, other in zip(got, want, strict=True):
         assert_alike(each, other)
 
@@ -126,6 +131,26 @@ def test_combine_returns_what_the_op_does(alone: AllToAll, options: DispatchOpti
         assert_alike(combine(*given, *more), ops.combine_plain(*given, *more))
     given[4] = torch.nn.Parameter(given[4])
     assert_alike(combine(*given), ops.combine_plain(*given))
+
+
+def of_counted(comm: AllToAll) -> list[Any]:
+    tokens, counts = make_tokens(0, 0, T), HostCounts()
+    host, number, topk_idx, kernel = counts.of(tokens.topk_idx, comm.config.num_experts, 1)
+    given = [comm._comm, BY_RANK.number, tokens.x, None, topk_idx, tokens.topk_weights, -1, 1]
+    return [*given, kernel, host, number]
+
+
+def test_a_counted_dispatch_returns_what_the_op_does(alone: AllToAll) -> None:
+    made, want = counted(*of_counted(alone)), ops.dispatch_counted(*of_counted(alone))
+    handle = 5  # made of other memory each time
+    assert_alike(made[:handle], want[:handle])
+    assert_alike(made[handle + 1 :], want[handle + 1 :])
+    assert made[9:] == (T, T, want[11])
+    with Modes.Dispatch():
+        assert counted(*of_counted(alone)) == OP
+    wrong = of_counted(alone)
+    wrong[4] = wrong[4][:, :2]
+    assert outcome(counted, wrong) == outcome(ops.dispatch_counted.default, wrong)
 
 
 def outcome(call: Call, given: list[Any]) -> tuple[type, str]:
