@@ -125,6 +125,8 @@ class AllToAll(Halves):
             capacity,
             moved,
         )
+        if type(extras) is not tuple:  # a look at a type of torch's would take longer
+            arguments.refuse_tensor(extras)
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)

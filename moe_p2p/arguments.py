@@ -92,6 +92,13 @@ def bytes_of_rows(x: Tensor) -> int:
     return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
 
 
+def refuse_tensor(extras: object) -> None:
+    """One tensor in place of several would be taken apart."""
+    if isinstance(extras, Tensor):
+        text = "extras is a tensor, must be a list or tuple of tensors [T, n]: extras=[tensor]"
+        raise errors.make(errors.InvalidArgumentError, text)
+
+
 def row_weights_of(
     dispatched: Dispatched, weighted: bool | None, topk_weights: Tensor | None
 ) -> Tensor | None:

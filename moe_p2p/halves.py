@@ -65,6 +65,7 @@ class Halves(Communicator):
         if torch.is_grad_enabled():
             refuse = without_default_device(arguments.refuse_gradient)
             refuse(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
+        arguments.refuse_tensor(extras)
         form = arguments.dispatch_form(
             self._shape,
             self.config.max_tokens if max_tokens is None else max_tokens,

@@ -25,7 +25,9 @@ struct Given {
   int64_t call;
 };
 
-void require_host_may_wait(const AllToAllObject& comm, const Given& given) {
+void require_host_may_wait(const AllToAllObject& comm, const Given& given, int64_t alignment) {
+  MOE_P2P_CHECK(alignment >= 1, Code::kInvalidArgument, "alignment is ", alignment,
+                ", must be at least 1");
   MOE_P2P_CHECK(given.num_values > 0 && given.host != 0, Code::kInvalidArgument,
                 "no counts are given");
   if (comm.device < 0) return;
@@ -88,7 +90,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t, int64_t> all_to_all_agree(
     int64_t host, int64_t call, int64_t alignment) {
   const Caller comm(comm_id);
   const Given given{topk_idx, kernel, num_values, host, call};
-  require_host_may_wait(*comm, given);
+  require_host_may_wait(*comm, given, alignment);
   count(*comm, given);
   auto [gathered, sizes, num_rows, max_tokens, num_grouped] = agree(*comm, given, alignment);
   return {gathered, sizes, num_rows, max_tokens, num_grouped};
@@ -143,7 +145,7 @@ Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& 
   const abi::Shape& shape = comm->plan().shape;
   const auto uncounted = kernel < 0 ? std::nullopt : std::optional(topk_idx);
   const Given given{uncounted, kernel, shape.world_size + shape.num_experts + 1, host, call};
-  require_host_may_wait(*comm, given);
+  require_host_may_wait(*comm, given, alignment);
   count(*comm, given);
 
   if (max_tokens < 0) max_tokens = most_tokens(*comm, x);

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_p2p import errors
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
@@ -115,11 +116,15 @@ class LowLatencyCalls(BufferBase):
         fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
             hidden = x.shape[1]
+            try:
+                topk = topk_idx.shape[1]
+            except (AttributeError, IndexError):
+                raise errors.wrong_type("topk_idx", topk_idx, "a tensor [t, K]") from None
             key = (
                 x.dtype,
                 x.get_device(),
                 hidden,
-                topk_idx.shape[1],
+                topk,
                 num_max_dispatch_tokens_per_rank,
                 num_experts,
                 use_fp8 and not use_nvfp4,
@@ -405,6 +410,8 @@ def _sums(result: Any, waited: Tensor | None) -> Tensor:
 
 
 def _as_nvfp4(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if global_scale is not None:
+        errors.require_type("x_global_scale", global_scale, Tensor)
     values, scales = nvfp4.quantize(x, global_scale)
     return values, (scales,)
 

@@ -106,6 +106,7 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"extras": (torch.zeros(3, 2),)},
         r"an extra is torch.float32 \[3, 2\], must have shape \[4, \*\]",
     ),
+    "one extra by itself": (lambda: {"extras": torch.zeros(4, 2)}, "extras is a tensor, must be a"),
     "too many extra bytes": (
         lambda: {"extras": (torch.zeros(4, 8),)},
         r"a token of this dispatch is .*extra_bytes",

@@ -148,9 +148,10 @@ def test_a_counted_dispatch_returns_what_the_op_does(alone: AllToAll) -> None:
     assert made[9:] == (T, T, want[11])
     with Modes.Dispatch():
         assert counted(*of_counted(alone)) == OP
-    wrong = of_counted(alone)
-    wrong[4] = wrong[4][:, :2]
-    assert outcome(counted, wrong) == outcome(ops.dispatch_counted.default, wrong)
+    for at, value in ((4, torch.zeros(T, 2, dtype=torch.int64)), (7, 0)):  # 7: alignment
+        wrong = of_counted(alone)
+        wrong[at] = value
+        assert outcome(counted, wrong) == outcome(ops.dispatch_counted.default, wrong)
 
 
 def outcome(call: Call, given: list[Any]) -> tuple[type, str]:

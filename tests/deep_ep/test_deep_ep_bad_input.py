@@ -83,6 +83,15 @@ def test_what_is_no_tensor_and_no_handle_is_named() -> None:
     buffer.combine(rows, handle)  # still usable
 
 
+def test_low_latency_calls_name_what_is_no_tensor() -> None:
+    buffer = make()
+    for wrong in (None, TOPK_IDX[0]):
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=r"topk_idx is .*, must be a tensor"):
+            buffer.low_latency_dispatch(X, wrong, 8, 8)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="x_global_scale is 3, must be a torch"):
+        buffer.low_latency_dispatch(X, TOPK_IDX, 8, 8, use_nvfp4=True, x_global_scale=3)
+
+
 def test_a_buffer_that_was_destroyed_makes_no_communicator() -> None:
     buffer = make(explicitly_destroy=True)
     dispatched(buffer)
