@@ -29,14 +29,13 @@ from torch.nn.functional import one_hot
 from moe_p2p import Engine
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.gather import everyones
-from moe_p2p.tools.option_types import at_least_1
+from moe_p2p.tools.option_types import at_least
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
 
 TRAINERS, GENERATORS, RANKS = 2, 2, 5  # generators of the start; one more joins
 HIDDEN, BATCH, PER_STEP = 256, 256, 8  # of a sample: questions; of a step: samples
 SHAPES = {"inner": (20, HIDDEN), "bias": (HIDDEN,), "outer": (HIDDEN, 10), "stamp": (2,)}
 RATE, ENTROPY, CHANCE, LEARNED = 0.03, 0.15, 0.1, 0.5
-LEAST_STEPS = 4  # fewer have no version between the call for the joiner and its arrival
 WAIT = timedelta(seconds=60)
 
 
@@ -59,11 +58,9 @@ def of_generators(count: int) -> WeightLayout:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_p2p.examples.rl")
-    parser.add_argument("--steps", type=at_least_1, default=40)
-    if (steps := parser.parse_args().steps) < LEAST_STEPS:
-        parser.error(f"--steps {steps}: at least {LEAST_STEPS}, a generator joins in the middle")
+    parser.add_argument("--steps", type=at_least(4), default=40)  # a generator joins in the middle
     try:
-        results = launch.run_ranks(rank_main, steps, num_ranks=RANKS)
+        results = launch.run_ranks(rank_main, parser.parse_args().steps, num_ranks=RANKS)
     except launch.RanksFailedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -171,8 +168,7 @@ class Trainer:
         found = [json.loads(self.store.get(name)) for name in names]
         for sample in found:
             if sample["stamp"] != [sample["version"]] * TRAINERS:
-                raise RuntimeError(f"a forward pass of version {sample['version']} read weights of "
-                                   f"{sample['stamp']}")  # fmt: skip
+                raise RuntimeError(f"version {sample['version']} read weights of {sample['stamp']}")
         return found
 
     def step(self, samples: list[dict[str, Any]]) -> float:

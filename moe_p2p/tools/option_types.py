@@ -13,6 +13,11 @@ from pathlib import Path
 MOST = (1 << 31) - 1  # of whole numbers: a larger one is a mistake
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Whole numbers from `least` on."""
+    return lambda text: _whole(text, least)
+
+
 def at_least_1(text: str) -> int:
     """A whole number from 1 on."""
     return _whole(text, 1)

@@ -43,9 +43,9 @@ def test_a_policy_learns_while_a_generator_joins() -> None:
     assert re.search(r"generator 2 joined at version \d+ in \d+ ms", done.stdout)
     assert "written into 3 generators" in done.stdout
     assert len((ROOT / "moe_p2p/examples/rl.py").read_text().splitlines()) <= 200
-    again = run(2)
+    again = run(4)
     assert again.returncode == 1  # it has learned nothing yet
-    assert rewards(again.stdout) == found[:2], again.stdout + again.stderr
+    assert rewards(again.stdout)[:2] == found[:2], again.stdout + again.stderr
 
 
 def test_ctrl_c_ends_it_without_a_traceback() -> None:
@@ -58,6 +58,4 @@ def test_fewer_versions_than_the_joiner_needs_are_refused() -> None:
     """It hung: nobody called the joiner, and nobody told it that all was over."""
     done = run(3)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith(
-        "--steps 3: at least 4, a generator joins in the middle"
-    )
+    assert "argument --steps: '3' is not a whole number from 4 to" in done.stderr.splitlines()[-1]
