@@ -27,7 +27,7 @@ OPS = ("dispatch_eager", "combine_inference", "combine_plain", "combine_out", "r
 DIRECT = [
     (all_to_all, "_DISPATCH_EAGER", "dispatch_eager"),
     (all_to_all, "_COMBINE_EAGER", "combine_plain"),
-    (pool, "_COUNTED_EAGER", "dispatch_counted"),
+    (pool, "_COUNTED", "dispatch_counted"),
 ]
 COUNTED = ("count_routing", "dispatch_counted")
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import arguments, direct, errors, serving_steps
-from moe_p2p.all_to_all import AllToAll, fields_of, is_dynamo_compiling
+from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.default_device import watched, without_default_device
 from moe_p2p.dispatched import new_tuple
@@ -35,8 +35,8 @@ from moe_p2p.rendezvous.mirror import meet
 from moe_p2p.row_counts import Given, HostSizes
 
 _ops = torch.ops.moe_p2p
-_COUNTED, _CHECK = _ops.dispatch_counted.default, _ops.all_to_all_check.default
-_COUNTED_EAGER = direct.call_of("dispatch_counted", _COUNTED)
+_CHECK = _ops.all_to_all_check.default
+_COUNTED = direct.call_of("dispatch_counted", _ops.dispatch_counted.default)
 TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
 # AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
@@ -83,9 +83,8 @@ class ReleasingAllToAll(AllToAll):
         number = options.number
         if self._device is not None:
             self._prepare_dispatch(x.dtype, number, False, arguments.bytes_of_rows(x))
-        run = _COUNTED if is_dynamo_compiling() else _COUNTED_EAGER
         try:
-            *made, gathered, sizes, tokens, bound, grouped = run(
+            *made, gathered, sizes, tokens, bound, grouped = _COUNTED(
                 self._comm,
                 number,
                 x,

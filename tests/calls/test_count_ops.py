@@ -158,8 +158,8 @@ def test_a_call_that_waits_for_counts_is_one_op() -> None:
     normal(layout()), v2()  # make communicators
     for call, wanted, most_functions in (
         (layout, ["count_routing"], 17),
-        (lambda: normal(layout()), ["count_routing", "dispatch_counted"], 33),
-        (v2, ["dispatch_counted"], 20),
+        (lambda: normal(layout()), ["count_routing", "dispatch_counted"], 32),
+        (v2, ["dispatch_counted"], 19),
     ):
         with Recorded() as recorded:
             call()

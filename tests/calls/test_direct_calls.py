@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import AllToAll, DispatchOptions, direct, errors
 from moe_p2p.dispatched import Dispatched
+from moe_p2p.pool import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
 from tests.support.cases import bits, make, make_tokens
 from tests.support.ranks import Rank, run_threads
@@ -152,6 +153,24 @@ def test_a_counted_dispatch_returns_what_the_op_does(alone: AllToAll) -> None:
         wrong = of_counted(alone)
         wrong[at] = value
         assert outcome(counted, wrong) == outcome(ops.dispatch_counted.default, wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo")
+def test_a_compiler_leaves_a_counted_dispatch_to_its_eager_call(alone: AllToAll) -> None:
+    """Its op cannot be traced, and ended the compiled function with an error."""
+    _, _, x, scales, topk_idx, weights, *_ = of_counted(alone)
+    counts = HostCounts()
+    releasing = ReleasingAllToAll(dist.HashStore(), alone.config, rank=0, world_size=1)
+
+    def rows(x: Tensor) -> Tensor:
+        given = counts.of(topk_idx, alone.config.num_experts, 1)
+        made = releasing.dispatch_counted(BY_RANK, x, topk_idx, weights, scales, given, alignment=1)
+        return made[0][0]
+
+    want = rows(x)
+    torch._dynamo.reset()
+    assert torch.equal(bits(torch.compile(rows, backend="eager")(x)), bits(want))
+    releasing.close()
 
 
 def outcome(call: Call, given: list[Any]) -> tuple[type, str]:
