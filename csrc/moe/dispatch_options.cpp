@@ -52,11 +52,14 @@ DispatchOptions dispatch_options_from(int64_t number) {
           .alignment = alignment};
 }
 
+bool by_rank_from(int64_t number) {
+  return static_cast<abi::RowLayout>(number & 3) == abi::RowLayout::kByRank;
+}
+
 abi::SumOrder sum_order_from(int64_t number) {
   const auto order = static_cast<abi::SumOrder>(number >> kSumOrderShift & 3);
   // Rows by rank are one for each rank.
-  const bool by_rank = static_cast<abi::RowLayout>(number & 3) == abi::RowLayout::kByRank;
-  return order == abi::SumOrder::kRows && by_rank ? abi::SumOrder::kTopk : order;
+  return order == abi::SumOrder::kRows && by_rank_from(number) ? abi::SumOrder::kTopk : order;
 }
 
 abi::Partials partials_from(int64_t number) { return partials_of(number >> kPartialsShift); }

@@ -32,6 +32,8 @@ struct DispatchOptions {
 
 // Throws Error{kInvalidArgument} for a number that options.py never makes.
 DispatchOptions dispatch_options_from(int64_t number);
+// Whether rows lie by rank. The number may be a combine's.
+bool by_rank_from(int64_t number);
 // The order in which the combine adds that is given this number.
 abi::SumOrder sum_order_from(int64_t number);
 // The types of the partial sums of such a combine.

@@ -234,6 +234,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
   send.y_dtype = payload_type(in.y.scalar_type(), "y", kCombineTypes);
   send.y = data_of(in.y);
+  send.by_rank = in.by_rank;
   // row_weights are the dispatch's, not given by the caller: y does not fit.
   MOE_P2P_CHECK(!in.row_weights || in.row_weights->numel() == send.y_rows, Code::kInvalidArgument,
                 "y is ", describe(in.y), ", must hold the ", in.row_weights->numel(),

@@ -124,6 +124,7 @@ struct CombineArguments {
   int64_t max_tokens;  // of the dispatch
   abi::SumOrder order{};
   abi::Partials partials{};
+  bool by_rank = false;  // y is known to lie so
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);

@@ -55,7 +55,7 @@ moe::DeviceKernel device_kernel_from(const std::string& text) {
   const Settings settings("kernel", text,
                           {"handle", "num_threads", "shared_bytes", "num_send_workers",
                            "num_recv_workers", "max_send_blocks", "max_recv_blocks",
-                           "max_copy_blocks", "max_resident_blocks", "max_slot_bytes"});
+                           "max_copy_blocks", "max_away_blocks", "max_resident_blocks", "max_slot_bytes"});
   return {.handle = required<uint64_t>(settings, "handle"),
           .num_threads = required<unsigned>(settings, "num_threads"),
           .shared_bytes = required<unsigned>(settings, "shared_bytes"),
@@ -64,6 +64,7 @@ moe::DeviceKernel device_kernel_from(const std::string& text) {
           .max_send_blocks = required<int>(settings, "max_send_blocks"),
           .max_recv_blocks = required<int>(settings, "max_recv_blocks"),
           .max_copy_blocks = required<int>(settings, "max_copy_blocks"),
+          .max_away_blocks = required<int>(settings, "max_away_blocks"),
           .max_resident_blocks = required<int>(settings, "max_resident_blocks"),
           .max_slot_bytes = required<uint64_t>(settings, "max_slot_bytes")};
 }

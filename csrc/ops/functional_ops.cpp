@@ -207,7 +207,8 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
   if (with_wait_ticks)
     wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
   combine_into(*comm,
-               {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order, partials},
+               {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order, partials,
+                moe::by_rank_from(options)},
                {out, scalars, bias, wait_ticks, order,
                 order == abi::SumOrder::kRanks ? nullptr : &topk_idx, partials},
                handle);

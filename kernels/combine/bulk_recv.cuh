@@ -6,15 +6,14 @@
 
 namespace moe_p2p::device::bulk {
 
-// A warp waits for the rows of several tokens together: one wait for all, but in a short chunk the
-// first token should not wait for others.
+// Lanes of a token, a power of two. A warp waits for the rows of several tokens together: one wait
+// for all. In a short chunk the first token should not wait for others.
 inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
                                      : kSpeakers <= 4  ? 4
                                      : kSpeakers <= 8  ? 8
                                      : kSpeakers <= 16 ? 16
                                                        : 32;
-inline constexpr i32 kTokenLanes = kChunk > 512 ? kSpeakerLanes : 32;  // of one token
-inline constexpr i32 kTokensAtOnce = 32 / kTokenLanes;
+inline constexpr i32 kShortChunk = 512;  // tokens
 
 // Returns the row of y that this rank did not send to itself for a token in slot `index`; null: it
 // sent a sum. load_slots() decides it alike.
@@ -29,11 +28,12 @@ __device__ inline const char* own_row(const CombineParams& p, const Self& self,
   return num_rows == 1 ? p.y.as<const char>() + static_cast<u64>(row) * kYBytes : nullptr;
 }
 
-// Loads the rows of tokens first, first + stride, ... up to kTokensAtOnce of them.
+// Loads the rows of tokens first, first + stride, ..., each looked up by kLanesOfToken lanes.
+template <i32 kLanesOfToken>
 __device__ inline void load_tokens(const CombineParams& p, const Self& self,
                                    const HandleArrays& handle, Loader& loader, u64 step, i32 first,
                                    i32 end, i32 stride) {
-  const i32 lane = loader.lane, mine = lane / kTokenLanes, speaker = lane % kTokenLanes;
+  const i32 lane = loader.lane, mine = lane / kLanesOfToken, speaker = lane % kLanesOfToken;
   const i32 token = first + mine * stride;
   const char* row = nullptr;
   if (token < end && speaker < kSpeakers) {
@@ -44,8 +44,8 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
   fence_global_for_bulk();
   const u32 have = __ballot_sync(~0u, row != nullptr);
   const i32 first_partial = num_biases(p);
-  for (i32 t = 0; t < kTokensAtOnce && first + t * stride < end; ++t) {
-    const u32 bits = have >> (t * kTokenLanes) & (~0u >> (32 - kTokenLanes));
+  for (i32 t = 0; t < 32 / kLanesOfToken && first + t * stride < end; ++t) {
+    const u32 bits = have >> (t * kLanesOfToken) & (~0u >> (32 - kLanesOfToken));
     const u64 offset = static_cast<u64>(first + t * stride) * kOutBytes;
     Sum& sum = loader.next();
     if (lane == 0) {
@@ -90,8 +90,14 @@ __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, 
     begin_chunk(p, self, worker, step, chunk, block);
     if (role.loads) {
       const i32 end = end_of_chunk(p, chunk);
-      for (i32 token = chunk * kChunk + id; token < end; token += count * kTokensAtOnce)
-        load_tokens(p, self, handle, loader, step, token, end, count);
+      const auto load = [&]<i32 kLanesOfToken>() {
+        for (i32 t = chunk * kChunk + id; t < end; t += count * (32 / kLanesOfToken))
+          load_tokens<kLanesOfToken>(p, self, handle, loader, step, t, end, count);
+      };
+      if (kChunk > kShortChunk && end - chunk * kChunk > kShortChunk)
+        load.template operator()<kSpeakerLanes>();
+      else
+        load.template operator()<32>();
       loader.end();
     } else if (role.stores) {
       if (role.thread == 0) storer.run<false>(chunk);

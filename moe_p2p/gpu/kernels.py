@@ -22,6 +22,7 @@ from moe_p2p.gpu.launch_shape import (
     Bulk,
     Chosen,
     TunedLaunch,
+    away_blocks,
     bulk_combine,
     bulk_dispatch,
     choose,
@@ -65,6 +66,7 @@ class Kernel(NamedTuple):
     """Source and macros of a kernel, and the most blocks of each of its halves.
 
     max_copy_blocks: replaces max_send_blocks when combine only copies rows (nothing to add).
+    max_away_blocks: replaces it where besides those to the own rank may stay in place.
     """
 
     source: str
@@ -72,6 +74,7 @@ class Kernel(NamedTuple):
     max_send_blocks: int
     max_recv_blocks: int
     max_copy_blocks: int
+    max_away_blocks: int
 
     @property
     def entry(self) -> str:
@@ -129,7 +132,7 @@ def dispatch_kernel(
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
-    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens)
+    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens, tokens)
 
 
 def combine_kernel(
@@ -167,8 +170,11 @@ def combine_kernel(
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
-    copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
-    return Kernel("combine.cu", shape | macros, slots, tokens, copies)
+    if not macros["MOE_P2P_BULK"]:
+        return Kernel("combine.cu", shape | macros, slots, tokens, slots, slots)
+    # Both halves then read as many rows, or the senders fewer.
+    away = away_blocks(shape["MOE_P2P_RANKS_PER_NODE"], tokens)
+    return Kernel("combine.cu", shape | macros, slots, tokens, tokens, away)
 
 
 def clean_kernel(shape: dict[str, int]) -> Kernel:
@@ -180,7 +186,7 @@ def clean_kernel(shape: dict[str, int]) -> Kernel:
         "MOE_P2P_SEND_WORKERS": 1,
         "MOE_P2P_RECV_WORKERS": 1,
     }
-    return Kernel("clean.cu", of_any_length(shape) | macros, 1, 1, 1)
+    return Kernel("clean.cu", of_any_length(shape) | macros, 1, 1, 1, 1)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:

@@ -168,6 +168,7 @@ def fields_of(kernel: Kernel, function: int, resident_blocks: int) -> str:
         max_send_blocks=kernel.max_send_blocks,
         max_recv_blocks=kernel.max_recv_blocks,
         max_copy_blocks=kernel.max_copy_blocks,
+        max_away_blocks=kernel.max_away_blocks,
         max_resident_blocks=resident_blocks,
         max_slot_bytes=macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
     )

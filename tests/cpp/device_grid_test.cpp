@@ -13,6 +13,7 @@ constexpr DeviceKernel kWide{.num_send_workers = 4,
                              .max_send_blocks = 50,
                              .max_recv_blocks = 60,
                              .max_copy_blocks = 30,
+                             .max_away_blocks = 15,
                              .max_resident_blocks = 130};
 
 TEST_CASE("device grid: a worker for each item, as far as more blocks help") {
@@ -57,6 +58,12 @@ TEST_CASE("device grid: senders that only copy leave blocks to the receivers") {
   CHECK(choose_grid(kWide, sums).num_send_blocks == 10);
   CHECK(choose_grid(kWide, copies).num_send_blocks == 7);
   CHECK(choose_grid(kWide, copies).num_recv_blocks == 15);
+  GridInput fewer = copies;
+  fewer.own_stay = true;
+  CHECK(choose_grid(kWide, fewer).num_send_blocks == 4);
+  CHECK(choose_grid(kWide, fewer).num_recv_blocks == 18);
+  fewer.copies = false;
+  CHECK(choose_grid(kWide, fewer).num_send_blocks == 10);
 }
 
 TEST_CASE("device grid: a call fits on the device at once") {

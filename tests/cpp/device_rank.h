@@ -135,6 +135,7 @@ class Rank {
                         .max_send_blocks = 100,
                         .max_recv_blocks = 100,
                         .max_copy_blocks = 50,
+                        .max_away_blocks = 25,
                         .max_resident_blocks = 132,
                         .max_slot_bytes = 1 << 20};
     backend.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);

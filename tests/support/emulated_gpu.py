@@ -336,6 +336,7 @@ class EmulatedDevice(DeviceSide):
             max_send_blocks=min(kernel.max_send_blocks, half),
             max_recv_blocks=min(kernel.max_recv_blocks, half),
             max_copy_blocks=min(kernel.max_copy_blocks, half),
+            max_away_blocks=min(kernel.max_away_blocks, half),
         )
         return super()._load(few)
 

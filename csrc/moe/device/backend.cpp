@@ -394,6 +394,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size * kMostShares : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .copies = copies,
+                            .own_stay = recv && send && send->by_rank,
                             .weights = p.topk_weights.address != 0});
   // `before` stays valid: a call that opens steps has none, or a captured one.
   if (opens) make_room(call.num_steps, place);

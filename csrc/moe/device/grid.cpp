@@ -13,7 +13,9 @@ int64_t blocks_for(int64_t items, int num_workers, int64_t most) noexcept {
 }  // namespace
 
 abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& in) noexcept {
-  const int64_t most_send = in.copies ? kernel.max_copy_blocks : kernel.max_send_blocks;
+  const int64_t most_send = !in.copies    ? kernel.max_send_blocks
+                            : in.own_stay ? kernel.max_away_blocks
+                                          : kernel.max_copy_blocks;
   int64_t send = blocks_for(in.send_items, kernel.num_send_workers, most_send);
   int64_t recv = blocks_for(in.recv_items, kernel.num_recv_workers, kernel.max_recv_blocks);
   int64_t most = kernel.max_resident_blocks;
