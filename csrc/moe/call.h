@@ -82,7 +82,7 @@ struct CombineSend {
   const void* y = nullptr;  // [y_rows, H] of y_dtype, laid out as x was received
   abi::DType y_dtype{};
   int64_t y_rows = 0;
-  bool by_rank = false;  // y is known to lie by rank: a slot has one row
+  bool by_rank = false;                // y is known to lie by rank: a slot has one row
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
   // [y_rows]: returned to their (token, k); by rank [y_rows, K]: all K are added up; null: none
   const float* row_scalars = nullptr;

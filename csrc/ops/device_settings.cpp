@@ -52,10 +52,11 @@ moe::DeviceMemory device_memory_from(const std::string& text) {
 }
 
 moe::DeviceKernel device_kernel_from(const std::string& text) {
-  const Settings settings("kernel", text,
-                          {"handle", "num_threads", "shared_bytes", "num_send_workers",
-                           "num_recv_workers", "max_send_blocks", "max_recv_blocks",
-                           "max_copy_blocks", "max_away_blocks", "max_resident_blocks", "max_slot_bytes"});
+  const Settings settings(
+      "kernel", text,
+      {"handle", "num_threads", "shared_bytes", "num_send_workers", "num_recv_workers",
+       "max_send_blocks", "max_recv_blocks", "max_copy_blocks", "max_away_blocks",
+       "max_resident_blocks", "max_slot_bytes"});
   return {.handle = required<uint64_t>(settings, "handle"),
           .num_threads = required<unsigned>(settings, "num_threads"),
           .shared_bytes = required<unsigned>(settings, "shared_bytes"),

@@ -22,11 +22,11 @@ from moe_p2p.gpu.launch_shape import (
     Bulk,
     Chosen,
     TunedLaunch,
-    away_blocks,
     bulk_combine,
     bulk_dispatch,
     choose,
     combine_shared_bytes,
+    copy_blocks,
     dispatch_shared_bytes,
     goes_in_bulk,
     job_of,
@@ -131,8 +131,7 @@ def dispatch_kernel(
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
     } | _block_macros(bulk)
-    tokens, slots = launch.token_blocks, launch.slot_blocks
-    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens, tokens)
+    return Kernel("dispatch.cu", shape | macros, launch.token_blocks, launch.slot_blocks, 1, 1)
 
 
 def combine_kernel(
@@ -169,12 +168,8 @@ def combine_kernel(
         "MOE_P2P_SEND_WORKERS": launch.slot_workers,
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
-    tokens, slots = launch.token_blocks, launch.slot_blocks
-    if not macros["MOE_P2P_BULK"]:
-        return Kernel("combine.cu", shape | macros, slots, tokens, slots, slots)
-    # Both halves then read as many rows, or the senders fewer.
-    away = away_blocks(shape["MOE_P2P_RANKS_PER_NODE"], tokens)
-    return Kernel("combine.cu", shape | macros, slots, tokens, tokens, away)
+    blocks = launch.slot_blocks, launch.token_blocks, *copy_blocks(shape | macros, launch)
+    return Kernel("combine.cu", shape | macros, *blocks)
 
 
 def clean_kernel(shape: dict[str, int]) -> Kernel:

@@ -314,14 +314,16 @@ def bulk_dispatch(
     return None
 
 
-def away_blocks(ranks: int, recv_blocks: int) -> int:
-    """Blocks of senders, in bulk, whose rows by rank for the own rank stay where they are.
+def copy_blocks(macros: dict[str, int], launch: LaunchShape) -> tuple[int, int]:
+    """Most sending blocks of a combine whose senders only copy, and where own rows stay besides.
 
-    Of two ranks a token has 2 rows to copy in one half and 3 in the other, and at H 7168 on 24
-    multiprocessors 10 + 14 blocks are 4 to 12% faster than 12 + 12, and than 9 + 15 from 1,024
-    tokens on.
+    In bulk both halves read as many rows. Of two ranks, where own rows stay, a token has 2 rows to
+    copy in one half and 3 in the other: 10 + 14 blocks are 4 to 12% faster than 12 + 12.
     """
-    return -(-5 * recv_blocks // 7) if ranks == _OWN_STAY_RANKS else recv_blocks
+    if not macros["MOE_P2P_BULK"]:
+        return launch.slot_blocks, launch.slot_blocks
+    most, two = launch.token_blocks, macros["MOE_P2P_RANKS_PER_NODE"] == _OWN_STAY_RANKS
+    return most, -(-5 * most // 7) if two else most
 
 
 def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk | None:

@@ -26,10 +26,10 @@ struct GridInput {
   int64_t send_items = 0;  // items that the sending workers of one chunk carry; 0: no such half
   int64_t recv_items = 0;
   int32_t relay_blocks = 0;
-  int num_sms = 0;       // most blocks of the whole grid; 0: as many as help
-  bool copies = false;   // rows that senders carry need no sum
+  int num_sms = 0;        // most blocks of the whole grid; 0: as many as help
+  bool copies = false;    // rows that senders carry need no sum
   bool own_stay = false;  // and are one of each slot, so that those of the own rank may stay
-  bool weights = false;  // late ones
+  bool weights = false;   // late ones
 };
 
 // Gives each item a worker, as far as there are blocks; few blocks are divided in the proportion of
