@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +174,34 @@ def test_the_plot_has_a_line_for_each_system(tmp_path: Path) -> None:
     else:
         assert reason is not None
         assert reason.startswith("matplotlib is not installed")
+
+
+def test_each_kind_of_calls_has_a_panel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one, the legend of three kinds of three systems would hide their lines."""
+    pair = a_row("pair eager")
+    rows = [pair, replace(pair, system="theirs"), replace(pair, interface="v2"), a_row("dispatch")]
+    panels = list[tuple[str, list[str]]]()
+
+    def draw(_: Path, __: str, paint: Callable[[Any], None], **subplots: Any) -> None:
+        class Axes:
+            def __getitem__(self, _: object) -> list[None]:
+                return [None] * subplots["nrows"]
+
+        paint(Axes())
+
+    def latency(_: object, *, series: dict[str, object], what: str) -> None:
+        panels.append((what, list(series)))
+
+    module = sys.modules[plot.__module__]
+    monkeypatch.setattr(module, "draw", draw)
+    monkeypatch.setattr(module, "_latency", latency)
+    monkeypatch.setattr(module, "_part_of_push", lambda *_: None)
+    plot(rows, Path("unused.png"))
+    assert panels == [
+        ("pair, normal calls", ["moe_p2p normal EP4", "theirs normal EP4"]),
+        ("dispatch and combine apart, normal calls", ["moe_p2p normal EP4 dispatch"]),
+        ("pair, v2 calls", ["moe_p2p v2 EP4"]),
+    ]
 
 
 @pytest.mark.parametrize("interface", INTERFACES)

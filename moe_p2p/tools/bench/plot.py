@@ -1,10 +1,12 @@
 """The plot, where matplotlib is installed: floor, ours and baselines on one axis in microseconds.
 
-Panels stand below each other and letters are large, so that a phone shows them whole.
+Panels stand below each other, those of DeepEP's calls one for each kind, and letters are large, so
+that a phone shows them whole.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +32,9 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
 
     figure, axes = pyplot.subplots(**subplots)
     paint(axes)
-    figure.suptitle(heading, fontsize=10, wrap=True)
-    figure.tight_layout(rect=(0, 0, 1, 0.99))
+    inch = 1 / figure.get_figheight()
+    figure.suptitle(heading, y=1 - 0.1 * inch, fontsize=10, wrap=True)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 * inch))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -41,16 +44,21 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
 def plot(rows: Sequence[Row], path: Path) -> str | None:
     """Draws all worlds into a PNG; returns the reason if it could not."""
     pairs = lines(rows)
-    apart = {
-        f"{label} {what}": [row for row in of_one if row is not None]
-        for what in ("dispatch", "combine")
-        for label, points in pairs.items()
-        for of_one in ([_same(pair, what, rows) for pair in points],)
-        if any(of_one)
-    }
-    panels: list[Callable[[Any], None]] = [lambda axis: _latency(axis, pairs, "pair")]
-    if apart:
-        panels.append(lambda axis: _latency(axis, apart, "dispatch and combine apart"))
+    panels: list[Callable[[Any], None]] = []
+    for calls in dict.fromkeys(row.interface for row in rows):
+        suffix = f", {calls} calls" if calls else ""
+        whole = {label: points for label, points in pairs.items() if points[0].interface == calls}
+        panels.append(functools.partial(_latency, series=whole, what=f"pair{suffix}"))
+        apart = {
+            f"{label} {what}": [row for row in of_one if row is not None]
+            for what in ("dispatch", "combine")
+            for label, points in whole.items()
+            for of_one in ([_same(pair, what, rows) for pair in points],)
+            if any(of_one)
+        }
+        if apart:
+            what = f"dispatch and combine apart{suffix}"
+            panels.append(functools.partial(_latency, series=apart, what=what))
     if any(row.wire_bytes for row in rows):
         panels.append(lambda axis: _bytes(axis, pairs))
     if any(row.percent_of_push for row in rows):
