@@ -58,6 +58,7 @@ def test_what_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["model", "--json=/proc/x"], "--json: /proc/x cannot be written"),
         (["plan", "--weight=kimi-k2"], "unrecognized arguments: --weight=kimi-k2"),
         (["plan", "--kv", "--tokens=99999999999999"], "--tokens: '99999999999999' is not a whole"),
+        (["plan", "--kv", "--k-bytes=1e30"], "--k-bytes: '1e30' is not a whole number from 1"),
         (["tune", "--device=cpu", "--only=launches"], "on CPUs there is nothing of it to measure"),
         (["tune", "--timeout-s=0"], "--timeout-s: '0' is not a number above 0"),
     ],
