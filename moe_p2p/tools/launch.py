@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_p2p import env, errors
+from moe_p2p.tools.out_of_memory import not_allocated
 
 # Timeout of collectives in process_group(). A rank that imports torch on a busy machine needs
 # several seconds; the agent notices a dead rank long before this.
@@ -250,8 +251,7 @@ def _is_result(error: Exception) -> bool:
 def _report(reports: Path, error: Exception) -> None:
     """Writes this rank's error for run_ranks, and waits for the reports of other ranks."""
     unfinished = reports / f"unfinished.{env.rank()}"
-    told = str(error) if isinstance(error, _REFUSALS) else traceback.format_exception(error)
-    unfinished.write_text("".join(told).strip())
+    unfinished.write_text(_told(error))
     unfinished.rename(reports / f"{'result' if _is_result(error) else 'cause'}.{env.rank()}")
     started = time.monotonic()
     while len(kinds := [path.stem for path in reports.iterdir()]) < env.local_world_size():
@@ -259,6 +259,13 @@ def _report(reports: Path, error: Exception) -> None:
         if time.monotonic() - started > timeout_s:
             return
         time.sleep(REPORTS_POLL_S)
+
+
+def _told(error: Exception) -> str:
+    if size := not_allocated(error):
+        return f"no memory for {size}; lower --tokens, --hidden or another size that was asked for"
+    told = str(error) if isinstance(error, _REFUSALS) else traceback.format_exception(error)
+    return "".join(told).strip()
 
 
 def _error_text(error: ChildFailedError, reports: Path) -> str:

@@ -95,6 +95,23 @@ def test_what_ranks_refuse_alike_is_one_line_and_no_traceback(
     assert "Traceback" not in reported
 
 
+# More than an address space holds: no setting of the kernel promises that, or kills who asked.
+def test_no_memory_for_a_table_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accuracy", "--tokens=65536", "--hidden=2147483616"]) == 2
+    reported = capsys.readouterr().err
+    assert reported.startswith("accuracy: no memory for 281474972516352 bytes of --tokens 65536 --")
+    assert len(reported.splitlines()) == 1
+
+
+def test_no_memory_for_a_benchmark_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks=1", "--ranks-per-node=1", "--tokens=65536", "--hidden=2147483616"]
+    assert main(["bench", "--device=cpu", *sizes, "--json=", "--plot="]) == 2
+    reported = capsys.readouterr().err
+    assert "bench: rank 0 failed:\nno memory for " in reported
+    assert "lower --tokens, --hidden or another size" in reported
+    assert "Traceback" not in reported
+
+
 def two() -> int:
     return 2
 
