@@ -151,10 +151,10 @@ def main(arguments: list[str]) -> int:
             for name, draw in DRAWS.items()
         }
     except (RuntimeError, MemoryError) as error:
-        if not (size := not_allocated(error)):
+        if not (missing := not_allocated(error)):
             raise
         asked = f"--tokens {given.tokens} --hidden {given.hidden}"
-        print(f"accuracy: no memory for {size} of {asked}; lower one of them", file=sys.stderr)
+        print(f"accuracy: no memory for {missing} of {asked}; lower one of them", file=sys.stderr)
         return 2
     print(f"| {'travels':23} | bytes | " + " | ".join(columns) + " |")
     print("|---|---|" + "---|" * len(columns))
