@@ -75,11 +75,11 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
-    _start_fork_server()
     # The error raised here has everything. The agent's logger has a level of its own.
     for name in ("torch", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as folder, _handlers_restored():
+    with _handlers(), tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as folder:
+        _start_fork_server()
         (reports := Path(folder, "reports")).mkdir()
         config = LaunchConfig(
             min_nodes=1,
@@ -123,18 +123,27 @@ def _start_fork_server() -> None:
 
 
 @contextlib.contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Restores signal handlers, which the agent replaces."""
+def _handlers() -> Iterator[None]:
+    """Restores signal handlers, which the agent replaces.
+
+    A signal that comes before it has would end this process at once, and its folders would stay.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in caught}
+    if handlers[signal.SIGTERM] is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

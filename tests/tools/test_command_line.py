@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -120,3 +124,26 @@ def test_ranks_leave_no_folder_of_theirs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert launch.run_ranks(two, num_ranks=1) == [2]
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
+
+
+TERMINATED = """
+import os, signal
+from multiprocessing import forkserver
+from moe_p2p.tools import launch
+
+ensure_running = forkserver.ensure_running
+def then_end():
+    ensure_running()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+forkserver.ensure_running = then_end
+launch.run_ranks(os.getpid, num_ranks=1)
+"""
+
+
+def test_a_signal_before_ranks_start_leaves_no_folder(tmp_path: Path) -> None:
+    """It once ended the launcher before torchrun's agent had a handler for it."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", TERMINATED], env=environment, timeout=120)
+    assert ran.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
