@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 _PATTERN = re.compile(
-    r"tried to allocate (?P<size>[\d.]+ \w+)|size calculation overflowed with sizes=(?P<sizes>\[.*?\])",
+    r"tried to allocate (?P<size>[\d.]+ \w+)"
+    r"|size calculation overflowed with sizes=(?P<sizes>\[.*?\])",
     re.IGNORECASE,
 )
 

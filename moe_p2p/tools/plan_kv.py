@@ -260,9 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", choices=[*sorted(kv.LINKS), MEASURED], help=links)
     add("--bytes-per-s", type=float, help="instead of the link's")
     add("--writes-per-s", type=float, help="instead of the link's; measure it on your NIC")
-    add(
-        "--packed-write-bytes", type=at_least_1, help="instead of the link's; of one write, at most"
-    )
+    of_writes = "instead of the link's; most of one packed write"
+    add("--packed-write-bytes", type=at_least_1, help=of_writes)
     add("--pack", choices=["auto", "always", "never"], default="auto", help="KVLink.pack")
     add("--all", action="store_true", help="every line of the table")
     return parser
