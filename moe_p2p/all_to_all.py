@@ -190,7 +190,8 @@ class AllToAll(Halves):
                     self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights, *last
                 )
         except RuntimeError as error:
-            raise_typed(error)
+            more = {"scales": scales, "extras": extras, "num_tokens": count}
+            raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
         has_scales = quantize or scales is not None
         return fields_of(made, options, topk_idx, has_scales, max_tokens, capacity)
 
@@ -344,7 +345,8 @@ class AllToAll(Halves):
                 *given, topk_idx, max_tokens, sum_dtype, options, capacity, with_wait_ticks
             )
         except RuntimeError as error:
-            raise_typed(error)
+            more = {"row_weights": row_weights, "row_scalars": row_scalars, "bias": terms}
+            raise_typed(error, y=y, topk_weights=topk_weights, out=out, **more)
         return (out, *more) if more else out
 
 

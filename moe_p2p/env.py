@@ -15,7 +15,8 @@ MC_TRANSFER_TIMEOUT         Mooncake's: seconds of a transfer of moe_p2p.mooncak
 MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a plugin
 EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
-MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
+MOE_P2P_LOG                 error, warning, info or debug, in any case; also read by
+                            csrc/base/log.cpp
 MOE_P2P_SECRET              secret by which processes trust each other over verbs and for KV
                             transfer, equal on all ranks; also read by
                             csrc/provider/verbs/proof.cpp
@@ -71,8 +72,8 @@ def kv_fence() -> str:
 
 
 def log_level() -> str:
-    """What is logged."""
-    return os.environ.get("MOE_P2P_LOG", "warning")
+    """What is logged, as it is given."""
+    return os.environ.get("MOE_P2P_LOG") or "warning"
 
 
 def cache_folder() -> Path:

@@ -79,10 +79,6 @@ _REFUSED = re.compile(
     r"moe_p2p::\w+\(\) Expected a value of type '(?P<wanted>.+?)' for argument '(?P<name>\w+)' but "
     r"instead found type '(?P<kind>.+?)'\.\nPosition: \d+\nValue: (?P<value>.*)"
 )
-# torch's error text for tensors without bytes.
-_META = re.compile(
-    r"moe_p2p::(\w+) .*You're trying to run this operator with meta Tensors", re.DOTALL
-)
 _WANTED = {
     "Tensor": "a torch.Tensor",
     "Optional[Tensor]": "a torch.Tensor or None",
@@ -104,13 +100,8 @@ def typed(error: RuntimeError) -> RuntimeError:
 
 
 def _refused_by_torch(error: RuntimeError) -> RuntimeError:
-    refused, meta = _REFUSED.match(str(error)), _META.match(str(error))
-    if refused is not None:
-        return _not_of_the_schema(**refused.groupdict())
-    if meta is not None:
-        text = f"{meta[1]}: a tensor is on the meta device, must be on the CPU or a GPU"
-        return make(InvalidArgumentError, text)
-    return error
+    refused = _REFUSED.match(str(error))
+    return error if refused is None else _not_of_the_schema(**refused.groupdict())
 
 
 def _not_of_the_schema(name: str, kind: str, value: str, wanted: str) -> MoeP2pError:

@@ -25,6 +25,7 @@ from moe_p2p.options import (
     partials_bits,
     partials_of,
 )
+from moe_p2p.plain_tensors import refusal
 
 _ops = torch.ops.moe_p2p
 
@@ -96,6 +97,8 @@ class Halves(Communicator):
         """Like AllToAll.dispatch_with."""
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
+        if x.is_nested and (refused := refusal({"x": x})):  # no shape is looked at then
+            raise refused
         given, max_tokens, capacity = form
         options = given.number
         self._prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))

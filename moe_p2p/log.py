@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
 from moe_p2p import env
 
+LEVELS = ("error", "warning", "info", "debug")
+
 
 def warning(text: str) -> None:
     """Logs a problem that does not end the job."""
-    if env.log_level() != "error":
+    if shows("warning"):
         _line("warning", text)
 
 
 def info(text: str) -> None:
     """Logs a choice."""
-    if env.log_level() in ("info", "debug"):
+    if shows("info"):
         _line("info", text)
+
+
+def shows(level: str) -> bool:
+    """Whether lines of a level are printed."""
+    return LEVELS.index(level) <= LEVELS.index(_known(env.log_level()))
+
+
+@functools.cache  # a wrong name is warned of once
+def _known(name: str) -> str:
+    if name.lower() in LEVELS:
+        return name.lower()
+    wanted = ", ".join(LEVELS)
+    _line("warning", f"MOE_P2P_LOG is {name!r}, must be one of {wanted}; warning is used")
+    return "warning"
 
 
 def _line(level: str, text: str) -> None:

@@ -28,6 +28,7 @@ from torch.fx.node import has_side_effect
 from moe_p2p import errors
 from moe_p2p import options as bits
 from moe_p2p.dispatched import Call, PendingDispatch, new_outputs
+from moe_p2p.plain_tensors import arguments_of, refusal, register_fake
 from moe_p2p.row_dots import row_dots
 from moe_p2p.texts import numbers_of
 
@@ -55,15 +56,15 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
     try:
         return op(*args)
     except RuntimeError as error:
-        raise_typed(error)
+        raise_typed(error, **arguments_of(op, args))
 
 
-def raise_typed(error: RuntimeError) -> NoReturn:
-    """The second half of `call`, for calls that cannot afford the first."""
+def raise_typed(error: RuntimeError, /, **given: object) -> NoReturn:
+    """The second half of `call`, for calls that cannot afford the first. given: tensors, by name"""
     if torch.compiler.is_compiling():
         raise error
     raise_interrupt()
-    raise errors.typed(error) from None
+    raise refusal(given) or errors.typed(error) from None
 
 
 def raise_interrupt() -> None:
@@ -254,14 +255,14 @@ for _name, _fake in (
     *((name, _fake_combine) for name in ("combine", "combine_inference")),
     *(("dispatch_eager", _fake_dispatch_eager), ("combine_plain", _fake_combine_plain)),
 ):
-    torch.library.register_fake(f"moe_p2p::{_name}")(_fake)
+    register_fake(_name, _fake)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
     *("all_to_all_check", "signal", "copy_rows"),
 ):
-    torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
-torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
-torch.library.register_fake("moe_p2p::all_to_all_gather_counts")(_fake_gather_counts)
+    register_fake(_name, _fake_nothing)
+register_fake("all_to_all_connect", _fake_nothing)
+register_fake("all_to_all_gather_counts", _fake_gather_counts)
 for _name in (
     "register",
     "connect",
@@ -273,7 +274,7 @@ for _name in (
     "read",
     "read_pages",
 ):
-    torch.library.register_fake(f"moe_p2p::engine_{_name}")(_fake_number)
+    register_fake(f"engine_{_name}", _fake_number)
 
 
 # --- autograd ---

@@ -29,6 +29,7 @@ from moe_p2p.default_device import watched, without_default_device
 from moe_p2p.dispatched import new_tuple
 from moe_p2p.ops import call, raise_typed
 from moe_p2p.options import DispatchOptions
+from moe_p2p.plain_tensors import register_fake
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
 from moe_p2p.rendezvous.bootstrap import store_of
 from moe_p2p.rendezvous.mirror import meet
@@ -98,7 +99,8 @@ class ReleasingAllToAll(AllToAll):
                 given.number,
             )
         except RuntimeError as error:
-            raise_typed(error)
+            more = {"topk_weights": topk_weights, "scales": scales}
+            raise_typed(error, x=x, topk_idx=topk_idx, **more)
         capacity = made[0].shape[0]
         fields = fields_of(made, number, topk_idx, scales is not None, bound, capacity)
         return fields, new_tuple(HostSizes, (tokens, bound, grouped, sizes, gathered))
@@ -110,7 +112,7 @@ def _fake_dispatch_counted(*_: object) -> None:
     raise errors.make(errors.UnavailableError, text)
 
 
-torch.library.register_fake("moe_p2p::dispatch_counted")(_fake_dispatch_counted)
+register_fake("dispatch_counted", _fake_dispatch_counted)
 
 
 class AllToAllPool:

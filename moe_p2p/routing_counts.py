@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_p2p.dispatched import new_tuple
 from moe_p2p.gpu import jit
 from moe_p2p.ops import call
+from moe_p2p.plain_tensors import register_fake
 
 _ops = torch.ops.moe_p2p
 _SHARED_BYTES = 16384  # of the kernel, in multiples: so that few shapes need one of their own
@@ -86,5 +87,5 @@ def _fake_share_counts(*_: object) -> None:
     """It writes to the host's words only."""
 
 
-torch.library.register_fake("moe_p2p::count_routing")(_fake_count_routing)
-torch.library.register_fake("moe_p2p::share_counts")(_fake_share_counts)
+register_fake("count_routing", _fake_count_routing)
+register_fake("share_counts", _fake_share_counts)

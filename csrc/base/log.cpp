@@ -1,24 +1,23 @@
 #include "base/log.h"
 
+#include <strings.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
-#include <string_view>
 
 namespace moe_p2p::base {
 namespace {
 
+constexpr const char* kLevelNames[] = {"error", "warning", "info", "debug"};
+
+// Of another name moe_p2p/log.py warns.
 LogLevel level_from_environment() noexcept {
   const char* value = std::getenv("MOE_P2P_LOG");
-  const std::string_view name = value ? value : "warning";
-  if (name == "error") return LogLevel::kError;
-  if (name == "info") return LogLevel::kInfo;
-  if (name == "debug") return LogLevel::kDebug;
+  for (const LogLevel level : {LogLevel::kError, LogLevel::kInfo, LogLevel::kDebug})
+    if (value && strcasecmp(value, kLevelNames[static_cast<int>(level)]) == 0) return level;
   return LogLevel::kWarning;
 }
-
-constexpr const char* kLevelNames[] = {"error", "warning", "info", "debug"};
 
 }  // namespace
 

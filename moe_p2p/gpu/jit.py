@@ -180,7 +180,7 @@ def _options(path: Path, macros: Mapping[str, int], arch: str) -> list[str]:
     return [
         f"-arch={arch}",
         *_OPTIONS,
-        *(["-lineinfo"] if env.log_level() == "debug" else []),  # for profilers; doubles a cubin
+        *(["-lineinfo"] if log.shows("debug") else []),  # for profilers; doubles a cubin
         *(f"-D{name}={int(value)}" for name, value in sorted(macros.items())),
         *(f"-I{folder}" for folder in include_folders(path)),
     ]

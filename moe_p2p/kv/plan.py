@@ -169,10 +169,11 @@ class _GroupPair:
         self.known: dict[tuple[int, ...], list[Shape]] = {}
 
     def moves(self, source_rank: int | None, target_rank: int | None) -> Iterator[KVMove]:
+        of_stages = [self.target.layers_of(self.theirs, i) for i in range(self.target.pp)]
         for from_rank in _ranks(self.source, source_rank):
             from_layers = self.source.layers_of(self.ours, from_rank // self.source.tp)
             for to_rank in _ranks(self.target, target_rank):
-                to_layers = self.target.layers_of(self.theirs, to_rank // self.target.tp)
+                to_layers = of_stages[to_rank // self.target.tp]
                 layers = _overlap(from_layers, to_layers)
                 if layers:
                     counts = (len(from_layers), len(to_layers))

@@ -13,6 +13,11 @@ import functools
 import math
 from typing import NamedTuple
 
+from moe_p2p.errors import require
+
+# Of a period, in blocks. Each is spelled out: a million take seconds and 500 MB.
+MOST_BLOCKS = 1 << 20
+
 
 class Dealing(NamedTuple):
     """Page size on one rank, ranks that tokens are dealt to, tokens dealt at a time."""
@@ -55,6 +60,13 @@ def period_of(source: Dealing, target: Dealing) -> Period:
     tokens = math.lcm(source.page_size * source.ranks, target.page_size * target.ranks)
     # Neither side ends a page or a turn within a block.
     block = math.gcd(source.interleave, target.interleave)
+    require(
+        tokens // block <= MOST_BLOCKS,
+        f"pages of {source.page_size} and {target.page_size} tokens on each of {source.ranks} and "
+        f"{target.ranks} ranks, at the source and the target, are alike again after {tokens:,} "
+        f"tokens, which are {tokens // block:,} blocks, more than {MOST_BLOCKS:,}; choose page "
+        "sizes of which one divides the other",
+    )
     found: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int, int]]]] = {}
     for token in range(0, tokens, block):
         rank, page, slot = source.place(token)

@@ -8,6 +8,7 @@ tokens, K top-k, E experts, H hidden size.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_p2p import reference
 from moe_p2p.options import INT10_BLOCK
 from moe_p2p.reference import Routing, Tokens, Topology, int10
 from moe_p2p.tools.option_types import at_least_0, at_least_1
+from moe_p2p.tools.out_of_memory import not_allocated
 
 _OUTLIERS, _FACTOR, _SPREAD = 0.005, 20.0, 0.5
 _LEAST_HIDDEN = 256
@@ -127,7 +129,7 @@ def bytes_of(hidden: int) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the table."""
+    """Prints the table; exit code 2 when there is no memory for it."""
     parser = argparse.ArgumentParser(
         prog="python -m moe_p2p accuracy",
         description="Relative error of combine, |out - exact| / |exact|, by what travels: 8 ranks, "
@@ -143,10 +145,17 @@ def main(arguments: list[str]) -> int:
             f"--hidden {given.hidden}: must be a multiple of {INT10_BLOCK} from {_LEAST_HIDDEN} on"
         )
     sizes = bytes_of(given.hidden)
-    columns = {
-        name: errors(draw, tokens=given.tokens, hidden=given.hidden, seed=given.seed)
-        for name, draw in DRAWS.items()
-    }
+    try:
+        columns = {
+            name: errors(draw, tokens=given.tokens, hidden=given.hidden, seed=given.seed)
+            for name, draw in DRAWS.items()
+        }
+    except (RuntimeError, MemoryError) as error:
+        if not (missing := not_allocated(error)):
+            raise
+        asked = f"--tokens {given.tokens} --hidden {given.hidden}"
+        print(f"accuracy: no memory for {missing} of {asked}; lower one of them", file=sys.stderr)
+        return 2
     print(f"| {'travels':23} | bytes | " + " | ".join(columns) + " |")
     print("|---|---|" + "---|" * len(columns))
     for kind, size in sizes.items():

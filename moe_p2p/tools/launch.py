@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_p2p import env, errors
+from moe_p2p.tools.out_of_memory import not_allocated
 
 # Timeout of collectives in process_group(). A rank that imports torch on a busy machine needs
 # several seconds; the agent notices a dead rank long before this.
@@ -74,11 +75,11 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
-    _start_fork_server()
     # The error raised here has everything. The agent's logger has a level of its own.
     for name in ("torch", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as folder, _handlers_restored():
+    with _handlers(), tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as folder:
+        _start_fork_server()
         (reports := Path(folder, "reports")).mkdir()
         config = LaunchConfig(
             min_nodes=1,
@@ -122,18 +123,27 @@ def _start_fork_server() -> None:
 
 
 @contextlib.contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Restores signal handlers, which the agent replaces."""
+def _handlers() -> Iterator[None]:
+    """Restores signal handlers, which the agent replaces.
+
+    A signal that comes before it has would end this process at once, and its folders would stay.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in caught}
+    if handlers[signal.SIGTERM] is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -250,8 +260,7 @@ def _is_result(error: Exception) -> bool:
 def _report(reports: Path, error: Exception) -> None:
     """Writes this rank's error for run_ranks, and waits for the reports of other ranks."""
     unfinished = reports / f"unfinished.{env.rank()}"
-    told = str(error) if isinstance(error, _REFUSALS) else traceback.format_exception(error)
-    unfinished.write_text("".join(told).strip())
+    unfinished.write_text(_told(error))
     unfinished.rename(reports / f"{'result' if _is_result(error) else 'cause'}.{env.rank()}")
     started = time.monotonic()
     while len(kinds := [path.stem for path in reports.iterdir()]) < env.local_world_size():
@@ -259,6 +268,13 @@ def _report(reports: Path, error: Exception) -> None:
         if time.monotonic() - started > timeout_s:
             return
         time.sleep(REPORTS_POLL_S)
+
+
+def _told(error: Exception) -> str:
+    if size := not_allocated(error):
+        return f"no memory for {size}; lower --tokens, --hidden or another size that was asked for"
+    told = str(error) if isinstance(error, _REFUSALS) else traceback.format_exception(error)
+    return "".join(told).strip()
 
 
 def _error_text(error: ChildFailedError, reports: Path) -> str:

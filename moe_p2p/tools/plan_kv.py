@@ -18,7 +18,7 @@ import torch
 from moe_p2p import kv, tuned
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
 from moe_p2p.kv.link import measured_link
-from moe_p2p.tools.option_types import at_least_0
+from moe_p2p.tools.option_types import at_least_0, at_least_1
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -37,6 +37,8 @@ KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 MEASURED = "measured"  # of --link
 MOST_LINES = 16
+# Every pair of ranks is looked at, 10 us each, and every layer and page of a request listed.
+MOST_PAIRS, MOST_LAYERS, MOST_TOKENS = 1 << 20, 1 << 12, 1 << 24
 REPEATS = 5  # of timings; the best counts
 
 
@@ -44,7 +46,15 @@ def main(arguments: list[str]) -> int:
     """Prints the plan; exit code 2 when the numbers do not fit together."""
     given = _parser().parse_args(arguments)
     try:
+        require(given.layers <= MOST_LAYERS, f"--layers {given.layers}: at most {MOST_LAYERS}")
+        require(given.tokens <= MOST_TOKENS, f"--tokens {given.tokens}: at most {MOST_TOKENS}")
         source, target = side_of("source", given), side_of("target", given)
+        ranks = source.world_size, target.world_size
+        require(
+            ranks[0] * ranks[1] <= MOST_PAIRS,
+            f"--source has {ranks[0]} ranks (tp * pp) and --target {ranks[1]}: more than "
+            f"{MOST_PAIRS:,} pairs of them; lower tp or pp of one",
+        )
         link = link_named(given.link)
         for field in ("bytes_per_s", "writes_per_s", "packed_write_bytes"):
             if getattr(given, field) is not None:
@@ -239,18 +249,19 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--source", default="tp=8,page=64", help="layout of the prefill side")
     add("--target", default="tp=8,dcp=8,page=64", help="layout of the decode side")
-    add("--layers", type=int, default=61)
-    add("--kv-heads", type=int, default=1, help="of the model; MLA: 1")
-    add("--k-bytes", type=int, default=576, help="K of one head and token; MLA: the latent")
-    add("--v-bytes", type=int, default=0, help="V of one head and token; MLA: 0")
-    add("--window", type=int, help="tokens of a sliding window; default: full attention")
+    add("--layers", type=at_least_1, default=61)
+    add("--kv-heads", type=at_least_1, default=1, help="of the model; MLA: 1")
+    add("--k-bytes", type=at_least_1, default=576, help="K of one head and token; MLA: the latent")
+    add("--v-bytes", type=at_least_0, default=0, help="V of one head and token; MLA: 0")
+    add("--window", type=at_least_1, help="tokens of a sliding window; default: full attention")
     add("--tokens", type=at_least_0, default=4096, help="of one request")
     add("--prefix", type=at_least_0, default=0, help="tokens that the target has already")
     links = "NICs of a GPU; not given: as measured here by `tune`, else cx7"
     add("--link", choices=[*sorted(kv.LINKS), MEASURED], help=links)
     add("--bytes-per-s", type=float, help="instead of the link's")
     add("--writes-per-s", type=float, help="instead of the link's; measure it on your NIC")
-    add("--packed-write-bytes", type=int, help="instead of the link's; most of one packed write")
+    of_writes = "instead of the link's; most of one packed write"
+    add("--packed-write-bytes", type=at_least_1, help=of_writes)
     add("--pack", choices=["auto", "always", "never"], default="auto", help="KVLink.pack")
     add("--all", action="store_true", help="every line of the table")
     return parser

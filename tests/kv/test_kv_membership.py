@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed import FileStore, HashStore
 from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
 from moe_p2p.kv.channel import Message, prove, receive
 from tests.support.kv_fakes import Clock, cache_of
-from tests.support.kv_workers import QUICK, some_pages, workers
+from tests.support.kv_workers import QUICK, random_cache, some_pages, workers
 
 GROUP = kv.KVGroup("kv", (0, 1), heads=2, k_bytes=16, v_bytes=16, page_size=4)
 LAYOUT = kv.KVLayout((GROUP,))
@@ -203,3 +205,34 @@ def test_messages_survive_the_wire() -> None:
     message = Message("open", {"nonce": (1 << 63) - 1, "request": "ü"}, (b"", b"abc"))
     data = message.to_bytes()
     assert Message.parse(data[8:], int.from_bytes(data[4:8], "little")) == message
+
+
+def test_workers_may_share_an_engine() -> None:
+    """Each has memory, connections and numbers of its own: requests of one name do not mix."""
+    store, names = HashStore(), ("a", "b")
+    with Engine(EngineConfig(transport="loopback")) as one, contextlib.ExitStack() as stack:
+        found: dict[str, Any] = {}
+        for name in names:
+            for kind, at in ((kv.KVSender, f"p-{name}"), (kv.KVReceiver, f"d-{name}")):
+                found[at] = kind(one, cache_of(LAYOUT, 0, 32), instance=at, timeouts=QUICK)
+                leases = kv.TorchLeases(store, QUICK.lease_s)
+                stack.enter_context(kv.Membership(found[at], leases))
+        for name in names:
+            for other in names:
+                found[f"d-{name}"].wait_for(f"p-{other}", 20)
+            random_cache(found[f"p-{name}"].cache, ord(name))
+        for number in range(8):
+            held = [found[f"d-{name}"].reserve("r", f"p-{name}", PAGES, total=16) for name in names]
+            sent = [found[f"p-{name}"].start("r", f"d-{name}", PAGES, total=16) for name in names]
+            for layer in (0, 1):
+                for sending in sent[:: 1 if number % 2 else -1]:
+                    sending.layer(layer)
+            for sending, reservation in zip(sent, held, strict=True):
+                sending.commit()
+                reservation.wait(20)
+                sending.wait(20)
+                reservation.wait_reusable(20)
+        for name in names:
+            ours, theirs = (found[f"{at}-{name}"].cache.tensors[0] for at in "pd")
+            pages = PAGES["kv"].long()
+            assert torch.equal(theirs.view(2, 32, -1)[:, pages], ours.view(2, 32, -1)[:, pages])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -58,6 +62,7 @@ def test_what_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["model", "--json=/proc/x"], "--json: /proc/x cannot be written"),
         (["plan", "--weight=kimi-k2"], "unrecognized arguments: --weight=kimi-k2"),
         (["plan", "--kv", "--tokens=99999999999999"], "--tokens: '99999999999999' is not a whole"),
+        (["plan", "--kv", "--k-bytes=1e30"], "--k-bytes: '1e30' is not a whole number from 1"),
         (["tune", "--device=cpu", "--only=launches"], "on CPUs there is nothing of it to measure"),
         (["tune", "--timeout-s=0"], "--timeout-s: '0' is not a number above 0"),
     ],
@@ -94,6 +99,23 @@ def test_what_ranks_refuse_alike_is_one_line_and_no_traceback(
     assert "Traceback" not in reported
 
 
+# More than an address space holds: no setting of the kernel promises that, or kills who asked.
+def test_no_memory_for_a_table_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accuracy", "--tokens=65536", "--hidden=2147483616"]) == 2
+    reported = capsys.readouterr().err
+    assert reported.startswith("accuracy: no memory for 281474972516352 bytes of --tokens 65536 --")
+    assert len(reported.splitlines()) == 1
+
+
+def test_no_memory_for_a_benchmark_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks=1", "--ranks-per-node=1", "--tokens=65536", "--hidden=2147483616"]
+    assert main(["bench", "--device=cpu", *sizes, "--json=", "--plot="]) == 2
+    reported = capsys.readouterr().err
+    assert "bench: rank 0 failed:\nno memory for " in reported
+    assert "lower --tokens, --hidden or another size" in reported
+    assert "Traceback" not in reported
+
+
 def two() -> int:
     return 2
 
@@ -102,3 +124,26 @@ def test_ranks_leave_no_folder_of_theirs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert launch.run_ranks(two, num_ranks=1) == [2]
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
+
+
+TERMINATED = """
+import os, signal
+from multiprocessing import forkserver
+from moe_p2p.tools import launch
+
+ensure_running = forkserver.ensure_running
+def then_end():
+    ensure_running()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+forkserver.ensure_running = then_end
+launch.run_ranks(os.getpid, num_ranks=1)
+"""
+
+
+def test_a_signal_before_ranks_start_leaves_no_folder(tmp_path: Path) -> None:
+    """It once ended the launcher before torchrun's agent had a handler for it."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", TERMINATED], env=environment, timeout=120)
+    assert ran.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())

@@ -73,6 +73,11 @@ def test_hybrid_models_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["--target", "tp=8,order=XYZ"], "order is 'XYZ', must be one of NHD"),
         (["--target", "missing.json"], "No such file"),
         (["--prefix", "5"], "begin=5 lies within a page of the target"),
+        (["--source", "tp=1000000"], "--source has 1000000 ranks (tp * pp) and --target 8: more"),
+        (["--target", "tp=2097152,pp=61"], "--target 127926272: more than 1,048,576 pairs of them"),
+        (["--source", "page=99999999"], "alike again after 51,199,999,488 tokens"),
+        (["--layers", "100000000"], "--layers 100000000: at most 4096"),
+        (["--tokens", "2000000000"], "--tokens 2000000000: at most 16777216"),
     ],
 )
 def test_what_does_not_fit_is_named(
