@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -371,7 +372,13 @@ def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
         assert not objects & set(os.listdir("/dev/shm"))
 
 
-def test_ranks_end_when_their_launcher_was_killed() -> None:
+def test_ranks_end_when_their_launcher_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # takes what a killed process leaves
+        monkeypatch.setenv("TMPDIR", folder)
+        ranks_end_with_their_launcher()
+
+
+def ranks_end_with_their_launcher() -> None:
     with running(*LONG["demo"]) as (program, objects):
         program.kill()
         program.wait()
