@@ -37,7 +37,7 @@ KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 MEASURED = "measured"  # of --link
 MOST_LINES = 16
-# Every pair of ranks is looked at, 10 us each, and every layer and page of a request listed.
+# Every pair of ranks is looked at, 10 µs each, and every layer and page of a request listed.
 MOST_PAIRS, MOST_LAYERS, MOST_TOKENS = 1 << 20, 1 << 12, 1 << 24
 REPEATS = 5  # of timings; the best counts
 

@@ -395,17 +395,22 @@ def test_an_entry_that_is_not_there_is_named(source: Path) -> None:
         jit.load(0, source, "absent", {"ADDEND": 3})
 
 
-@pytest.mark.parametrize(("ranks", "blocks"), [(2, 10), (4, 12)])
+@pytest.mark.parametrize(("ranks", "combine", "dispatch"), [(2, 10, 9), (4, 12, 10)])
 def test_of_two_ranks_senders_of_rows_by_rank_leave_blocks_to_receivers(
-    ranks: int, blocks: int
+    ranks: int, combine: int, dispatch: int
 ) -> None:
     """Half of these rows stay where they are."""
     config = AllToAllConfig(num_experts=64, hidden_dim=1024, topk=8, max_tokens=512, num_sms=24)
     shape = shape_macros(config, world_size=ranks, ranks_per_node=ranks)
     kernel = kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16, num_sms=24)
     away, recv = kernel.max_away_blocks, kernel.max_recv_blocks
-    assert 24 * away // (away + recv) == blocks
+    assert 24 * away // (away + recv) == combine
     assert kernel.max_copy_blocks == recv < kernel.max_send_blocks
+    given = kernels.dispatch_kernel(
+        shape, torch.float8_e4m3fn, quantize=False, by_rank=True, num_sms=24
+    )
+    sent, received = given.max_send_blocks, given.max_recv_blocks
+    assert 24 * sent // (sent + received) == dispatch
 
 
 def test_steps_of_a_class_share_kernels() -> None:
