@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
     """Source and macros of a kernel, and the most blocks of each of its halves.
 
     max_copy_blocks: replaces max_send_blocks when combine only copies rows (nothing to add).
-    max_away_blocks: replaces it where besides those to the own rank may stay in place.
+    max_away_blocks: replaces it where rows to the own rank may stay in place, too.
     """
 
     source: str

@@ -17,7 +17,7 @@ struct DeviceKernel {
   int max_send_blocks = 1;  // more would not make it faster
   int max_recv_blocks = 1;
   int max_copy_blocks = 1;      // replaces max_send_blocks when senders only copy
-  int max_away_blocks = 1;      // replaces it where besides own rows stay in place
+  int max_away_blocks = 1;      // replaces it where own rows stay in place, too
   int max_resident_blocks = 0;  // blocks that fit on the device at once
   uint64_t max_slot_bytes = 0;  // of a dispatch: capacity of its buffers
 };
@@ -28,7 +28,7 @@ struct GridInput {
   int32_t relay_blocks = 0;
   int num_sms = 0;        // most blocks of the whole grid; 0: as many as help
   bool copies = false;    // rows that senders carry need no sum
-  bool own_stay = false;  // and are one of each slot, so that those of the own rank may stay
+  bool own_stay = false;  // and a slot has one row: rows to the own rank may stay
   bool weights = false;   // late ones
 };
 

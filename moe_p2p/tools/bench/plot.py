@@ -1,7 +1,7 @@
 """The plot, where matplotlib is installed: floor, ours and baselines on one axis in microseconds.
 
-Panels stand below each other, those of DeepEP's calls one for each kind, and letters are large, so
-that a phone shows them whole.
+Panels stand below each other, one for each kind of DeepEP's calls, and letters are large, so that
+a phone shows them whole.
 """
 
 from __future__ import annotations
