@@ -21,6 +21,7 @@ from tests.progress import (  # noqa: F401  (hooks)
 )
 from tests.support import installation
 
+pytest_plugins = ("tests.left_out", "tests.times")
 os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured changes no test
 # torch looks up a name for each address that connects to a TCPStore, on both ends. A name server
 # that loses one of these questions costs 5 s, in which the store answers nobody; here 1 s, once.
