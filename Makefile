@@ -1,10 +1,12 @@
 # make bench    correctness, table, plot and JSON of the main job, into bench_out/: on the GPUs of
 #               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
-# make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
+# make test     lint, build, C++ tests with ASan and UBSan, Python tests: what every change needs
+# make test-changed  what `make test` leaves out, for the parts that changed, and a fifth of the rest
+# make test-all everything; notes in tests/green on which commit it passed
 # make test-engines  fetches Megatron-Core, vLLM, SGLang and DeepEP (400 MB; .py files are kept in the
 #               user's cache) and runs tests/engines; ENGINES=newest: the newest releases
 # make test-again  the tests that failed in the last run, alone
-# make test-quick  the part of it that takes a few minutes, for use while editing
+#               TIMES=FILE: wall and CPU seconds of each test (python -m tests.times FILE)
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` fixes what tools can fix
 # make wheel    dist/*.whl, for systems as old as its tag says, or newer; make sdist: dist/*.tar.gz
 # make clean    removes everything that was built; `make distclean` removes .venv too
@@ -19,6 +21,7 @@ VENV ?= .venv
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
+TIMES ?=
 HAS_DOCTEST := import sys; sys.path.insert(0, "tests/cpp"); import build; sys.exit(build.find_doctest() is None)
 workers = $(shell $(PY) -c 'import xdist' 2> /dev/null && printf -- '-n %s' $(WORKERS))
 
@@ -44,37 +47,35 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
            moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py)  # csrc/letter.py
 
-.PHONY: bench test test-again test-engines test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
+PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(TIMES),--times $(TIMES))
+
+.PHONY: bench test test-all test-changed test-again test-engines lint format build wheel sdist clean distclean packages force
 .NOTPARALLEL:
 
 bench: build
 	$(PY) -m moe_p2p bench $(BENCH_ARGS)
 
-# Two prerequisites and no recipe, so that `make -k test` runs the tests even if lint fails.
-test: lint pytest
-
 # Workers run files in parallel (tests/progress.py). Without pytest-xdist there is one.
-pytest: build doctest libfabric
-	$(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(PYTEST_ARGS)
+test: build packages
+	$(PYTEST) $(PYTEST_ARGS)
 
-# Of these, `make test` runs what was fetched before.
+test-all: build packages
+	$(PY) -m tests.engines.packages
+	$(PYTEST) --all-cells $(PYTEST_ARGS)
+	$(PY) -m tests.changed --green
+
+# Beside `make test`, which leaves them out.
+test-changed: build packages
+	$(PY) -m tests.changed
+
 test-engines: build
 	$(PY) -m tests.engines.packages
-	$(PY) -m pytest -rfEs --durations=8 --progress $(call workers) tests/engines $(PYTEST_ARGS)
+	$(PYTEST) --all-cells tests/engines $(PYTEST_ARGS)
 
 # What failed in the runs before, one after the other.
 test-again: build
 	@echo "once more, alone: what failed"
-	$(PY) -m pytest -rfE --last-failed --last-failed-no-failures=none --progress
-
-# Leaves out: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, kernels by NVRTC.
-test-quick: build doctest
-	$(PY) tests/lint.py --quick
-	@if $(PY) -c '$(HAS_DOCTEST)'; then \
-	  echo "C++ tests (a minute or two the first time)"; program=$$($(PY) tests/cpp/build.py 2> build/cpp-quick.log) \
-	    || { cat build/cpp-quick.log; exit 1; }; $$program --no-version -tce='protocol: no schedule*,protocol: whoever closes*' > build/cpp-quick.log 2>&1 \
-	    && tail -n 3 build/cpp-quick.log || { cat build/cpp-quick.log; exit 1; }; fi
-	$(PY) -m pytest -q --quick --progress $(call workers) $(PYTEST_ARGS)
+	$(PY) -m pytest -rfE --all-cells --last-failed --last-failed-no-failures=none --progress
 
 lint: $(ENVIRONMENT)
 	$(PY) tests/lint.py
@@ -140,28 +141,18 @@ $(VENV)/.ready: requirements-dev.txt
 	    echo "pip could not set up $(VENV): is there a network? PYTHON=python3 needs none, if it has torch"; exit 1; }
 	@touch $@
 
-# The C++ tests need doctest's header. It is installed where apt-get runs without questions;
-# elsewhere tests/package/test_cpp.py is skipped with a reason.
-doctest:
-	@$(PY) -c '$(HAS_DOCTEST)' || { \
+# The C++ tests need doctest's header, tests of the libfabric provider its library, namespaces as
+# hosts iproute2, and test_aarch64.py a compiler. All are installed where apt-get runs without
+# questions; elsewhere their tests are skipped with a reason.
+PACKAGES := doctest-dev libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu
+packages: $(ENVIRONMENT)
+	@{ $(PY) -c '$(HAS_DOCTEST)' && $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null \
+	  && command -v ip > /dev/null && command -v aarch64-linux-gnu-g++ > /dev/null; } || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    echo "installing doctest-dev"; \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y doctest-dev > /dev/null 2>&1 \
-	      || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y doctest-dev > /dev/null; } \
-	      || echo "doctest-dev could not be installed: the C++ tests will be skipped"; \
-	  else echo "doctest is missing: the C++ tests will be skipped (apt-get install doctest-dev)"; fi; }
-
-# Tests of the libfabric provider run over its tcp and shm; namespaces as hosts need iproute2, and
-# test_aarch64.py a compiler. Without them these tests are skipped with a reason.
-libfabric:
-	@{ $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null && command -v ip > /dev/null \
-	  && command -v aarch64-linux-gnu-g++ > /dev/null; } || { \
-	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    echo "installing libfabric1, libfabric-dev, iproute2 and g++-aarch64-linux-gnu"; \
-	    packages="libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu"; export DEBIAN_FRONTEND=noninteractive; \
-	    apt-get install -qq -y --no-install-recommends $$packages > /dev/null 2>&1 \
-	      || { apt-get update -qq && apt-get install -qq -y --no-install-recommends $$packages > /dev/null; } \
+	    echo "installing $(PACKAGES)"; export DEBIAN_FRONTEND=noninteractive; \
+	    install="apt-get install -qq -y --no-install-recommends $(PACKAGES)"; \
+	    $$install > /dev/null 2>&1 || { apt-get update -qq && $$install > /dev/null; } \
 	      || echo "they could not be installed: their tests will be skipped"; \
-	  else echo "libfabric, ip or g++ for aarch64 is missing: their tests will be skipped (apt-get install libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu)"; fi; }
+	  else echo "some tests will be skipped: apt-get install $(PACKAGES)"; fi; }
 
 force:

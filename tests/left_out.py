@@ -1,6 +1,6 @@
 """What `make test` leaves out, and which part of it another run takes.
 
-Hooks of pytest, for conftest.py. Tests and cells marked `more` are left out unless
+Hooks of pytest, for conftest.py. Tests and cells marked `more` or `engine` are left out unless
 
     --all-cells              nothing is left out (make test-all)
     --left-out               they alone run: all of them, or the chosen ones (.ci/run)
@@ -27,36 +27,37 @@ def chosen(names: list[str], suites: list[str], fifth: int | None) -> set[str]:
     """Returns which of these left-out tests run; all without suites and fifth. names: their ids."""
     if not suites and fifth is None:
         return set(names)
-    own = [name for name in names if name.removeprefix("tests/").startswith(tuple(suites))]
-    if fifth is None or not suites:
-        own = own if suites else []
-    rest = [name for name in names if name not in set(own)]
-    return {*own, *(rest[fifth % FIFTHS :: FIFTHS] if fifth is not None else ())}
+    own = {name for name in names if name.removeprefix("tests/").startswith(tuple(suites))}
+    rest = [name for name in names if name not in own]
+    return own | set(rest[fifth % FIFTHS :: FIFTHS] if fifth is not None else ())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all-cells"):
         return
-    more = [item.nodeid for item in items if item.get_closest_marker("more")]
+    more = [
+        item.nodeid
+        for item in items
+        if item.get_closest_marker("more") or item.get_closest_marker("engine")
+    ]
     if config.getoption("--left-out"):
         suites = [suite for suite in config.getoption("--suites").split(",") if suite]
         taken = chosen(more, suites, config.getoption("--fifth"))
     else:
         left_out = set(more)
         taken = {item.nodeid for item in items if item.nodeid not in left_out}
-        named = tuple(argument for argument in config.args if "::" in argument)
-        taken |= {nodeid for nodeid in more if named and nodeid.startswith(_relative(config, named))}
+        named = _named(config)
+        taken |= {nodeid for nodeid in more if nodeid.startswith(named)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
     items[:] = [item for item in items if item.nodeid in taken]
 
 
-def _relative(config: pytest.Config, named: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns node ids as pytest prints them, of arguments relative to the folder of the call."""
+def _named(config: pytest.Config) -> tuple[str, ...]:
+    """Returns beginnings of the ids of tests that the command line names."""
     found = []
-    for argument in named:
-        path, _, test = argument.partition("::")
+    for argument in config.args:
+        path, separator, test = argument.partition("::")
         place = (config.invocation_params.dir / path).resolve()
-        if place.is_relative_to(config.rootpath):
-            path = place.relative_to(config.rootpath).as_posix()
-        found.append(f"{path}::{test}")
+        if separator and place.is_relative_to(config.rootpath):
+            found.append(f"{place.relative_to(config.rootpath).as_posix()}::{test}")
     return tuple(found)

@@ -1,7 +1,8 @@
 """Formatters and checkers over the whole tree, for `make lint`, `make format` and pre-commit.
 
-    python tests/lint.py [--fix] [--quick] [--only ruff|mypy|clang-format|clang-tidy]
+    python tests/lint.py [--fix] [--changed] [--only ruff|mypy|clang-format|clang-tidy]
 
+--changed: clang-tidy looks at what changed since the last green commit (tests/changed.py) alone.
 Runs everything and reports everything before it fails. A tool that is not installed is skipped with
 a line that says so; so is a clang-format of another version, which would only disagree with the
 pinned one.
@@ -24,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.changed import base, files  # noqa: E402
+
 NATIVE_FOLDERS = ("csrc", "kernels", "tests/cpp", "tests/emulation")
 
 
@@ -79,7 +83,22 @@ def clang_format_step(fix: bool) -> Step:
     return Step("clang-format", "", [[program, *mode, *native_files(".h", ".cpp", ".cu", ".cuh")]])
 
 
-def clang_tidy_step() -> Step:
+def sources_of(changed: list[str]) -> list[str]:
+    """Returns sources that changed, and for each header that did one that includes it."""
+    texts = {file: (ROOT / file).read_text() for file in native_files(".cpp", ".h")}
+    found = {path for path in changed if path.endswith(".cpp") and path in texts}
+    headers = [path for path in changed if path.endswith((".h", ".cuh"))]
+    for header in headers:  # grows by headers that include one, as long as no source does
+        line = f'#include "{re.sub("^(csrc|tests/cpp)/", "", header)}"'
+        including = [file for file, text in texts.items() if line in text]
+        sources = [file for file in including if file.endswith(".cpp")]
+        if sources and not found.intersection(sources):
+            found.add(sources[0])
+        headers += [] if sources else [file for file in including if file not in headers][:1]
+    return sorted(found)
+
+
+def clang_tidy_step(only_changed: bool) -> Step:
     program = tool("clang-tidy")
     if program is None:
         return Step("clang-tidy", "not installed", [])
@@ -98,6 +117,11 @@ def clang_tidy_step() -> Step:
     # By units: most of the time goes into headers, which files of a unit share.
     sources = [ROOT / f for f in native_files(".cpp") if not f.startswith(tuple(skipped))]
     folder = ROOT / "build" / "tidy"
+    changed = files(base()) if only_changed else None
+    if changed is not None:
+        wanted = [ROOT / source for source in sources_of(changed)]
+        sources = [source for source in sources if source in wanted]
+        folder = folder.with_name("tidy-changed")
     folder.mkdir(parents=True, exist_ok=True)
     units = runpy.run_path(str(ROOT / "tests/cpp/build.py"))["units"](folder, sources)
     commands = [[program, "--quiet", str(file), "--", *flags] for file in units.values()]
@@ -106,7 +130,7 @@ def clang_tidy_step() -> Step:
     return Step("clang-tidy", "", commands)
 
 
-def steps(fix: bool) -> Iterator[Step]:
+def steps(fix: bool, only_changed: bool = False) -> Iterator[Step]:
     ruff = tool("ruff")
     fix_flag, check_flag = (["--fix"], []) if fix else ([], ["--check"])
     ruff_commands = [[ruff, "check", *fix_flag, "."], [ruff, "format", *check_flag, "."]]
@@ -115,7 +139,7 @@ def steps(fix: bool) -> Iterator[Step]:
     mypy = tool("mypy")
     mypy_commands = [[mypy, "--strict", "moe_p2p"]]
     yield Step("mypy", "", mypy_commands) if mypy else Step("mypy", "not installed", [])
-    yield clang_tidy_step()
+    yield clang_tidy_step(only_changed)
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -142,13 +166,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fix", action="store_true", help="write what ruff and clang-format mend")
     parser.add_argument("--only", choices=["ruff", "mypy", "clang-format", "clang-tidy"])
-    parser.add_argument("--quick", action="store_true", help="without clang-tidy")
+    parser.add_argument("--changed", action="store_true", help="clang-tidy: what changed alone")
     arguments = parser.parse_args()
-    left_out = "clang-tidy" if arguments.quick else ""
     verdicts = [
         run(step)
-        for step in steps(arguments.fix)
-        if arguments.only in (None, step.name) and step.name != left_out
+        for step in steps(arguments.fix, arguments.changed)
+        if arguments.only in (None, step.name)
     ]
     return 0 if all(verdicts) else 1
 

@@ -26,7 +26,10 @@ PARTS = (
     ("C++ programs, built and run", ("package/test_cpp.py",)),
     ("emulated GPU", ("gpu/test_emulated_gpu.py",)),
     ("NVRTC", ("gpu/test_jit.py",)),
-    ("Triton's interpreter", ("gpu/test_triton", "weights/test_weights_fp8", "kv/test_kv_checksum")),
+    (
+        "Triton's interpreter",
+        ("gpu/test_triton", "weights/test_weights_fp8", "kv/test_kv_checksum"),
+    ),
     ("soft-RoCE", ("nics/test_rdma.py",)),
     ("inductor", ("calls/test_compile.py",)),
     ("engines", ("engines/",)),
