@@ -33,7 +33,7 @@ WHOLE = ("",)
 SUITES: dict[str, tuple[str, ...]] = {
     "kernels/": GPU,
     "kernels/abi/": (*GPU, "package/test_cpp.py", "calls/", "nics/"),
-    "csrc/": ("package/test_cpp.py", "package/test_lint.py", "calls/"),
+    "csrc/": ("package/", "calls/"),
     "csrc/moe/": ("deep_ep/", "layer/"),
     "csrc/engine/": ("kv/", "weights/", "integrations/"),
     "csrc/provider/": ("nics/", "kv/"),

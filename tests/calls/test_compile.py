@@ -1,7 +1,8 @@
 """torch.compile of a layer over dispatch and combine: one graph each way, and the same results.
 
 `aot_eager` runs all that concerns ops (tracing, functionalization, partitioning) in a second;
-inductor, which generates code on top, is tried once.
+inductor, which generates code on top and has g++ compile it for half a minute, is tried once; with
+--all-cells wherever aot_eager is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank, run_processes
 
 NUM_EXPERTS = 8
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=[pytest.mark.more, pytest.mark.timeout(600)]),  # g++ takes long
+]
 ROWS_BY_RANK = DispatchOptions(layout="by_rank", zero_padding=True)
 PACKED = DispatchOptions(
     quantize=True,
@@ -72,7 +77,7 @@ def alone() -> Iterator[AllToAll]:
         yield comm
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_layer_is_one_graph_forward_and_backward(alone: AllToAll, backend: str) -> None:
     layer = Layer(alone)
     counter = CompileCounterWithBackend(backend)
@@ -138,7 +143,7 @@ class LayerByRank(Layer):
         return x + self.comm.combine((y * received.row_weights[..., None]).sum(1), received)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_by_rank_are_one_graph_whatever_the_number_of_tokens(
     alone: AllToAll, backend: str
 ) -> None:
@@ -153,7 +158,10 @@ def test_rows_by_rank_are_one_graph_whatever_the_number_of_tokens(
     assert counter.frame_count == 1
 
 
-def test_every_output_of_dispatch_and_combine_is_in_the_graph(alone: AllToAll) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_output_of_dispatch_and_combine_is_in_the_graph(
+    alone: AllToAll, backend: str
+) -> None:
     tokens = make_tokens(2, 0, 6)
 
     def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
@@ -175,15 +183,17 @@ def test_every_output_of_dispatch_and_combine_is_in_the_graph(alone: AllToAll) -
     with torch.no_grad():
         wanted = step(*given)
         assert wanted[1].stride() == (12, 1, 12)
-        for backend in ("aot_eager", "inductor"):
-            compiled = torch.compile(step, fullgraph=True, backend=backend)
-            for got, want in zip(compiled(*given), wanted, strict=True):
-                assert torch.equal(got, want)
-                assert got.stride() == want.stride()
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        for got, want in zip(compiled(*given), wanted, strict=True):
+            assert torch.equal(got, want)
+            assert got.stride() == want.stride()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["padded", "by_rank"])
-def test_halves_are_one_graph(alone: AllToAll, layout: Literal["padded", "by_rank"]) -> None:
+def test_halves_are_one_graph(
+    alone: AllToAll, layout: Literal["padded", "by_rank"], backend: str
+) -> None:
     tokens = make_tokens(1, 0, 6)
 
     def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
@@ -197,13 +207,14 @@ def test_halves_are_one_graph(alone: AllToAll, layout: Literal["padded", "by_ran
     given = (tokens.x, tokens.topk_idx, tokens.topk_weights)
     with torch.no_grad():
         wanted = step(*given)
-        for backend in ("aot_eager", "inductor"):
-            compiled = torch.compile(step, fullgraph=True, backend=backend)
-            for _ in range(3):
-                torch.testing.assert_close(compiled(*given), wanted)
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(*given), wanted)
 
 
-def test_sums_into_a_given_tensor_are_in_the_graph(alone: AllToAll) -> None:
+@pytest.mark.timeout(600)  # g++ for inductor's code
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sums_into_a_given_tensor_are_in_the_graph(alone: AllToAll, backend: str) -> None:
     tokens = make_tokens(1, 0, 6)
 
     def step(x: Tensor, idx: Tensor, weights: Tensor, out: Tensor) -> Tensor:
@@ -215,11 +226,10 @@ def test_sums_into_a_given_tensor_are_in_the_graph(alone: AllToAll) -> None:
     with torch.no_grad():
         want_out = torch.empty_like(tokens.x)
         wanted = step(*given, want_out)
-        for backend in ("aot_eager", "inductor"):
-            compiled = torch.compile(step, fullgraph=True, backend=backend)
-            out = torch.empty_like(tokens.x)
-            torch.testing.assert_close(compiled(*given, out), wanted)
-            assert torch.equal(out, want_out)
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        out = torch.empty_like(tokens.x)
+        torch.testing.assert_close(compiled(*given, out), wanted)
+        assert torch.equal(out, want_out)
 
 
 class Kernels:

@@ -256,20 +256,21 @@ def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
 
 # One in so many is compiled for an architecture, others for the other one; no factor of 6: the last
 # ones repeat dispatch, dispatch by rank, combine, each also plain. MOE_P2P_ALL_KERNELS=1: all.
-SAMPLE = 5
+SAMPLES = [13, pytest.param(5, marks=pytest.mark.more)]
 
 
-def _jobs(every: bool) -> list[tuple[str, dict[str, int], str]]:
+def _jobs(one_in: int) -> list[tuple[str, dict[str, int], str]]:
     asked = [(kernel.source, kernel.macros) for kernel in every_kernel()]
     return [
         (*each, arch)
         for first, arch in enumerate(ARCHS)
-        for each in [*asked[0 if every else 2 * first :: 1 if every else SAMPLE], *ALONE]
+        for each in [*asked[2 * first % one_in :: one_in], *ALONE]
     ]
 
 
-def test_a_sample_of_the_kernels_has_all_kinds() -> None:
-    asked = [macros for _, macros, _ in _jobs(every=False)]
+@pytest.mark.parametrize("one_in", [13, 5])
+def test_a_sample_of_the_kernels_has_all_kinds(one_in: int) -> None:
+    asked = [macros for _, macros, _ in _jobs(one_in)]
     names = ("BULK", "MASKS", "BY_RANK", "QUANTIZE", "UNIFORM_EXPERTS", "SELF_FLAGGED", "PLAIN")
     for name in names:
         assert {macros[f"MOE_P2P_{name}"] for macros in asked if f"MOE_P2P_{name}" in macros} == (
@@ -282,7 +283,10 @@ def test_a_sample_of_the_kernels_has_all_kinds() -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_a_sample_of_all_kernels_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one_in", SAMPLES)
+def test_a_sample_of_all_kernels_compiles(
+    one_in: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that a user's configuration can ask for, by sample; here a sample of that."""
     if reason := why_no_nvrtc():
         pytest.skip(reason)
@@ -290,7 +294,7 @@ def test_a_sample_of_all_kernels_compiles(tmp_path: Path, monkeypatch: pytest.Mo
     sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
     alone = {source for source, _ in ALONE}
     assert {kernel.source for kernel in every_kernel()} == sources - alone - {"probe.cu"}
-    jobs = _jobs(every="MOE_P2P_ALL_KERNELS" in os.environ)
+    jobs = _jobs(1 if "MOE_P2P_ALL_KERNELS" in os.environ else one_in)
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
         outcomes = list(pool.map(_compile_error, jobs))
     failures = [text for text in outcomes if text]

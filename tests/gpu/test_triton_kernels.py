@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support import cells
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = {  # of types, as Triton writes them
@@ -30,9 +33,14 @@ _SHARED_BYTES = 227 << 10  # what a block may have on sm_90 and sm_100
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreter", "gpu"]
+    ("interpret", "option"),
+    [
+        pytest.param(True, "-q", id="interpreter"),
+        pytest.param(True, "--left-out", marks=pytest.mark.more, id="interpreter, other cells"),
+        pytest.param(False, "--all-cells", marks=pytest.mark.gpu, id="gpu"),
+    ],
 )
-def test_kernels_compute_what_they_should(interpret: bool) -> None:
+def test_kernels_compute_what_they_should(interpret: bool, option: str) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     if interpret and triton.__version__.startswith("3.6."):
         numpy = pytest.importorskip("numpy").__version__
@@ -41,7 +49,7 @@ def test_kernels_compute_what_they_should(interpret: bool) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES],
+        [sys.executable, "-m", "pytest", "-q", option, "-p", "no:cacheprovider", *CASES],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -210,9 +218,10 @@ def test_checksums_of_long_rows_fit_a_grid_on_the_memorys_device() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("num_rows", [64, 8192], ids=["few", "many"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "capability"),
+    cells.pairwise([torch.bfloat16, torch.float8_e4m3fn], [64, 8192], [90, 100]),
+)
 def test_products_use_tensor_cores(dtype: torch.dtype, num_rows: int, capability: int) -> None:
     instruction = {90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]
     for launch in launches(products, dtype, num_rows, 7168, 2048):
@@ -222,17 +231,32 @@ def test_products_use_tensor_cores(dtype: torch.dtype, num_rows: int, capability
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    cells.few(
+        itertools.product([torch.float32, torch.float16, torch.float8_e4m3fn], [90, 100]),
+        keep=[(torch.float32, 90), (torch.float16, 100), (torch.float8_e4m3fn, 90)],
+    ),
+)
 def test_products_of_odd_shapes_compile(dtype: torch.dtype, capability: int) -> None:
     for launch in launches(products, dtype, 77, 200, 120):
         assert compile_for(launch, capability).asm["cubin"]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+    ("dtype", "capability"),
+    cells.few(
+        itertools.product(
+            [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], [90, 100]
+        ),
+        keep=[
+            (torch.float32, 100),
+            (torch.bfloat16, 90),
+            (torch.float16, 90),
+            (torch.float8_e4m3fn, 100),
+        ],
+    ),
 )
 def test_small_kernels_compile(dtype: torch.dtype, capability: int) -> None:
     for launch in launches(small_kernels, dtype):
@@ -245,8 +269,13 @@ def test_small_kernels_compile(dtype: torch.dtype, capability: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 2048), (torch.float32, 330)])
+@pytest.mark.parametrize(
+    ("dtype", "columns", "capability"),
+    cells.few(
+        itertools.product([torch.bfloat16, torch.float32], [2048, 330], [90, 100]),
+        keep=[(torch.bfloat16, 2048, 90), (torch.float32, 330, 100)],
+    ),
+)
 def test_weights_in_blocks_compile(dtype: torch.dtype, columns: int, capability: int) -> None:
     for launch in launches(weights_in_blocks, dtype, columns):
         made = compile_for(launch, capability)

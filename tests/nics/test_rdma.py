@@ -2,7 +2,7 @@
 
 One machine for all tests that are asked for: the first of them waits for it. libfabric runs over
 its verbs;ofi_rxm, which has the same rules of memory registration as efa. Skipped with the reason
-where that machine cannot run. CI and `make test` install what it needs.
+where that machine cannot run. `make test-all` runs them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ sys.path.pop(0)
 from tests.support import emulated_gpu  # noqa: E402
 
 pytestmark = [
+    pytest.mark.more,
     pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or ""),
     pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S),
 ]

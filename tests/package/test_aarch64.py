@@ -33,6 +33,7 @@ def problems_of(source: Path) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_compiles_for_aarch64(tmp_path: Path) -> None:
     if shutil.which(COMPILER) is None:

@@ -1,4 +1,4 @@
-"""The C++ tests, built without torch and run three times: plain, ASan with UBSan, and TSan.
+"""The C++ tests, built without torch: with ASan and UBSan; with --all-cells plain and TSan too.
 
 TSan's program leaves out tests of one thread.
 
@@ -60,7 +60,14 @@ def build_program(sanitize: str | None) -> str:
 
 
 @pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
-@pytest.mark.parametrize("sanitize", [None, "address", "thread"], ids=["plain", "asan", "tsan"])
+@pytest.mark.parametrize(
+    "sanitize",
+    [
+        pytest.param("address", id="asan"),
+        pytest.param("thread", id="tsan", marks=pytest.mark.more),
+        pytest.param(None, id="plain", marks=pytest.mark.more),
+    ],
+)
 def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     if reason := missing_tool():
         pytest.skip(reason)
