@@ -29,7 +29,7 @@ from moe_p2p.errors import (
     require,
     require_type,
 )
-from moe_p2p.weights import attempt
+from moe_p2p.weights import attempt, given
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.checks import check_rank, check_seconds, check_tensors, check_version
@@ -53,6 +53,7 @@ class WeightTrainer:
     device: where conversions run, for tensors in host memory; None: the device of the tensors.
     """
 
+    @torch.inference_mode(mode=False)  # its buffers are written in any mode
     @unaffected
     def __init__(
         self,
@@ -70,15 +71,16 @@ class WeightTrainer:
     ) -> None:
         seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
         check_rank(f"trainer {rank}", engine, store, layout, rank, tensors, seconds)
+        self._tensors = given.of_trainer(rank, layout, tensors)
+        self._given = {name: given.plain(each) for name, each in tensors.items()}  # as `update`s
         self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
         self.version: int | None = None  # what the fleet is at
         self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
         self._board = Board(store, name)
         deadline = Deadline(timeout_s)
         self.plan = attempt.agree_on_plan(self._board, "trainer", rank, layout, deadline)
-        first = next(iter(tensors.values()), None)
+        first = next(iter(self._tensors.values()), None)
         where = device or (first.device if first is not None else "cpu")
-        self._tensors = dict(tensors)
         self._outbox = Outbox(
             engine, rank, self.plan, self._tensors, torch.device(where), watermark
         )
@@ -181,6 +183,7 @@ class WeightTrainer:
         self._forget()
         self._board.decide(Keys(self._attempt).decision, self._refusal(why))
 
+    @torch.inference_mode(mode=False)
     def _update(
         self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
     ) -> None:
@@ -197,8 +200,10 @@ class WeightTrainer:
         self._attempt += 1
         keys, deadline = Keys(self._attempt), Deadline(timeout_s)
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
+        taken = False
         try:
             self._take(tensors)
+            taken = True
             update = self._agree(keys, wish, deadline)
             try:
                 self._send(keys, update, deadline)
@@ -216,7 +221,7 @@ class WeightTrainer:
                 raise
             if decision != COMMIT:
                 self.attempts_failed += 1
-                if self._goes_on(decision, wish):
+                if taken and self._goes_on(decision, wish):
                     return False
                 if decision == mine:
                     raise
@@ -239,14 +244,15 @@ class WeightTrainer:
         self.stages[stage] = time.monotonic() - self._began
 
     def _take(self, tensors: Mapping[str, Tensor] | None) -> None:
-        for name, tensor in (tensors or {}).items():
-            mine = self._tensors.get(name)
+        new = {name: given.plain(each) for name, each in (tensors or {}).items()}
+        for name, tensor in new.items():
+            mine = self._given.get(name)
             require(
                 mine is not None and mine.shape == tensor.shape and mine.dtype == tensor.dtype,
                 f"update: tensor {name!r} is none of this trainer's, or of another shape or type",
             )
-        for name, tensor in (tensors or {}).items():
-            self._tensors[name].copy_(tensor)
+        for name, tensor in new.items():
+            self._given[name].copy_(tensor)
 
     # --- who takes part ---
 
