@@ -10,9 +10,11 @@ there leads: it says who takes part, and decides. docs/weights.md explains it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +93,9 @@ class WeightTrainer:
         self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
         self._new_sums: dict[str, int] = {}  # of what the attempt sends
         self._full = False  # a generator cannot take a part
+        # Of the last update. They may not have copied it yet, and do so before they see another.
+        self._brought: set[str] = set()
+        self._under_way = threading.Lock()
         self.attempts_failed = 0
         try:
             for generator, founder in self._founders().items():
@@ -178,10 +183,23 @@ class WeightTrainer:
     @unaffected
     def abort(self, why: str) -> None:
         """In place of this rank's next `update`, which fails on every rank, with this reason."""
-        self._attempt += 1
-        self.attempts_failed += 1
-        self._forget()
-        self._board.decide(Keys(self._attempt).decision, self._refusal(why))
+        with self._alone("abort"):
+            self._attempt += 1
+            self.attempts_failed += 1
+            self._forget()
+            self._board.decide(Keys(self._attempt).decision, self._refusal(why))
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Calls of two threads would send tensors of one as the version of the other."""
+        require(
+            self._under_way.acquire(blocking=False),
+            f"{what}: trainer {self.rank} has an update under way; call it when that has returned",
+        )
+        try:
+            yield
+        finally:
+            self._under_way.release()
 
     @torch.inference_mode(mode=False)
     def _update(
@@ -192,15 +210,16 @@ class WeightTrainer:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         check_seconds("update: timeout_s", timeout_s)
         check_tensors("update: tensors", tensors or {})
-        while not self._try(wish, tensors, timeout_s):
-            tensors = None  # they have been taken
+        with self._alone("update"):
+            while not self._try(wish, tensors, timeout_s):
+                tensors = None  # they have been taken
 
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
         """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
         self._attempt += 1
         keys, deadline = Keys(self._attempt), Deadline(timeout_s)
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
-        taken = False
+        taken, update = False, dict[str, Any]()
         try:
             self._take(tensors)
             taken = True
@@ -227,6 +246,8 @@ class WeightTrainer:
                     raise
                 raise attempt.failed(wish["version"], decision["why"]) from error
         self.version = wish["version"]
+        members = set(update.get("members", ()))
+        self._brought = self._brought | members if wish["newcomers"] else members
         if not wish["newcomers"]:
             self._sums, self._full = self._new_sums, False
         return True
@@ -285,7 +306,8 @@ class WeightTrainer:
             keys_of = {keys.changed(i): f"trainer {i}" for i in self._there()}
             found = [each["names"] for each in self._wait(keys, keys_of, deadline).values()]
             only = None if None in found else sorted({name for each in found for name in each})
-        others = [who for who in members if runs[who] != self.version or self.version is None]
+        others = [who for who in members if self.version is None
+                  or (runs[who] != self.version and who not in self._brought)]  # fmt: skip
         if only is not None and others:
             if not wish["changed"]:
                 raise make(
