@@ -200,8 +200,10 @@ class EngineWeights:
             finally:
                 self._may_commit = False
         if not moved and self._received:
+            self._broken = "the engine's loader has not ended"
             try:
                 self._load(list(self._received.items()))
+                self._broken = ""
             except Exception as error:
                 self._broken = f"the engine's loader failed: {error!r}"
         self._synchronize()

@@ -80,7 +80,8 @@ def check_request(who: str, request: str, total: int) -> None:
 
 
 def page_lists(who: str, layout: KVLayout, pages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of `pages`: lists of groups that the layout has."""
+    """A copy of `pages`, which the caller may change afterwards: lists of groups that the layout
+    has."""
     require_type(f"{who}: pages", pages, Mapping, "a dict of torch.Tensors by group")
     names = [group.name for group in layout.groups]
     for name, each in pages.items():
@@ -92,7 +93,7 @@ def page_lists(who: str, layout: KVLayout, pages: Mapping[str, Tensor]) -> dict[
             f"{what} are {each.dtype} {list(each.shape)} on {each.device}, must be int32 [n] on "
             "the CPU",
         )
-    return dict(pages)
+    return {name: each.clone() for name, each in pages.items()}
 
 
 def check_bounds(who: str, counts: Mapping[str, int], pages: Mapping[str, Tensor]) -> None:

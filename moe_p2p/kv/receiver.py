@@ -313,11 +313,11 @@ class KVReceiver(KVWorker):
         """No write can land in its pages any more."""
         if reservation.reusable:
             return
-        reservation.reusable = True
         for leg in reservation.legs:
             self.unpacker.settle(leg)
             self.slots.give_back(leg.slot)
         self._holds.give_back(reservation)
+        reservation.reusable = True
         if reservation in self.reservations:
             self.reservations.remove(reservation)
             self.count(reservation.stats)

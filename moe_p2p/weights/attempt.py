@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import AbortedError, InvalidArgumentError, ProtocolError, make
+from moe_p2p.errors import AbortedError, InvalidArgumentError, ProtocolError, make, require
 from moe_p2p.kv import checksum
 from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.layout import WeightLayout
@@ -125,23 +125,9 @@ def plan_of_replica(board: Board, layout: WeightLayout, deadline: Deadline) -> W
     return weight_plan(WeightLayout.from_bytes(bytes.fromhex(data)), layout)
 
 
-def check_rows(who: str, writes: Iterable[Write], tensors: Mapping[str, Tensor], side: int) -> None:
-    """That tensors are there and large enough. side: 0 of sources, 1 of targets."""
-    needed: dict[str, int] = defaultdict(int)
-    for write in writes:
-        rows, name = write.rows, (write.source_tensor, write.target_tensor)[side]
-        stride = (rows.source_stride, rows.target_stride)[side]
-        end = max(each[side] for each in rows.offsets) + (rows.num_rows - 1) * stride
-        needed[name] = max(needed[name], end + rows.row_bytes)
-    for name, nbytes in needed.items():
-        if name not in tensors:
-            raise make(
-                InvalidArgumentError, f"{who} has no tensor {name!r}, which its layout names"
-            )
-        have = tensors[name].numel() * tensors[name].element_size()
-        if have < nbytes or not tensors[name].is_contiguous():
-            text = f"{who}: tensor {name!r} has {have} bytes, must be contiguous and have {nbytes}"
-            raise make(InvalidArgumentError, text)
+def check_there(who: str, names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+    for name in names:
+        require(name in tensors, f"{who} has no tensor {name!r}, which its layout names")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

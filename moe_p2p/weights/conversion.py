@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import InvalidArgumentError, make
-from moe_p2p.weights import copies, staging
+from moe_p2p.weights import attempt, copies, staging
 from moe_p2p.weights.layout import item_bytes
 from moe_p2p.weights.maxima import Grids
 from moe_p2p.weights.plan import Copy, WeightPlan
@@ -54,10 +53,7 @@ class Conversions:
     ) -> None:
         self._tensors, self._device = tensors, device
         self.copies: list[Copy] = _in_order(list(plans), rank)
-        missing = {each.param.tensor for each in self.copies} - tensors.keys()
-        if missing:
-            text = f"trainer {rank} has no tensor {sorted(missing)[0]!r}, which its layout names"
-            raise make(InvalidArgumentError, text)
+        attempt.check_there(f"trainer {rank}", (each.param.tensor for each in self.copies), tensors)
         blocked = [each for each in self.copies if each.stage.blocks]
         self.grids = Grids({each.tensor: copies.window(each) for each in blocked}, device)
         self._beside = _BLOCK_BYTES * len(self.grids.flat) + _COPY_BYTES * len(blocked)

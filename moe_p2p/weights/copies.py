@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_p2p.weights import fp8, pieces
+from moe_p2p.weights import fp8, given, pieces
 from moe_p2p.weights.pieces import Box, Piece
 from moe_p2p.weights.placement import Axis
 from moe_p2p.weights.plan import Copy
@@ -42,6 +42,7 @@ def converted(copy: Copy, tensor: Tensor, grid: Tensor | None = None) -> tuple[T
 def held(copy: Copy, tensor: Tensor) -> list[Tensor]:
     """Views of what the rank holds of the parameter."""
     ours = pieces.held(copy.param, copy.position)
+    tensor = given.typed(tensor, copy.param.dtype)
     return [_at(tensor, piece, copy.param.offset) for piece in ours]
 
 

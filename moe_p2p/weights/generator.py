@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, TimeoutError, make, require
-from moe_p2p.weights import attempt, joining
+from moe_p2p.weights import attempt, given, joining
 from moe_p2p.weights.agreeing import Agree
 from moe_p2p.weights.arrivals import Arrivals
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
@@ -51,10 +52,13 @@ class WeightGenerator:
     engine_ranks: ranks of the inference engine that this rank is of; (): alone. agree: takes the
         smallest of their numbers, over the engine's own control path.
     finalize: makes derived tensors, and the tensors of parameters that arrive in checkpoint layout.
+    padding: tensors of which a part belongs to no parameter, and stays as it is; a warning names
+        others of which no parameter is written to all.
     poison: what an update will write is NaN until it is written.
     watermark: most bytes that the second buffer may take.
     """
 
+    @torch.inference_mode(mode=False)  # the second buffer is written in any mode
     @unaffected
     def __init__(
         self,
@@ -69,6 +73,7 @@ class WeightGenerator:
         engine_ranks: Sequence[int] = (),
         agree: Agree | None = None,
         finalize: Finalize | None = None,
+        padding: Collection[str] = (),
         poison: bool = False,
         watermark: int | None = None,
         name: str = "weights",
@@ -78,6 +83,7 @@ class WeightGenerator:
         seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
         check_rank(f"generator {rank}", engine, store, layout, rank, tensors, seconds)
         self._shared = check_engine(f"generator {rank}", mode, engine_ranks, agree, replica)
+        self._tensors = given.of_generator(rank, layout, tensors, padding)
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
@@ -93,12 +99,11 @@ class WeightGenerator:
             else attempt.agree_on_plan(self._board, "generator", rank, layout, deadline)
         )
         self._reached("planned")
-        self._tensors = dict(tensors)
         self._inbox = Inbox(
             engine,
             self.plan,
             rank,
-            tensors,
+            self._tensors,
             shadow=mode == "shadow",
             finalize=finalize,
             watermark=watermark,
@@ -183,7 +188,14 @@ class WeightGenerator:
         """The pause: the tensors become the version's."""
         began = time.monotonic()
         self._lent.shut()
-        self._inbox.commit(names)
+        self.dirty = True
+        try:
+            self._inbox.commit(names)
+        except BaseException as error:
+            self.failure = f"the copy of version {version} failed: {error}"
+            with suppress(Exception):
+                self._board.put(f"{self.name} runs", None)
+            raise
         settle(list(self._tensors.values())[:1])
         self._lent.open(version)
         self._reached("copied")

@@ -46,7 +46,7 @@ class Inbox:
         self.writes: list[Write] = list(plan.writes_to(rank))
         received = _received(self.writes)
         written = {write.target_tensor for write in self.writes} - received.keys()
-        self.derived = [name for name in live if name not in written]
+        self.derived = [name for name in live if name not in written and live[name].numel()]
         require(
             finalize is not None or not (self.derived or received),
             f"generator {rank}: tensors {', '.join([*self.derived, *received][:3])} are not "
@@ -67,7 +67,6 @@ class Inbox:
             made[name] = made[name].view(tensor.dtype).view(tensor.shape)
             made[name].copy_(tensor)
         self._tensors = {**live, **made}
-        attempt.check_rows(f"generator {rank}", self.writes, self._tensors, 1)
         self.target = {name: self._tensors[name] for name in live}
         self.received = _typed(plan, rank, {name: made[name] for name in received})
         self._memory = [engine.register(self.buffer)] if total else []
@@ -162,16 +161,12 @@ class Inbox:
     def commit(self, names: set[str] | None = None) -> None:
         """The pause of shadow mode: copies into the addresses that captured graphs hold. names: of
         the parameters that changed; None: all."""
+        if self._shadow:
+            if names is not None:
+                self._copy(names, self.target, self._live)
+            for name in self._live if names is None else self.derived:
+                self._live[name].copy_(self.target[name])
         self._torn = False
-        if not self._shadow:
-            return
-        if names is None:
-            for name, tensor in self._live.items():
-                tensor.copy_(self.target[name])
-            return
-        self._copy(names, self.target, self._live)
-        for name in self.derived:
-            self._live[name].copy_(self.target[name])
 
 
 def _received(writes: list[Write]) -> dict[str, int]:

@@ -93,8 +93,9 @@ class Outbox:
         self._grouped, self._sending = ((), []), ({}, {})
         writes = [e.write for r in self._replicas.values() for e in r.prepared(self._numbers)]
         sources = {**self._tensors, **self._conversions.staged}
-        attempt.check_rows(f"trainer {self._rank}", writes, sources, 0)
-        for name in dict.fromkeys(each.source_tensor for each in writes):
+        names = dict.fromkeys(each.source_tensor for each in writes)
+        attempt.check_there(f"trainer {self._rank}", names, sources)
+        for name in names:
             staged = self._conversions.staged.get(name)
             if staged is not None:
                 at = int(staged.storage_offset()) * staged.element_size()

@@ -39,7 +39,7 @@ def offset_in(piece: Piece, box: Box) -> int:
 def held(param: Param, position: int) -> list[Piece]:
     """What a rank holds, where its own tensor has it; offsets count from param.offset."""
     whole = _whole(param, position)
-    strides = param.strides or _dense([length(axis) for axis in whole], param.order)
+    strides = param.strides or dense_strides([length(axis) for axis in whole], param.order)
     axes = _windowed(param, whole)
     skipped = len(axes) - len(param.elements)  # leading dimensions of size 1
     outer = axes[:skipped]
@@ -47,6 +47,11 @@ def held(param: Param, position: int) -> list[Piece]:
         return []
     base = sum(axis[0].local * stride for axis, stride in zip(outer, strides, strict=False))
     return _product(axes[skipped:], strides[skipped:], base)
+
+
+def local_shape(param: Param, position: int) -> tuple[int, ...]:
+    """Of the rank's own tensor; of what it holds of the whole one where `param` is a window."""
+    return tuple(length(axis) for axis in _whole(param, position))
 
 
 def parameter_axes(param: Param, position: int) -> tuple[Axis, ...]:
@@ -60,14 +65,14 @@ def parameter_axes(param: Param, position: int) -> tuple[Axis, ...]:
 
 def dense(axes: Sequence[Axis], order: Sequence[int] = ()) -> list[Piece]:
     """The same elements in a dense tensor, its dimensions stored in `order`."""
-    return _product(axes, _dense([length(axis) for axis in axes], order), 0)
+    return _product(axes, dense_strides([length(axis) for axis in axes], order), 0)
 
 
 def order_of(param: Param) -> tuple[int, ...]:
     """Dimensions of the parameter that have more than one element, outermost in memory first."""
     dims = len(param.shape)
     skipped = dims - len(param.elements)
-    strides = param.strides or _dense(param.shape, param.order)
+    strides = param.strides or dense_strides(param.shape, param.order)
     found = [d for d in range(dims) if d >= skipped and param.elements[d - skipped] > 1]
     return tuple(d - skipped for d in sorted(found, key=lambda d: -strides[d]))
 
@@ -87,7 +92,7 @@ def target_blocks(axes: Sequence[Axis], blocks: Blocks) -> list[Piece]:
         for axis, size in zip(axes, _sizes(axes, blocks.shape), strict=True)
     ]
     counts = [axis[-1].local + axis[-1].size if axis else 0 for axis in grid]
-    return _product(grid, blocks.strides or _dense(counts, blocks.order), 0)
+    return _product(grid, blocks.strides or dense_strides(counts, blocks.order), 0)
 
 
 def why_unaligned(axes: Sequence[Axis], shape: Sequence[int]) -> str:
@@ -133,7 +138,8 @@ def _packed(axis: Axis) -> Axis:
     return tuple(run._replace(local=at) for run, at in zip(axis, locals_, strict=False))
 
 
-def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor without gaps. order: dimensions, outermost first; (): as they are."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order or range(len(shape))):
         strides[dim] = step

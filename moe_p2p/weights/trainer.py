@@ -10,9 +10,11 @@ there leads: it says who takes part, and decides. docs/weights.md explains it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from moe_p2p.errors import (
     require,
     require_type,
 )
-from moe_p2p.weights import attempt
+from moe_p2p.weights import attempt, given
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.checks import check_rank, check_seconds, check_tensors, check_version
@@ -53,6 +55,7 @@ class WeightTrainer:
     device: where conversions run, for tensors in host memory; None: the device of the tensors.
     """
 
+    @torch.inference_mode(mode=False)  # its buffers are written in any mode
     @unaffected
     def __init__(
         self,
@@ -70,15 +73,16 @@ class WeightTrainer:
     ) -> None:
         seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
         check_rank(f"trainer {rank}", engine, store, layout, rank, tensors, seconds)
+        self._tensors = given.of_trainer(rank, layout, tensors)
+        self._given = {name: given.plain(each) for name, each in tensors.items()}  # as `update`s
         self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
         self.version: int | None = None  # what the fleet is at
         self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
         self._board = Board(store, name)
         deadline = Deadline(timeout_s)
         self.plan = attempt.agree_on_plan(self._board, "trainer", rank, layout, deadline)
-        first = next(iter(tensors.values()), None)
+        first = next(iter(self._tensors.values()), None)
         where = device or (first.device if first is not None else "cpu")
-        self._tensors = dict(tensors)
         self._outbox = Outbox(
             engine, rank, self.plan, self._tensors, torch.device(where), watermark
         )
@@ -89,6 +93,9 @@ class WeightTrainer:
         self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
         self._new_sums: dict[str, int] = {}  # of what the attempt sends
         self._full = False  # a generator cannot take a part
+        # Of the last update. They may not have copied it yet, and do so before they see another.
+        self._brought: set[str] = set()
+        self._under_way = threading.Lock()
         self.attempts_failed = 0
         try:
             for generator, founder in self._founders().items():
@@ -176,11 +183,25 @@ class WeightTrainer:
     @unaffected
     def abort(self, why: str) -> None:
         """In place of this rank's next `update`, which fails on every rank, with this reason."""
-        self._attempt += 1
-        self.attempts_failed += 1
-        self._forget()
-        self._board.decide(Keys(self._attempt).decision, self._refusal(why))
+        with self._alone("abort"):
+            self._attempt += 1
+            self.attempts_failed += 1
+            self._forget()
+            self._board.decide(Keys(self._attempt).decision, self._refusal(why))
 
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Calls of two threads would send tensors of one as the version of the other."""
+        require(
+            self._under_way.acquire(blocking=False),
+            f"{what}: trainer {self.rank} has an update under way; call it when that has returned",
+        )
+        try:
+            yield
+        finally:
+            self._under_way.release()
+
+    @torch.inference_mode(mode=False)
     def _update(
         self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
     ) -> None:
@@ -189,16 +210,19 @@ class WeightTrainer:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         check_seconds("update: timeout_s", timeout_s)
         check_tensors("update: tensors", tensors or {})
-        while not self._try(wish, tensors, timeout_s):
-            tensors = None  # they have been taken
+        with self._alone("update"):
+            while not self._try(wish, tensors, timeout_s):
+                tensors = None  # they have been taken
 
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
         """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
         self._attempt += 1
         keys, deadline = Keys(self._attempt), Deadline(timeout_s)
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
+        taken, update = False, dict[str, Any]()
         try:
             self._take(tensors)
+            taken = True
             update = self._agree(keys, wish, deadline)
             try:
                 self._send(keys, update, deadline)
@@ -216,12 +240,14 @@ class WeightTrainer:
                 raise
             if decision != COMMIT:
                 self.attempts_failed += 1
-                if self._goes_on(decision, wish):
+                if taken and self._goes_on(decision, wish):
                     return False
                 if decision == mine:
                     raise
                 raise attempt.failed(wish["version"], decision["why"]) from error
         self.version = wish["version"]
+        members = set(update.get("members", ()))
+        self._brought = self._brought | members if wish["newcomers"] else members
         if not wish["newcomers"]:
             self._sums, self._full = self._new_sums, False
         return True
@@ -239,14 +265,15 @@ class WeightTrainer:
         self.stages[stage] = time.monotonic() - self._began
 
     def _take(self, tensors: Mapping[str, Tensor] | None) -> None:
-        for name, tensor in (tensors or {}).items():
-            mine = self._tensors.get(name)
+        new = {name: given.plain(each) for name, each in (tensors or {}).items()}
+        for name, tensor in new.items():
+            mine = self._given.get(name)
             require(
                 mine is not None and mine.shape == tensor.shape and mine.dtype == tensor.dtype,
                 f"update: tensor {name!r} is none of this trainer's, or of another shape or type",
             )
-        for name, tensor in (tensors or {}).items():
-            self._tensors[name].copy_(tensor)
+        for name, tensor in new.items():
+            self._given[name].copy_(tensor)
 
     # --- who takes part ---
 
@@ -279,7 +306,8 @@ class WeightTrainer:
             keys_of = {keys.changed(i): f"trainer {i}" for i in self._there()}
             found = [each["names"] for each in self._wait(keys, keys_of, deadline).values()]
             only = None if None in found else sorted({name for each in found for name in each})
-        others = [who for who in members if runs[who] != self.version or self.version is None]
+        others = [who for who in members if self.version is None
+                  or (runs[who] != self.version and who not in self._brought)]  # fmt: skip
         if only is not None and others:
             if not wish["changed"]:
                 raise make(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,52 @@ def test_layers_may_come_before_the_receiver_has_opened() -> None:
             for worker, pages in ((receiver, theirs), (sender, ours))
         )
         assert torch.equal(got, sent)
+
+
+@pytest.mark.parametrize("way", ["push", "packed", "pull"])
+def test_lists_of_pages_may_change_after_the_call(way: str) -> None:
+    """Engines reuse them: bytes would land in pages that nobody has reserved."""
+    link = PACKED if way == "packed" else None
+    with workers(SAME, SAME, link=link) as found:
+        sender, receiver = found.senders[0], found.receivers[0]
+        random_cache(sender.cache, 1)
+        ours, theirs = some_pages(5, 32, 1), some_pages(5, 32, 2)
+        first, second = ours.clone(), theirs.clone()
+        more = ours[:2].clone()
+        reservation = receiver.reserve("r", "prefill", {"kv": second}, total=18, pull=way == "pull")
+        second.zero_()
+        sending = sender.start("r", "decode", {"kv": more}, total=18)
+        more.zero_()
+        sending.add_pages({"kv": first})
+        first.zero_()
+        send(sending, (18,))
+        reservation.wait(20)
+        sending.wait(20)
+        got = receiver.cache.tensors[0].view(LAYERS, 32, -1)
+        sent = sender.cache.tensors[0].view(LAYERS, 32, -1)
+        assert torch.equal(got[:, theirs.long()], sent[:, ours.long()])
+        others = sorted(set(range(32)) - set(theirs.tolist()))
+        assert not got[:, others].any()
+
+
+def test_pages_are_reusable_after_all_that_held_them_has_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with workers(SAME, SAME) as found:
+        receiver = found.receivers[0]
+        reservation = receiver.reserve("r", "prefill", {"kv": some_pages(3, 32, 1)}, total=12)
+        seen: list[bool] = []
+        for holder, name in ((receiver.unpacker, "settle"), (receiver._holds, "give_back")):
+            let_go = getattr(holder, name)
+
+            def watched(each: Any, let_go: Any = let_go) -> None:
+                seen.append(reservation.reusable)
+                let_go(each)
+
+            monkeypatch.setattr(holder, name, watched)
+        reservation.cancel()
+        reservation.wait_reusable(20)
+        assert seen == [False, False]
 
 
 def test_pages_that_are_held_are_refused_by_name() -> None:

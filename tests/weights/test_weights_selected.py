@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from moe_p2p import MoeP2pError, ResourceExhaustedError, TimeoutError
+from moe_p2p import InvalidArgumentError, MoeP2pError, ResourceExhaustedError, TimeoutError
 from moe_p2p.errors import make
 from moe_p2p.weights import staging, weight_plan
 from moe_p2p.weights.attempt import Keys
@@ -81,6 +82,55 @@ def test_only_some_parameters(name: str, names: set[str], mode: str) -> None:
         assert 0 < written(found) - whole < whole
         with pytest.raises(MoeP2pError, match="no generator gets none"):
             found.trainers[0].update(3, only={"none"})
+
+
+@pytest.mark.parametrize("how", ["only", "changed"])
+def test_a_part_straight_after_an_update_that_engines_have_not_copied(how: str) -> None:
+    """A forward pass takes longer than the next update takes to begin."""
+    with fleet(MODELS["fused"]) as found:
+        running = begin(found, 1, found.model.values(1), changed=True)
+        while not all(each.done() for each in running):
+            for each in found.generators:
+                each._progress()  # bytes arrive, and nothing is copied: the pass goes on
+        assert [each.version for each in found.generators] == [None, None]
+        whole, values = written(found), mixed(found, 1, 2, {"k"})
+        running = begin(found, 2, values, **({"only": {"k"}} if how == "only" else {how: True}))
+        for each in found.trainers:
+            _until(lambda t=each: "begin" in t.stages and t.totals["attempts"] == 2)
+        for each in found.generators:
+            assert each.step() == 1
+        found.finish(running)
+        check(found, 2, values)
+        assert 0 < written(found) - whole < whole
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def test_calls_that_overlap_are_refused_and_no_version_is_mixed() -> None:
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1, found.model.values(1))
+        running = begin(found, 2, found.model.values(2))  # generators are not asked: it goes on
+        for each in found.trainers:
+            _until(lambda t=each: t.totals["attempts"] == 2)
+            other = found.model.trainer_tensors(each.rank, found.model.values(3))
+            for call in (
+                lambda t=each, other=other: t.update(3, other),
+                lambda t=each: t.update(3),
+                lambda t=each: t.admit(),
+                lambda t=each: t.abort("a reason"),
+            ):
+                with pytest.raises(InvalidArgumentError, match="has an update under way"):
+                    call()
+        found.finish(running)
+        check(found, 2, found.model.values(2))
+        update(found, 3, found.model.values(3))
+        check(found, 3, found.model.values(3))
+        assert found.trainers[0].totals["failed"] == 0
 
 
 def test_parameters_whose_tensors_changed() -> None:

@@ -1,0 +1,291 @@
+"""The caller's tensors against what was said of them: right bytes, or an error that names one.
+
+Kinds of tensors on both sides and in both modes; what is published as clean is compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from moe_p2p import Engine, InvalidArgumentError, MoeP2pError
+from moe_p2p.weights import Blocks, Param, WeightGenerator, WeightLayout, WeightTrainer, of_tensor
+
+BF16, FP8 = "bfloat16", "float8_e4m3fn"
+VALUES = torch.arange(64.0).view(8, 8)
+W = Param("w", (8, 8), BF16, (0,))
+
+
+def bf16(times: float = 1) -> Tensor:
+    return (times * VALUES).bfloat16()
+
+
+def empty() -> Tensor:
+    return torch.zeros(8, 8, dtype=torch.bfloat16)
+
+
+def inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def updated(
+    source: list[Param],
+    theirs: dict[str, Tensor],
+    target: list[Param],
+    mine: dict[str, Tensor],
+    *,
+    news: dict[str, Tensor] | None = None,
+    **how: Any,
+) -> WeightGenerator:
+    """One update of one trainer and one generator, a second one with `news`; raises what either
+    does."""
+    store, errors, over = HashStore(), list[BaseException](), threading.Event()
+    layouts = WeightLayout(source, 1), WeightLayout(target, 1)
+    last = 1 if news is None else 2
+
+    def train() -> None:
+        try:
+            with WeightTrainer(Engine(), store, layouts[0], 0, theirs, timeout_s=3) as trainer:
+                trainer.update(1, verify=True)
+                if news is not None:
+                    trainer.update(2, news)
+                over.wait(5)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        with WeightGenerator(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as generator:
+            until = time.monotonic() + 8
+            while generator.version != last and not errors and time.monotonic() < until:
+                if generator.mode == "in_place":
+                    generator.begin()
+                    generator.wait(5)
+                else:
+                    generator.step()
+    except BaseException as error:
+        errors.insert(0, error)
+    over.set()
+    thread.join()
+    for error in errors:  # the side that refuses is found first: the other one waits for it
+        if isinstance(error, InvalidArgumentError):
+            raise error
+    if errors:
+        raise errors[0]
+    return generator
+
+
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: t,
+    "requires grad": nn.Parameter,
+    "not a leaf": lambda t: nn.Parameter(t) * 1,
+    "inference mode": inference,
+    "bytes": lambda t: t.view(-1).view(torch.uint8),
+    "one dimension": lambda t: t.view(-1),
+}
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+@pytest.mark.parametrize("kind", SAME)
+def test_tensors_that_are_what_was_said_are_right_in_any_mode_of_torch(
+    kind: str, mode: str
+) -> None:
+    made, live = SAME[kind](bf16()), SAME[kind](empty())
+    updated([W], {"w": made}, [W], {"w": live}, mode=mode, news={"w": SAME[kind](bf16(2))})
+    assert torch.equal(live.detach().view(-1).view(torch.bfloat16), bf16(2).view(-1))
+
+
+@pytest.mark.parametrize("said", [BF16, "float32"])
+def test_a_converted_source_is_read_by_what_was_said(said: str) -> None:
+    """Of a transposed view, and of bytes."""
+    target = Param("w", (8, 8), said, (0,))
+    for made in (bf16().t().contiguous().t(), bf16().view(torch.uint8)):
+        source = W if made.dtype == torch.uint8 else of_tensor("w", made)
+        live = torch.zeros(8, 8, dtype=getattr(torch, said))
+        updated([source], {"w": made}, [target], {"w": live})
+        assert torch.equal(live.float(), VALUES)
+
+
+def test_calls_in_inference_mode_leave_buffers_that_others_can_write() -> None:
+    with torch.inference_mode():
+        target = Param("w", (8, 8), "float32", (0,))
+        live = torch.zeros(8, 8)
+        updated([W], {"w": bf16()}, [target], {"w": live}, news={"w": bf16(2)}, poison=True)
+    assert torch.equal(live, 2 * VALUES)
+
+
+WRONG: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "float32": (lambda: VALUES.clone(), "'w' is float32, but its layout says bfloat16 for 'w'"),
+    "float16": (lambda: VALUES.half(), "'w' is float16, but its layout says bfloat16"),
+    "int16": (lambda: VALUES.short(), "'w' is int16, but its layout says bfloat16"),
+    "too small": (lambda: bf16()[:4], r"'w' has 64 bytes, but its layout puts 'w' up to byte 128"),
+    "in a larger storage": (lambda: bf16().repeat(2, 1)[:4], "'w' has 64 bytes"),
+    "longer": (lambda: bf16().repeat(2, 1), r"'w' is \[16, 8\], 256 bytes, .* \[8, 8\], 128"),
+    "padded": (lambda: torch.zeros(9, 10).bfloat16(), r"'w' is \[9, 10\].* padded by strides"),
+    "a transposed view": (lambda: bf16().t().contiguous().t(), r"'w' has strides \(1, 8\)"),
+    "columns": (lambda: bf16().repeat(1, 2)[:, :8], r"'w' has strides \(16, 1\)"),
+}
+
+
+@pytest.mark.parametrize("to", [BF16, "float32"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_trainers_tensor_that_is_not_what_was_said_is_refused(kind: str, to: str) -> None:
+    make, text = WRONG[kind]
+    layout = WeightLayout([W], 1)
+    with Engine() as engine, pytest.raises(InvalidArgumentError, match=f"trainer 0: tensor {text}"):
+        WeightTrainer(engine, HashStore(), layout, 0, {"w": make()}, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_generators_tensor_that_is_not_what_was_said_is_refused(kind: str) -> None:
+    make, text = WRONG[kind]
+    with (
+        Engine() as engine,
+        pytest.raises(InvalidArgumentError, match=f"generator 0: tensor {text}"),
+    ):
+        WeightGenerator(engine, HashStore(), WeightLayout([W], 1), 0, {"w": make()}, timeout_s=0.2)
+
+
+def test_other_shapes_types_and_scales_are_refused() -> None:
+    tall = Param("w", (4, 16), BF16, (0,))
+    blocks = Param("w", (8, 8), FP8, (0,), blocks=Blocks("s", shape=(4, 4)))
+    fp8 = torch.zeros(8, 8, dtype=torch.float8_e4m3fn)
+    for param, tensors, text in (
+        (tall, {"w": empty().view(16, 4)}, r"is \[16, 4\], but its layout says \[4, 16\]"),
+        (blocks, {"w": fp8, "s": torch.zeros(2, 2).half()}, "'s' is float16, .* says float32"),
+        (blocks, {"w": fp8, "s": torch.zeros(1)}, "'s' has 4 bytes, .* up to byte 16"),
+        (blocks, {"w": empty(), "s": torch.zeros(4)}, "'w' is bfloat16, .* float8_e4m3fn"),
+        (W, {}, "has no tensor 'w'"),
+        (W, {"w": empty().view(-1)[1:]}, "'w' has 126 bytes"),
+    ):
+        layout = WeightLayout([param], 1)
+        with Engine() as engine, pytest.raises(InvalidArgumentError, match=text):
+            WeightGenerator(engine, HashStore(), layout, 0, tensors, timeout_s=0.2)
+    live = {"w": fp8.view(torch.uint8), "s": torch.zeros(4)}
+    updated([W], {"w": bf16()}, [blocks], live)
+    spread = live["s"].view(2, 2).repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert torch.allclose(fp8.float() * spread, VALUES, rtol=0.07, atol=0.01)
+
+
+def test_no_elements_ask_for_nothing() -> None:
+    """A shard of TP that is empty, and a parameter without elements."""
+    none = Param("none", (0, 8), BF16, (0,))
+    nothing = torch.zeros(0, 8).bfloat16()
+    live = {"w": empty(), "none": nothing}
+    updated([W, none], {"w": bf16(), "none": nothing}, [W, none], live)
+    assert torch.equal(live["w"], bf16())
+
+
+def part(name: str, offset: int, **more: Any) -> Param:
+    return Param(name, (4, 8), BF16, (0,), tensor="qkv", offset=offset, **more)
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ([part("q", 0), part("k", 16)], "'q' and 'k'"),
+        ([part("q", 0), part("k", 0)], "'q' and 'k'"),
+        ([part("q", 0), part("k", 64), part("v", 95)], "'k' and 'v'"),
+        ([part("q", 0, strides=(4, 1))], "'q' and 'q'"),
+        ([part("q", 0, strides=(16, 1)), part("k", 7, strides=(16, 1))], "'q' and 'k'"),
+        ([part("q", 0, finalize="a test"), part("q", 0, finalize="a test")], "'q' and 'q'"),
+    ],
+)
+def test_places_that_overlap_are_refused_by_two_names(params: list[Param], names: str) -> None:
+    tensors = {"qkv": torch.zeros(16, 8).bfloat16()}
+    with Engine() as engine, pytest.raises(InvalidArgumentError, match=f"{names} overlap"):
+        WeightGenerator(engine, HashStore(), WeightLayout(params, 1), 0, tensors, timeout_s=0.2)
+
+
+def test_tensors_that_share_a_part_of_their_memory_are_refused() -> None:
+    layout, flat = WeightLayout([W, Param("v", (8, 8), BF16, (0,))], 1), torch.zeros(96).bfloat16()
+    tensors = {"w": flat[:64].view(8, 8), "v": flat[32:].view(8, 8)}
+    with Engine() as engine, pytest.raises(InvalidArgumentError, match="'w' and 'v' share memory"):
+        WeightGenerator(engine, HashStore(), layout, 0, tensors, timeout_s=0.2)
+
+
+def test_interleaved_rows_do_not_overlap_and_tied_tensors_are_one() -> None:
+    params = [part("q", 0, strides=(16, 1)), part("k", 8, strides=(16, 1)),
+              Param("head", (8, 8), BF16, (0,), tensor="tied"),
+              Param("embed", (8, 8), BF16, (0,))]  # fmt: skip
+    tied = empty()
+    live = {"qkv": empty(), "tied": tied, "embed": tied}
+    given = {"q": bf16()[:4].clone(), "k": bf16()[4:].clone(), "head": bf16(), "embed": bf16()}
+    source = [Param(name, tuple(each.shape), BF16, (0,)) for name, each in given.items()]
+    updated(source, given, params, live)
+    assert torch.equal(live["qkv"].view(4, 2, 8)[:, 1], bf16()[4:])
+    assert torch.equal(tied, bf16())
+
+
+def test_bytes_that_nobody_writes_are_named_once_unless_they_are_padding(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = [Param(n, (4, 8), BF16, (0,)) for n in "qk"]
+    given = {n: torch.ones(4, 8).bfloat16() for n in "qk"}
+    live = {"qkv": torch.zeros(12, 8).bfloat16(), "w": empty()}
+    target = [
+        part("q", 0),
+        part("k", 64),
+        Param("q", (4, 8), BF16, (0,), tensor="w", strides=(16, 1)),
+    ]
+    updated(source, given, target[:2], {"qkv": live["qkv"]})
+    said = capfd.readouterr().err
+    assert said.count("generator 0: no parameter is written to 64 B of 'qkv', from byte 64 on") == 1
+    assert live["qkv"][:, 0].tolist() == [1] * 4 + [0] * 4 + [1] * 4
+    updated(source, given, target, live, padding=["qkv", "w"])
+    assert "no parameter is written" not in capfd.readouterr().err
+    whole = {"w": torch.zeros(16, 8).bfloat16()}
+    updated([W], {"w": bf16()}, [W], whole, padding=["w"])  # rows that fill up a vocabulary
+    assert torch.equal(whole["w"][:8], bf16())
+    with Engine() as engine, pytest.raises(InvalidArgumentError, match=r"padding names \['v'\]"):
+        WeightGenerator(engine, HashStore(), WeightLayout([W], 1), 0, live, padding=["v"])
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_copy_that_fails_leaves_no_model_that_is_called_clean(at: int) -> None:
+    """At the n-th tensor: those before are new, those behind old."""
+    names = ("a", "b", "c")
+    params = [Param(n, (8, 8), BF16, (0,)) for n in names]
+    live = {n: empty() for n in names}
+    broken: list[WeightGenerator] = []
+
+    class Breaks(WeightGenerator):
+        def step(self) -> int | None:
+            if not broken:
+                broken.append(self)
+                self._inbox._live[names[at]] = inference(live[names[at]])  # it refuses a copy
+            return super().step()
+
+    store, layout = HashStore(), WeightLayout(params, 1)
+    done = threading.Event()
+
+    def train() -> None:
+        tensors = {n: bf16() for n in names}
+        with WeightTrainer(Engine(), store, layout, 0, tensors, timeout_s=5) as trainer:
+            trainer.update(1)
+            done.wait(10)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    with Breaks(Engine(), store, layout, 0, live, timeout_s=5) as generator:
+        with pytest.raises(RuntimeError, match="inference"):
+            generator.wait()
+        with pytest.raises(MoeP2pError, match=r"dirty.*the copy of version 1 failed"):
+            generator.require_clean()
+        assert generator.dirty
+        assert generator.version is None
+        generator._inbox._live[names[at]] = live[names[at]]
+        assert generator.step() == 1  # it is tried again
+        generator.require_clean()
+        assert all(torch.equal(each, bf16()) for each in live.values())
+    done.set()
+    thread.join()
