@@ -6,7 +6,7 @@ Each is compared with the reference, or with the closed form, before it is timed
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,8 +74,7 @@ class Entry:
             if system is None:
                 continue
             self.stack.callback(system.close)
-            wrong = self.check(system, range(options.checks), exact=True)
-            wrong += self._whole(system)
+            wrong = self._whole(system)
             if layout_of(options, tokens) == "by_rank":
                 wrong += verify_by_rank(system, self.job, options, self.rank, self.tokens)
             calls = package_calls(
@@ -106,9 +105,8 @@ class Entry:
             return
         options = self.options
         system = TorchAllToAll(options, self.job, group=self.group)
-        wrong = self.check(system, range(options.checks), exact=False) + self._whole(system)
         calls = system_calls(system, options, self.tokens, experts=self.experts)
-        yield Contestant(calls=calls, wrong=wrong, system=system)
+        yield Contestant(calls=calls, wrong=self._whole(system), system=system)
         if options.device == "cuda" and options.hosts == 1 and deep_ep.missing() is None:
             api = self._api("deep_ep", "deep_ep")
             for calls, wrong in deep_ep.systems(api, self.notes):
@@ -158,18 +156,20 @@ class Entry:
         calls = package_calls(system, options, tokens, num_sms=num_sms or 0, experts=None)
         return Contestant(calls=calls, wrong=wrong, package=system)
 
-    def check(self, system: System, steps: range, *, exact: bool) -> list[str]:
+    def check(self, found: Sequence[Contestant], steps: range) -> None:
         """Compares steps with changing counts with the reference, small ones on GPUs."""
-        options, (tokens,), wrong = self.options, self.options.tokens, []
+        options, (tokens,) = self.options, self.options.tokens
         most = min(tokens, CHECKED_TOKENS) if options.device == "cuda" else tokens
         for step in steps:
             counts = changing_counts(step, options.ranks, most, mirrored=self.job.mirrored)
             everyone = self.job.tokens(step, counts)
             expected = expect(self.job, options, self.rank, everyone)
             mine = on_device(everyone[self.rank], options.device)
-            found = verify(system, mine, expected, exact=exact)
-            wrong += [f"T {tokens}, rank {self.rank}: step {step}, {text}" for text in found]
-        return wrong
+            for one in found:
+                if one.system is not None:
+                    wrong = verify(one.system, mine, expected, exact=one.package is not None)
+                    where = f"T {tokens}, rank {self.rank}: step {step}"
+                    one.wrong.extend(f"{where}, {text}" for text in wrong)
 
     def _whole(self, system: System) -> list[str]:
         """Compares the call to be timed."""

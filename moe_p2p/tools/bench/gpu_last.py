@@ -103,7 +103,9 @@ class Watch:
         found = []
         if calls.eager is not None:
             found += compare_rows(last, calls.eager())
-        answers = torch.stack(self._of_ranks(everyones(last["answer"].cpu())))  # [W, H]
+        # A copy: pickle writes the whole tensor of which the answer is a row.
+        answer = last["answer"].cpu().clone()
+        answers = torch.stack(self._of_ranks(everyones(answer)))  # [W, H]
         sums, magnitude = constant_sums(self._job, self._inputs.tokens, answers, calls.layout)
         found += beyond_rounding(last["out"], sums, bound_of(magnitude, self._options))
         finish(self._options.device)

@@ -120,6 +120,7 @@ class World:
                 notes=self.notes,
             )
             found = self._found(entry, interface)
+            entry.check(found, range(options.checks))
             counted = {
                 one.calls: counted_bytes(one.package, one.calls, inputs)
                 for one in found
@@ -130,11 +131,10 @@ class World:
             timed = self.clock.measure(calls, watch)
             apart = self._hops(options, inputs, counted) if hops.can_be_taken_apart(options) else {}
             hosts = self.clock.host_times(calls) if interface else {}
+            # No failure while the clock ran.
+            entry.check(found, range(options.checks, options.checks + 1))
             for one in found:
                 one.wrong.extend(watch.wrong.get(one.calls, []))
-                if one.system is not None:  # no failure while the clock ran
-                    after = range(options.checks, options.checks + 1)
-                    one.wrong.extend(entry.check(one.system, after, exact=one.package is not None))
                 of_one = [each for each in timed if each.calls is one.calls]
                 rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
                 if one.package is not None:
