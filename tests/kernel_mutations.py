@@ -2,6 +2,7 @@
 
     python -m tests.kernel_mutations                      # all: most of an hour
     python -m tests.kernel_mutations kPartBefore device/steps.cuh:118
+    python -m tests.kernel_mutations --since REV          # of kernel files that changed since
 
 Named mutations are listed in kernels/device/mutation.cuh. The others remove one line that orders
 memory: a fence, a release, an acquire, a wait for copies or earlier kernels (emulation/order.h).
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,8 +173,21 @@ def cases_of(mutation: str) -> list[str]:
     return next(cases for part, cases in ORDERED_BY.items() if part in mutation.split(":")[0])
 
 
+def changed_since(revision: str) -> list[str]:
+    """Returns mutations of files of kernels/ that differ from that revision."""
+    command = ["git", "diff", "--name-only", revision, "--", "kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / path for path in done.stdout.split() if (ROOT / path).exists()]
+    text = "".join(path.read_text() for path in files)
+    named = [name for name in NAMED if f"MOE_P2P_MUTATED({name})" in text]
+    return [*named, *(site.name for site in sites() if site.path in files)]
+
+
 def main(wanted: list[str]) -> int:
     known = {site.name: site for site in sites()}
+    if wanted[:1] == ["--since"] and not (wanted := changed_since(*wanted[1:])):
+        print("no kernel changed")
+        return 0
     mutations = wanted or [*NAMED, *known]
     for cases in dict.fromkeys(tuple(cases_of(mutation)) for mutation in mutations):
         if error := caught("", list(cases)):

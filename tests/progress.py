@@ -3,7 +3,7 @@
 Hooks of pytest, for conftest.py. With pytest-xdist (`-n 2`) several workers run the tests. A file's
 tests stay together, except tests of LONG: they start first, one by one, so that all workers end
 together. --progress prints a line per twentieth of the tests and per long test, instead of a dot
-per test; --quick leaves LONG out.
+per test.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ LONG = (
     "test_cpp.py",
     "test_emulated_gpu.py",
     "test_rdma.py",
+    "test_lint.py",
     "test_triton_kernels.py",
     "test_jit.py::test_a_sample_of_all",
     "test_aarch64.py",
@@ -70,7 +71,6 @@ def unit_of(nodeid: str) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--progress", action="store_true", help="lines with the time, not dots")
     parser.addoption("--apart", action="store_true", help="a file's tests may run side by side")
-    parser.addoption("--quick", action="store_true", help="without the tests that take minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,10 +80,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--quick"):
-        left_out = [item for item in items if _place(item.nodeid) < len(LONG)]
-        items[:] = [item for item in items if _place(item.nodeid) == len(LONG)]
-        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: _place(item.nodeid))  # stable
 
 

@@ -12,14 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / ".ci" / "run"
 MAKEFILE = """\
-.PHONY: test test-engines test-again lint pytest
-test: lint pytest
-lint:
-	@echo "lint: ruff {lint}"; test "{lint}" = ok
-pytest:
+.PHONY: test test-changed test-again
+test:
 	@{first}
-test-engines:
+test-changed:
 	@echo "==== 7 passed in 1.00s ===="
+	@echo "changed: since 0123456789ab: 4 files"
+	@echo "changed: mutations of kernels {mutations} (9 s): --since 01234"; test "{mutations}" = ok
 test-again:
 	@echo "once more, alone: what failed"
 	@{again}
@@ -35,7 +34,7 @@ NOTHING = 'echo "==== no tests ran in 0.10s ===="; exit 5'
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(
-    ("lint", "first", "again", "said", "status"),
+    ("mutations", "first", "again", "said", "status"),
     [
         ("ok", PASSED, NOTHING, ["47 passed, 0 failed, 2 skipped"], 0),
         ("ok", FAILED, ONE_PASSED, ["failed once, passed alone: tests/test_a.py::test_b[1]",
@@ -48,11 +47,13 @@ NOTHING = 'echo "==== no tests ran in 0.10s ===="; exit 5'
     ],
 )  # fmt: skip
 def test_what_it_says(
-    tmp_path: Path, lint: str, first: str, again: str, said: list[str], status: int
+    tmp_path: Path, mutations: str, first: str, again: str, said: list[str], status: int
 ) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(CHECK, tmp_path / ".ci" / "run")
-    (tmp_path / "Makefile").write_text(MAKEFILE.format(lint=lint, first=first, again=again))
+    (tmp_path / "Makefile").write_text(
+        MAKEFILE.format(mutations=mutations, first=first, again=again)
+    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
         ["bash", str(tmp_path / ".ci" / "run")],
@@ -65,4 +66,5 @@ def test_what_it_says(
     lines = done.stdout.splitlines()
     assert all(line in lines for line in said), done.stdout
     assert lines[-1] == said[-1]
+    assert lines[-3] == "changed: since 0123456789ab: 4 files"
     assert done.returncode == status, done.stdout
