@@ -95,8 +95,9 @@ class EngineWeights:
                   for name, each in source.by_name.items()}  # fmt: skip
         why = "the engine loads all of its parameters by itself"
         params = [Param(n, s, dtype_name(t), (rank,), finalize=why) for n, (s, t) in shapes.items()]
+        padding: set[str] = set()
         if direct:
-            params = recorded(model, load, shapes, rank)
+            params = recorded(model, load, shapes, rank, padding=padding)
         written = {param.tensor for param in params if not param.finalize}
         self._live = {n: t for n, t in tensors_of(model).items() if n in written}
         self._addresses = {name: each.data_ptr() for name, each in self._live.items()}
@@ -125,6 +126,7 @@ class EngineWeights:
             engine_ranks=range(world_size),
             agree=lambda number: self._agree(number) if self._ready else agree(number),
             finalize=self._keep,
+            padding=padding,
             name=fleet.name,
             timeout_s=fleet.timeout_s,
         )
@@ -277,9 +279,11 @@ def recorded(
     load: Load,
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     rank: int,
+    *,
+    padding: set[str] | None = None,
 ) -> list[Param]:
     """Returns where the loader puts parameters: it runs once for each layer, whose tensors are
-    restored afterwards."""
+    restored afterwards. padding: gets the names of tensors that it leaves a part of."""
     params: list[Param] = []
     own = _by_layer(tensors_of(model))
     for layer, names in _by_layer(shapes).items():
@@ -300,6 +304,8 @@ def recorded(
             for name, each in tensors.items():
                 each.copy_(saved[name])
         params += found.params
+        if padding is not None:
+            padding.update(found.padding)
         lost = names - {param.name for param in found.params}
         require(
             not lost,

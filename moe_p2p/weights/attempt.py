@@ -176,3 +176,11 @@ def whole_sum(tensor: Tensor) -> int:
         )
         total = checksum.add(total, tail)
     return total
+
+
+def differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors whose bytes are other ones in the reference."""
+    absent = [name for name in tensors if name not in reference]
+    require(not absent, f"check_equal: the reference lacks {', '.join(absent[:3])}")
+    return [name for name, each in tensors.items()
+            if whole_sum(reference[name].contiguous()) != whole_sum(each)]  # fmt: skip

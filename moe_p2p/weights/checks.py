@@ -3,7 +3,9 @@ find them, after the fleet has decided."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -73,8 +75,30 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_version(version: int) -> None:
+def check_update(
+    version: int, only: Collection[str] | None, changed: bool, names: Sequence[str]
+) -> None:
+    """names: parameters of the plan."""
     require(
         type(version) is int and 0 <= version <= _MOST_VERSION,
         f"update: version is {version!r}, must be an int from 0 to 2^63 - 1",
     )
+    require(
+        only is None or not changed, "update: only names parameters, changed finds them: pass one"
+    )
+    if only is not None:
+        require_type("update: only", only, Collection, "names of parameters")
+        unknown = sorted(set(only) - set(names))
+        require(not unknown, f"update: no generator gets {', '.join(unknown[:3])}")
+
+
+@contextmanager
+def alone(lock: threading.Lock, what: str) -> Iterator[None]:
+    """Calls of two threads would send tensors of one as the version of the other."""
+    require(
+        lock.acquire(blocking=False), f"{what}: an update is under way; call it when that returned"
+    )
+    try:
+        yield
+    finally:
+        lock.release()

@@ -99,15 +99,8 @@ class WeightGenerator:
             else attempt.agree_on_plan(self._board, "generator", rank, layout, deadline)
         )
         self._reached("planned")
-        self._inbox = Inbox(
-            engine,
-            self.plan,
-            rank,
-            self._tensors,
-            shadow=mode == "shadow",
-            finalize=finalize,
-            watermark=watermark,
-        )
+        self._inbox = Inbox(engine, self.plan, rank, self._tensors, shadow=mode == "shadow",
+                            finalize=finalize, watermark=watermark)  # fmt: skip
         self._lent = Lent(engine, self._tensors)
         self._lend()
         self._board.put(f"{self.name} live", self._lent.address())
@@ -188,14 +181,8 @@ class WeightGenerator:
         """The pause: the tensors become the version's."""
         began = time.monotonic()
         self._lent.shut()
-        self.dirty = True
-        try:
-            self._inbox.commit(names)
-        except BaseException as error:
-            self.failure = f"the copy of version {version} failed: {error}"
-            with suppress(Exception):
-                self._board.put(f"{self.name} runs", None)
-            raise
+        self.dirty, self.failure = True, f"the copy of version {version} failed"
+        self._inbox.commit(names)
         settle(list(self._tensors.values())[:1])
         self._lent.open(version)
         self._reached("copied")
@@ -452,10 +439,7 @@ class WeightGenerator:
         """
         self.require_clean()
         check_tensors("check_equal: reference", reference)
-        absent = [name for name in self._tensors if name not in reference]
-        require(not absent, f"check_equal: the reference lacks {', '.join(absent[:3])}")
-        wrong = [name for name, each in self.checksums().items()
-                 if attempt.whole_sum(reference[name].contiguous()) != each]  # fmt: skip
+        wrong = attempt.differing(self._tensors, reference)
         if wrong:
             text = f"{self.name} at version {self.version}: {', '.join(wrong)} differ"
             raise make(ProtocolError, text)

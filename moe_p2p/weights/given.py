@@ -37,6 +37,19 @@ def plain(tensor: Tensor) -> Tensor:
     return made.set_(local.untyped_storage(), *place)
 
 
+def take(news: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    """Copies new values into a rank's tensors: all of them, or none where one does not fit."""
+    found = {name: plain(each) for name, each in news.items()}
+    for name, tensor in found.items():
+        ours = mine.get(name)
+        require(
+            ours is not None and ours.shape == tensor.shape and ours.dtype == tensor.dtype,
+            f"update: tensor {name!r} is none of this trainer's, or of another shape or type",
+        )
+    for name, tensor in found.items():
+        mine[name].copy_(tensor)
+
+
 def typed(tensor: Tensor, dtype: str) -> Tensor:
     """A tensor of bytes as what lies in it."""
     wanted = getattr(torch, dtype)

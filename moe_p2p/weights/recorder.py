@@ -1,10 +1,11 @@
 """Learns where a receiver's own loader puts each element, from values, not from its operations.
 
 The loader runs on parameters that are filled with digits of element numbers, in as many passes as
-their type needs, so that every element of its tensors says where it came from. A last pass with
-random values must be reproduced byte for byte. A tensor that is not, because the loader quantizes
-or repacks, is *derived*: the parameters that it is made from are sent in checkpoint layout, and the
-receiver recomputes it at commit. One layer at a time is enough, and costs least memory.
+types of both sides need, so that every element of its tensors says where it came from. Passes with
+values as of weights, large ones and special ones (-0, infinite, NaN) must be reproduced byte for
+byte. A tensor that is not, because the loader quantizes or repacks, is *derived*: the parameters
+that it is made from are sent in checkpoint layout, and the receiver recomputes it at commit. One
+layer at a time is enough, and costs least memory.
 """
 
 from __future__ import annotations
@@ -26,25 +27,36 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 # Integers from 0 to here are exact in these types; in others, to 2^15.
 _EXACT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3,
-               torch.int8: 7, torch.uint8: 8}  # fmt: skip
+               torch.int8: 7, torch.uint8: 8, torch.bool: 1}  # fmt: skip
+# Types without arithmetic: elements are bytes.
+_OPAQUE = {getattr(torch, name) for name in ("bool", "float8_e8m0fnu", "float4_e2m1fn_x2")
+           if hasattr(torch, name)}  # fmt: skip
+_SCALES = (50.0, 0.02)  # of random values: large ones, and as of weights
+_SPECIAL = (0.0, -0.0, 1.0, -1.0, 448.0, -449.0, 1e-3, 1e-8, 3e4, -3e4, 1e38, float("inf"),
+            float("-inf"), float("nan"))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Recording:
-    """params: where parameters land. derived: by tensor, the parameters it is made from."""
+    """params: where parameters land. derived: by tensor, the parameters it is made from. unused:
+    parameters that land nowhere. padding: tensors of which a part belongs to no parameter."""
 
     params: tuple[Param, ...]
     derived: Mapping[str, tuple[str, ...]]
     fallback: Mapping[str, int]  # bytes of parameters that are sent in checkpoint layout
+    unused: tuple[str, ...] = ()
+    padding: tuple[str, ...] = ()
 
     def report(self) -> str:
-        """What fell back, with bytes; for a log."""
-        if not self.fallback:
-            return "all parameters are written in place"
-        lines = [f"{sum(self.fallback.values()):,} B are received in checkpoint layout:"]
+        """What fell back, with bytes, and what landed nowhere; for a log."""
+        lines = ["all parameters are written in place"]
+        if self.fallback:
+            lines = [f"{sum(self.fallback.values()):,} B are received in checkpoint layout:"]
         lines += [f"  {name}: {nbytes:,} B" for name, nbytes in self.fallback.items()]
         lines += [f"  {name} is recomputed from {', '.join(names)}"
                   for name, names in self.derived.items()]  # fmt: skip
+        if self.unused:
+            lines.append(f"{', '.join(self.unused)} land nowhere")
         return "\n".join(lines)
 
 
@@ -55,17 +67,21 @@ def record(load: Loader, shapes: Shapes, *, rank: int) -> Recording:
     """
     require(callable(load), f"record: load is {load!r}, must be a function")
     runs = _Runs(load, shapes)
-    numbers, draws = runs.numbers(), [runs.random(seed) for seed in range(2)]
-    made = [runs.run(values) for values in draws]
+    draws = [runs.random(seed, scale) for scale in _SCALES for seed in range(2)]
+    draws += [runs.special(turn) for turn in range(2)]
+    made = [runs.run(values) for values in draws]  # first: it shows types of what is made
+    numbers = runs.numbers()
     derived: dict[str, tuple[str, ...]] = {}
     params: list[Param] = []
+    padding: list[str] = []
     for name, tensor in made[0].items():
-        first, second = ((values, got[name]) for values, got in zip(draws, made, strict=True))
-        moved = _moved(numbers[name], first, second)
-        if moved is None:
+        moved = _moved(numbers[name], draws, [got[name] for got in made])
+        if moved is None or not runs.convertible(moved, tensor.dtype):
             derived[name] = runs.inputs(name)
-        else:
-            params += _places(name, dtype_name(tensor.dtype), moved, runs, rank)
+            continue
+        params += _places(name, dtype_name(tensor.dtype), moved, runs, rank)
+        if bool((moved == 0).any()) and bool(moved.any()):
+            padding.append(name)
     used = dict.fromkeys(itertools.chain(*derived.values()))
     for name in used:
         shape, dtype = shapes[name]
@@ -73,7 +89,10 @@ def record(load: Loader, shapes: Shapes, *, rank: int) -> Recording:
         why = f"the loader makes {makes} of it otherwise than by moving elements"
         params.append(Param(name, shape, dtype_name(dtype), (rank,), finalize=why))
     fallback = {name: math.prod(shapes[name][0]) * shapes[name][1].itemsize for name in used}
-    return Recording(tuple(params), derived, fallback)
+    there = {each.name for each in params}
+    unused = tuple(name for name, (shape, _) in shapes.items()
+                   if name not in there and torch.Size(shape).numel())  # fmt: skip
+    return Recording(tuple(params), derived, fallback, unused, tuple(padding))
 
 
 class _Runs:
@@ -84,39 +103,62 @@ class _Runs:
         sizes = [math.prod(shape) for shape, _ in shapes.values()]
         self.first = dict(zip(shapes, itertools.accumulate(sizes, initial=1), strict=False))
         self.count = sum(sizes)
-        bits = [_EXACT_BITS.get(dtype, 15) for _, dtype in shapes.values()]
-        self.bits = min(bits, default=1)
         self.layout: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def numbers(self) -> dict[str, Tensor]:
         """Of the element in each place, in the order of memory; -1 where there is none."""
         found: dict[str, Tensor] = {}
-        for shift in range(0, self.count.bit_length(), self.bits):
-            digits = (torch.arange(self.count + 1, device="cpu") >> shift) & ((1 << self.bits) - 1)
+        types = [dtype for _, dtype in (*self.shapes.values(), *self.layout.values())]
+        bits = min((_EXACT_BITS.get(dtype, 8 if dtype in _OPAQUE else 15) for dtype in types),
+                   default=1)  # fmt: skip
+        for shift in range(0, self.count.bit_length(), bits):
+            digits = (torch.arange(self.count + 1, device="cpu") >> shift) & ((1 << bits) - 1)
             for name, tensor in self.run(digits.to(torch.float64)).items():
-                digit = tensor.flatten().to(torch.float64)
-                valid = (digit >= 0) & (digit < 1 << self.bits) & (digit == digit.floor())
+                digit = _seen(tensor).flatten().to(torch.float64)
+                valid = (digit >= 0) & (digit < 1 << bits) & (digit == digit.floor())
                 digit = torch.where(valid, digit, 0).to(torch.int64) << shift
                 before = found.get(name, torch.zeros_like(digit))
                 found[name] = torch.where(valid & (before >= 0), before + digit, -1)
         return found
 
-    def random(self, seed: int = 0) -> Tensor:
+    def random(self, seed: int = 0, scale: float = _SCALES[0]) -> Tensor:
         """A value for each element, of both signs, exact in its type."""
         generator = torch.Generator().manual_seed(seed)
         values = torch.zeros(self.count + 1, dtype=torch.float64, device="cpu")
         for name, (shape, dtype) in self.shapes.items():
             count, first = math.prod(shape), self.first[name]
-            if dtype.is_floating_point:
-                drawn = (
-                    torch.randn(count, generator=generator, dtype=torch.float64, device="cpu") * 50
-                )
+            if _carrier(dtype).is_floating_point:
+                drawn = torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
+                drawn *= scale
             else:
-                info = torch.iinfo(dtype)
-                low, high = max(info.min, -(1 << 15)), min(info.max, 1 << 15)
+                low, high = _limits(dtype)
                 drawn = torch.randint(low, high, (count,), generator=generator, device="cpu")
-            values[first : first + count] = drawn.to(dtype).to(torch.float64)
+            values[first : first + count] = drawn.to(_carrier(dtype)).to(torch.float64)
         return values
+
+    def special(self, turn: int) -> Tensor:
+        """Values in which thresholds, signs of zero and NaN show, many of them equal. turn: each
+        element has another one in each."""
+        values = torch.zeros(self.count + 1, dtype=torch.float64, device="cpu")
+        for name, (shape, dtype) in self.shapes.items():
+            count, first = math.prod(shape), self.first[name]
+            chosen = torch.tensor(_SPECIAL, dtype=torch.float64, device="cpu")
+            if not _carrier(dtype).is_floating_point:
+                low, high = _limits(dtype)
+                chosen = torch.tensor([low, high - 1, 0, 1], dtype=torch.float64, device="cpu")
+            at = (torch.arange(count, device="cpu") + 5 * turn) % len(chosen)
+            values[first : first + count] = chosen[at].to(_carrier(dtype)).to(torch.float64)
+        return values
+
+    def convertible(self, numbers: Tensor, made: torch.dtype) -> bool:
+        """Whether trainers make this type of all that lands in a tensor."""
+        kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        for name, (shape, dtype) in self.shapes.items():
+            first = self.first[name]
+            lands = bool(((numbers >= first) & (numbers < first + math.prod(shape))).any())
+            if lands and dtype != made and not (dtype in kinds and made in kinds):
+                return False
+        return True
 
     def inputs(self, tensor: str) -> tuple[str, ...]:
         """Parameters that change a tensor."""
@@ -136,7 +178,8 @@ class _Runs:
         given = {}
         for name, (shape, dtype) in self.shapes.items():
             first = self.first[name]
-            given[name] = values[first : first + math.prod(shape)].to(dtype).view(shape)
+            part = values[first : first + math.prod(shape)].to(_carrier(dtype))
+            given[name] = (part.view(dtype) if dtype in _OPAQUE else part).view(shape)
         got = {name: tensor.detach().clone() for name, tensor in self.load(given).items()}
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in got.items()}
         require(
@@ -153,16 +196,36 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8).view(flat.numel(), tensor.element_size())
 
 
-def _moved(
-    numbers: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
-) -> Tensor | None:
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype in _OPAQUE else dtype
+
+
+def _seen(tensor: Tensor) -> Tensor:
+    """Types without arithmetic as bytes."""
+    return tensor.contiguous().view(torch.uint8) if tensor.dtype in _OPAQUE else tensor
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    """(least, most + 1) of integers that are drawn."""
+    if dtype is torch.bool:
+        return 0, 2
+    info = torch.iinfo(_carrier(dtype))
+    return max(info.min, -(1 << 15)), min(info.max + 1, 1 << 15)
+
+
+def _moved(numbers: Tensor, draws: list[Tensor], made: list[Tensor]) -> Tensor | None:
     """Numbers, 0 where the loader puts a constant; None where they do not say what it made of
-    random values. first, second: values, and the tensor that the loader made of them."""
-    usable = (numbers >= 0) & (numbers < len(first[0]))
+    `draws`. made: the tensor, of each."""
+    usable = (numbers >= 0) & (numbers < len(draws[0]))
     numbers = torch.where(usable, numbers, 0)
-    for values, tensor in (first, second):
-        usable &= (_bytes(values[numbers].to(tensor.dtype)) == _bytes(tensor)).all(dim=1)
-    constant = (_bytes(first[1]) == _bytes(second[1])).all(dim=1)
+    constant = torch.ones_like(usable)
+    for values, tensor in zip(draws, made, strict=True):
+        wanted, got = values[numbers].to(_carrier(tensor.dtype)), _seen(tensor).reshape(-1)
+        alike = (_bytes(wanted) == _bytes(got)).all(dim=1)
+        if wanted.is_floating_point():
+            alike |= wanted.isnan() & got.isnan()  # of whatever bits
+        usable &= alike
+        constant &= (_bytes(got) == _bytes(_seen(made[0]))).all(dim=1)
     return torch.where(usable, numbers, 0) if bool((usable | constant).all()) else None
 
 

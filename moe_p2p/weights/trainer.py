@@ -13,8 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,18 +22,17 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
-from moe_p2p.errors import (
-    AbortedError,
-    ClosedError,
-    ProtocolError,
-    make,
-    require,
-    require_type,
-)
+from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, make, require
 from moe_p2p.weights import attempt, given
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.board import Board, Deadline
-from moe_p2p.weights.checks import check_rank, check_seconds, check_tensors, check_version
+from moe_p2p.weights.checks import (
+    alone,
+    check_rank,
+    check_seconds,
+    check_tensors,
+    check_update,
+)
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.outbox import Outbox
 from moe_p2p.weights.presence import Presence, Record
@@ -156,15 +154,7 @@ class WeightTrainer:
         Generators that are lost are left out; for a lost trainer others send, if they hold what it
         held: each begins anew, with its own timeout.
         """
-        check_version(version)
-        require(
-            only is None or not changed,
-            "update: only names parameters, changed finds them: pass one",
-        )
-        if only is not None:
-            require_type("update: only", only, Collection, "names of parameters")
-            unknown = sorted(set(only) - set(self.plan.names))
-            require(not unknown, f"update: no generator gets {', '.join(unknown[:3])}")
+        check_update(version, only, changed, self.plan.names)
         wish = {"version": version, "verify": verify, "changed": changed,
                 "only": None if only is None else sorted(only), "newcomers": False}  # fmt: skip
         self._update(wish, tensors, timeout_s)
@@ -183,23 +173,11 @@ class WeightTrainer:
     @unaffected
     def abort(self, why: str) -> None:
         """In place of this rank's next `update`, which fails on every rank, with this reason."""
-        with self._alone("abort"):
+        with alone(self._under_way, f"trainer {self.rank}: abort"):
             self._attempt += 1
             self.attempts_failed += 1
             self._forget()
             self._board.decide(Keys(self._attempt).decision, self._refusal(why))
-
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """Calls of two threads would send tensors of one as the version of the other."""
-        require(
-            self._under_way.acquire(blocking=False),
-            f"{what}: trainer {self.rank} has an update under way; call it when that has returned",
-        )
-        try:
-            yield
-        finally:
-            self._under_way.release()
 
     @torch.inference_mode(mode=False)
     def _update(
@@ -210,7 +188,7 @@ class WeightTrainer:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         check_seconds("update: timeout_s", timeout_s)
         check_tensors("update: tensors", tensors or {})
-        with self._alone("update"):
+        with alone(self._under_way, f"trainer {self.rank}: update"):
             while not self._try(wish, tensors, timeout_s):
                 tensors = None  # they have been taken
 
@@ -221,7 +199,7 @@ class WeightTrainer:
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
         taken, update = False, dict[str, Any]()
         try:
-            self._take(tensors)
+            given.take(tensors or {}, self._given)
             taken = True
             update = self._agree(keys, wish, deadline)
             try:
@@ -263,17 +241,6 @@ class WeightTrainer:
 
     def _reached(self, stage: str) -> None:
         self.stages[stage] = time.monotonic() - self._began
-
-    def _take(self, tensors: Mapping[str, Tensor] | None) -> None:
-        new = {name: given.plain(each) for name, each in (tensors or {}).items()}
-        for name, tensor in new.items():
-            mine = self._given.get(name)
-            require(
-                mine is not None and mine.shape == tensor.shape and mine.dtype == tensor.dtype,
-                f"update: tensor {name!r} is none of this trainer's, or of another shape or type",
-            )
-        for name, tensor in new.items():
-            self._given[name].copy_(tensor)
 
     # --- who takes part ---
 

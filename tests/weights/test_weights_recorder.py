@@ -76,7 +76,9 @@ def random_values() -> Given:
 def test_an_update_by_the_recording_is_what_the_loader_makes() -> None:
     recordings, values = recorded(), random_values()
     assert all(each.derived == {} and each.fallback == {} for each in recordings)
-    assert recordings[0].report() == "all parameters are written in place"
+    assert recordings[0].report().splitlines() == ["all parameters are written in place",
+                                                   "2.gate, 2.up, 2.down land nowhere"]  # fmt: skip
+    assert [each.padding for each in recordings] == [("w13",)] * TP
     got = updated(recordings, values)
     for rank in range(TP):
         for name, tensor in loader(rank, values).items():
@@ -157,3 +159,75 @@ def test_a_loader_that_returns_other_tensors_is_refused() -> None:
 
     with pytest.raises(InvalidArgumentError, match="the loader returned other tensors than before"):
         record(load, {"w": ((300,), BF16)}, rank=0)
+
+
+TWO = {"a": ((16, 8), BF16), "b": ((16, 8), BF16)}
+SMALL = 1e-3
+
+
+def _once(given: Given, kept: list[Tensor] = []) -> Given:  # noqa: B006
+    if not kept:
+        kept.append(given["a"].clone())
+    return {"o": kept[0]}
+
+
+FOOLS: dict[str, Callable[[Given], Given]] = {
+    "clamps large values": lambda g: {"o": g["a"].clamp(-448, 448)},
+    "small values to zero": lambda g: {"o": torch.where(g["a"].abs() < SMALL, 0, g["a"])},
+    "scales a tensor of small values": lambda g: {
+        "o": g["a"] * (1 if g["a"].abs().max() > 1 else 16)
+    },
+    "adds zero": lambda g: {"o": g["a"] + 0.0},
+    "replaces NaN": lambda g: {"o": torch.nan_to_num(g["a"])},
+    "replaces infinite ones": lambda g: {
+        "o": g["a"].clamp(torch.finfo(BF16).min, torch.finfo(BF16).max)
+    },
+    "takes the larger": lambda g: {"o": torch.maximum(g["a"], g["b"])},
+    "casts to fp8": lambda g: {"o": g["a"].to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.mark.parametrize("name", FOOLS)
+def test_what_depends_on_values_is_derived(name: str) -> None:
+    found = record(FOOLS[name], TWO, rank=0)
+    assert "a" in found.derived["o"]
+
+
+def test_parameters_that_land_nowhere_are_named() -> None:
+    found = record(_once, TWO, rank=0)  # it loads only the first time
+    assert found.unused == ("a", "b")
+    assert "a, b land nowhere" in found.report()
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("made", [BF16, torch.float32])
+def test_other_types_of_trainers_are_written_in_place(
+    source: torch.dtype, made: torch.dtype
+) -> None:
+    """fp32 masters: 15 bits of an element's number are exact there, and 8 in the engine."""
+    shapes = {"w": ((64, 40), source), "v": ((64, 40), source)}
+    found = record(lambda g: {"o": torch.cat([g["w"], g["v"]], 1).to(made)}, shapes, rank=0)
+    assert not found.derived
+    got = torch.zeros(64 * 80, dtype=made)
+    values = {name: torch.randn(64, 40).to(source) for name in shapes}
+    for each in found.params:
+        torch.as_strided(got, (64, 40), each.strides, each.offset).copy_(values[each.name])
+    assert torch.equal(got.view(64, 80), torch.cat(list(values.values()), 1).to(made))
+    target = WeightLayout(found.params, 1)
+    trainers = [Param(n, s, str(t)[6:], (0,)) for n, (s, t) in shapes.items()]
+    assert weight_plan(WeightLayout(trainers, 1), target).gathered == ()
+
+
+@pytest.mark.parametrize("name", ["bool", "float8_e8m0fnu", "float4_e2m1fn_x2", "int64", "uint8"])
+def test_types_without_arithmetic_are_moved_as_bytes(name: str) -> None:
+    dtype = getattr(torch, name)
+
+    def load(given: Given) -> Given:
+        rows = given["m"].view(torch.uint8).view(12, -1).flip(0).contiguous()
+        return {"o": rows.view(dtype), "p": given["w"]}
+
+    found = record(load, {"m": ((12, 8), dtype), "w": ((3, 4), BF16)}, rank=0)
+    assert not found.derived
+    assert [(e.tensor, e.dtype, e.part[0]) for e in found.params if e.name == "m"] == [
+        ("o", name, (row, 1)) for row in range(12)
+    ]

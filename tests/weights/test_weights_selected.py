@@ -124,7 +124,9 @@ def test_calls_that_overlap_are_refused_and_no_version_is_mixed() -> None:
                 lambda t=each: t.admit(),
                 lambda t=each: t.abort("a reason"),
             ):
-                with pytest.raises(InvalidArgumentError, match="has an update under way"):
+                with pytest.raises(
+                    InvalidArgumentError, match=r"trainer \d: .*: an update is under way"
+                ):
                     call()
         found.finish(running)
         check(found, 2, found.model.values(2))
