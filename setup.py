@@ -35,6 +35,7 @@ CXX_FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    "-Wno-subobject-linkage",  # types of unnamed namespaces in units (csrc/units.py)
     "-Wno-stringop-overread",  # g++ 12 warns falsely for comparisons of vector<std::byte>
     "-DNDEBUG",
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
@@ -75,8 +76,8 @@ def shared_cxx_library(cxx: str) -> list[str]:
     return ["-l:libstdc++.so.6"] if found.stdout.strip() == "libstdc++.so" else []
 
 
-def build_file(sources: list[Path], output: Path) -> str:
-    """Returns the text of a build.ninja that makes `output`."""
+def build_file(folder: Path, sources: list[Path], output: Path) -> str:
+    """Returns the text of a build.ninja of this folder that makes `output`."""
     torch = find_torch()
     include = [
         f"-I{ROOT / 'csrc'}",
@@ -87,7 +88,7 @@ def build_file(sources: list[Path], output: Path) -> str:
     cxx = find_cxx()
     edge = runpy.run_path(str(ROOT / "csrc" / "letter.py"))["compile_edge"]
     libraries = [*shared_cxx_library(cxx), f"-L{torch / 'lib'}", "-ltorch_cpu"]
-    objects = [str(source.relative_to(ROOT).with_suffix(".o")) for source in sources]
+    compiled = runpy.run_path(str(ROOT / "csrc" / "units.py"))["units"](folder / "units", sources)
     lines = [
         f"cxx = {cxx}",
         f"flags = {' '.join(CXX_FLAGS + include)}",
@@ -99,8 +100,8 @@ def build_file(sources: list[Path], output: Path) -> str:
         "rule link",
         # libgcc.a first: its 16-bit float routines are not in libgcc_s of GCC 11 and older.
         f"  command = $cxx -shared -o $out $in -lgcc {' '.join(libraries)} -lrt -ldl -lpthread",
-        *(edge(o, s) for o, s in zip(objects, sources, strict=True)),
-        f"build {output}: link {' '.join(objects)}",
+        *(edge(o, s) for o, s in compiled.items()),
+        f"build {output}: link {' '.join(compiled)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -157,7 +158,7 @@ class NinjaBuild(build_ext):
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         sources = [ROOT / source for source in ext.sources]
-        (folder / "build.ninja").write_text(build_file(sources, output))
+        (folder / "build.ninja").write_text(build_file(folder, sources, output))
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if "MAX_JOBS" in os.environ else []
         quiet = [] if self.verbose else ["--quiet"]
         done = subprocess.run([find_ninja(), *quiet, *jobs, "-C", str(folder)], check=False)

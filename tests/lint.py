@@ -123,7 +123,7 @@ def clang_tidy_step(only_changed: bool) -> Step:
         sources = [source for source in sources if source in wanted]
         folder = folder.with_name("tidy-changed")
     folder.mkdir(parents=True, exist_ok=True)
-    units = runpy.run_path(str(ROOT / "tests/cpp/build.py"))["units"](folder, sources)
+    units = runpy.run_path(str(ROOT / "csrc/units.py"))["units"](folder, sources)
     commands = [[program, "--quiet", str(file), "--", *flags] for file in units.values()]
     if skipped:
         print(f"lint: clang-tidy leaves out {', '.join(skipped)}: headers not installed")

@@ -5,7 +5,7 @@
 prints the program's path. Ninja rebuilds only what changed; each kind of build has a folder of its
 own under build/. Files of one folder of csrc, or with the same first word here, are compiled as one
 unit, and the headers that most include once per build (precompiled*.h), which takes a third of the
-time. That may hide an include that is missing: setup.py and clang-tidy compile each file by itself.
+time. That may hide an include that is missing (csrc/units.py).
 Benchmarks are in the optimized program only; of the other ones, csrc and the simulation are
 optimized, tests are not: that would take longer than they run.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import itertools
 import os
 import runpy
 import shutil
@@ -23,12 +22,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"))
 FLAGS = [
     "-std=c++20",
     "-Wall",
     "-Wextra",
     "-Werror",
-    "-Wno-subobject-linkage",  # what a unit includes is no header
+    UNITS["FLAG"],
     "-fno-omit-frame-pointer",
     "-g1",  # lines for reports and backtraces; all of -g takes half as long again (--debug)
     "-ffp-contract=off",
@@ -55,14 +55,6 @@ def find_doctest() -> str | None:
     return None
 
 
-def unit_of(source: Path) -> Path:
-    """Returns what names the unit. Sources of one unit are compiled together."""
-    place = source.relative_to(ROOT)
-    if source.name == "letter.cpp" or source.stem.endswith("_benchmark"):  # letter: its own flags
-        return place.with_suffix("")
-    return place.parent if "csrc" in place.parts else place.parent / source.stem.split("_")[0]
-
-
 def how(unit: str, optimize: bool) -> str:
     """Returns how this unit's edge of build.ninja differs from the others."""
     if unit == "tests_cpp_main":  # only doctest: sanitizers look for faults of ours
@@ -73,20 +65,6 @@ def how(unit: str, optimize: bool) -> str:
         return ""
     fast = optimize or "simulation" in unit
     return "" if fast else "\n  flags = $flags -O0\n  header = -include precompiled_tests.h"
-
-
-def units(folder: Path, sources: list[Path]) -> dict[str, Path]:
-    """Returns what to compile, by object: a source, or a file made here that includes several."""
-    folder.mkdir(exist_ok=True)
-    made = {}
-    for unit, group in itertools.groupby(sorted(sources, key=unit_of), unit_of):
-        members, name = sorted(group), "_".join(unit.parts)
-        text = "".join(f'#include "{member}"\n' for member in members)
-        file = folder / f"{name}.cpp" if len(members) > 1 else members[0]
-        if len(members) > 1 and (not file.exists() or file.read_text() != text):
-            file.write_text(text)
-        made[f"{name}.o"] = file
-    return made
 
 
 def build(sanitize: str | None = None, optimize: bool = False, debug: bool = False) -> Path:
@@ -113,7 +91,7 @@ def build(sanitize: str | None = None, optimize: bool = False, debug: bool = Fal
     include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT}", f"-I{ROOT / 'tests/cpp'}"]
     if doctest != "/usr/include":  # naming a default folder again breaks #include_next
         include.append(f"-isystem {doctest}")
-    compiled = units(folder / "units", sources)
+    compiled = UNITS["units"](folder / "units", sources)
     edge = runpy.run_path(str(ROOT / "csrc" / "letter.py"))["compile_edge"]
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
