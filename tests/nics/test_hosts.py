@@ -1,7 +1,7 @@
-"""Two hosts with two ranks each and two interfaces per rank: torchrun across them, over tcp.
+"""Two hosts with two ranks each and two interfaces per rank, over tcp.
 
 One run is left in peace, in another an interface is lost for good. The hosts are network namespaces
-(hosts.py). This file is also the program that their ranks run.
+(hosts.py). Ranks are copies of the fork server, or torchrun across the hosts starts this file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import hosts
+from tests.support.ranks import Rank, run_processes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,11 +50,11 @@ def why_not() -> str:
     return hosts.why_not()
 
 
-def _torchrun(host: int, *arguments: str) -> list[str]:
+def _torchrun(host: int) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
         *(f"--node-rank={host}", f"--master-addr={hosts.Hosts.address(0)}"),
-        *(f"--master-port={PORT}", __file__, *arguments),
+        *(f"--master-port={PORT}", __file__),
     ]
 
 
@@ -61,11 +62,9 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _run(*arguments: str, deadline_s: float) -> list[str]:
+def _torchrun_outputs(deadline_s: float) -> list[str]:
     with hosts.Hosts(2, num_interfaces=2) as both:
-        processes = [
-            both.start(host, _torchrun(host, *arguments), env=_environment()) for host in range(2)
-        ]
+        processes = [both.start(host, _torchrun(host), env=_environment()) for host in range(2)]
         ends = time.monotonic() + deadline_s
         outputs = []
         for process in processes:
@@ -80,26 +79,41 @@ def _run(*arguments: str, deadline_s: float) -> list[str]:
     return outputs
 
 
+def _on_its_host(rank: Rank, places: list[hosts.Place], is_lossy: bool) -> str:
+    places[rank.rank // 2].enter()
+    return _rank(rank.rank, rank.world_size, hosts.Hosts.address(0), is_lossy)
+
+
+def _outcomes(*, is_lossy: bool) -> list[str]:
+    with hosts.Hosts(2, num_interfaces=2) as both:
+        places = [both.place(host) for host in range(2)]
+        return run_processes(4, _on_its_host, places, is_lossy, deadline_s=100.0)
+
+
 def test_ranks_of_two_hosts_with_two_interfaces_each() -> None:
     if reason := why_not():
         pytest.skip(reason)
-    outputs = _run(deadline_s=170.0)
-    for host, output in enumerate(outputs):
+    assert _outcomes(is_lossy=False) == [f"{NUM_STEPS} steps, nodes of 2"] * 4
+
+
+@pytest.mark.more
+def test_torchrun_across_two_hosts() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    for host, output in enumerate(_torchrun_outputs(deadline_s=170.0)):
         for rank in (2 * host, 2 * host + 1):
-            assert f"rank {rank}: {NUM_STEPS} steps, nodes of 2" in output, outputs
+            assert f"rank {rank}: {NUM_STEPS} steps, nodes of 2" in output, output
 
 
 def test_an_interface_that_stays_down_is_reported_on_every_rank() -> None:
     if reason := why_not():
         pytest.skip(reason)
-    outputs = _run("lose eth1", deadline_s=170.0)
-    for host, output in enumerate(outputs):
-        for rank in (2 * host, 2 * host + 1):
-            reported = re.search(rf"rank {rank}: reported after ([\d.]+) s: (.*)", output)
-            assert reported, output
-            assert float(reported[1]) < 3 * LOSS_TIMEOUT_S, reported[0]
-            # Whose part did not come, or could not be sent: never only that something failed.
-            assert any(f"rank {other}" in reported[2] for other in range(4)), reported[0]
+    for outcome in _outcomes(is_lossy=True):
+        reported = re.search(r"reported after ([\d.]+) s: (.*)", outcome)
+        assert reported, outcome
+        assert float(reported[1]) < 3 * LOSS_TIMEOUT_S, outcome
+        # Whose part did not come, or could not be sent: never only that something failed.
+        assert any(f"rank {other}" in reported[2] for other in range(4)), outcome
 
 
 def _exchange(comm: AllToAll) -> str:
@@ -138,21 +152,15 @@ def _lose_interface(comm: AllToAll, store: dist.Store) -> str:
     raise AssertionError("10000 steps over an interface that is down")
 
 
-def _rank(is_lossy: bool) -> None:
+def _rank(number: int, world_size: int, master: str, is_lossy: bool) -> str:
     """One rank: its host's ranks are found by host identity."""
     import torch.distributed as dist
 
     from tests.support.cases import make
-    from tests.support.ranks import Rank
 
-    number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        PORT + 1,
-        world_size,
-        is_master=number == 0,
-        timeout=timedelta(seconds=60),
-    )
+    minute = timedelta(seconds=60)
+    is_first = number == 0
+    store = dist.TCPStore(master, PORT + 1, world_size, is_master=is_first, timeout=minute)
     with make(
         Rank(number, world_size, store),
         transport="libfabric",
@@ -161,13 +169,14 @@ def _rank(is_lossy: bool) -> None:
         timeout_s=LOSS_TIMEOUT_S if is_lossy else TIMEOUT_S,
     ) as comm:
         outcome = _lose_interface(comm, store) if is_lossy else _exchange(comm)
-        # One write: an unbuffered print of several ranks to one pipe mixes their lines.
-        sys.stdout.write(f"rank {number}: {outcome}\n")
-        sys.stdout.flush()
     store.set(f"done {number}", "")
-    if number == 0:  # the store lives here: its rank leaves last
-        store.wait([f"done {r}" for r in range(world_size)], timedelta(seconds=60))
+    if is_first:  # the store lives here: its rank leaves last
+        store.wait([f"done {r}" for r in range(world_size)], minute)
+    return outcome
 
 
 if __name__ == "__main__":
-    _rank(is_lossy=len(sys.argv) > 1)
+    number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    outcome = _rank(number, world_size, os.environ["MASTER_ADDR"], is_lossy=False)
+    # One write: an unbuffered print of several ranks to one pipe mixes their lines.
+    sys.stdout.write(f"rank {number}: {outcome}\n")

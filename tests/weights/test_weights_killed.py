@@ -1,8 +1,9 @@
-"""A rank killed at each stage of an update: a fifth of the runs, or all (weights_killed.py). One
+"""A rank killed at each stage of an update: some of the runs, or all (weights_killed.py). One
 that is stopped, and goes on (weights_stopped.py)."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.weights_killed import Run, faults, runs
+from tests.support import cells
+from tests.support.weights_killed import Run, chosen, faults, runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def output_of(module: str) -> str:
+def output_of(module: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{module}"],
+        [sys.executable, "-m", f"tests.support.{module}"], env=os.environ | environment,
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -25,8 +27,10 @@ def output_of(module: str) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_what_is_left_tells_the_truth() -> None:
-    assert " 0 wrong" in output_of("weights_killed")
+@pytest.mark.parametrize("kills", cells.few(["few", "rest"], keep=["few"]))
+def test_what_is_left_tells_the_truth(kills: str) -> None:
+    """Together a fifth of the runs."""
+    assert " 0 wrong" in output_of("weights_killed", MOE_P2P_WEIGHTS_KILLS=kills)
 
 
 def test_a_generator_that_is_stopped_is_left_out_and_comes_back() -> None:
@@ -34,15 +38,17 @@ def test_a_generator_that_is_stopped_is_left_out_and_comes_back() -> None:
     assert "it came back" in output_of("weights_stopped")
 
 
-def test_a_fifth_has_both_modes_and_sides() -> None:
-    chosen = runs()[2::5]
+def test_few_of_a_fifth_have_all_stages_and_both_modes_and_sides() -> None:
+    few = chosen("few")
     for kind in ("alone", "replicas"):
-        assert {(each.mode, each.side) for each in chosen if each.kind == kind} == {
+        assert {(each.mode, each.side) for each in few if each.kind == kind} == {
             (mode, side) for mode in ("shadow", "in_place") for side in ("trainer", "generator")
         }
     stages = {(each.side, each.stage) for each in runs() if each.kind != "joining"}
-    assert stages <= {(each.side, each.stage) for each in chosen}
-    assert any(each.kind == "joining" for each in chosen)
+    assert stages <= {(each.side, each.stage) for each in few}
+    assert any(each.kind == "joining" for each in few)
+    assert sorted(few + chosen("rest")) == sorted(chosen(""))
+    assert len(few) < 20 < len(chosen("")) == len(chosen("all")) // 5
 
 
 def test_lies_are_found() -> None:
