@@ -74,7 +74,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
         {"shutdown_timeout": END_S} if "shutdown_timeout" in _CONFIG_FIELDS else {}
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
-    multiprocessing.set_forkserver_preload([function.__module__])
+    # It leaves out __main__ (Python 3.11), in which a program's own function is.
+    multiprocessing.set_forkserver_preload([__name__, function.__module__])
     # The error raised here has everything. The agent's logger has a level of its own.
     for name in ("torch", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

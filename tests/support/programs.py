@@ -19,10 +19,15 @@ class Program:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    def wait_for(self, text: str) -> None:
-        """Returns once a line with `text` was printed."""
+    def wait_for(self, text: str) -> str:
+        """Returns what was printed up to a line with `text`."""
         assert self.process.stdout is not None
-        assert any(text in line for line in self.process.stdout), f"it ended without {text!r}"
+        seen = ""
+        for line in self.process.stdout:
+            seen += line
+            if text in line:
+                return seen
+        raise AssertionError(f"it ended without {text!r}:\n{seen}")
 
     def interrupt(self, timeout_s: float) -> str:
         """Sends Ctrl-C to the group; returns what it prints until it has ended by that."""
@@ -30,6 +35,12 @@ class Program:
         rest, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == 128 + signal.SIGINT, rest
         return rest
+
+
+def children(process: int) -> list[str]:
+    """Returns the processes that a process has started, by number."""
+    found = (file.read_text().split() for file in Path(f"/proc/{process}/task").glob("*/children"))
+    return [child for each in found for child in each]
 
 
 @contextmanager

@@ -59,28 +59,37 @@ def run_on_two_hosts(module: str, *arguments: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_figures_of_two_hosts_with_two_interfaces_each(tmp_path: Path) -> None:
+def test_two_hosts_meet_before_a_span_and_make_figures_over_two_interfaces_each(
+    tmp_path: Path,
+) -> None:
     if reason := why_not():
         pytest.skip(reason)
     out = tmp_path / "rows.json"
     figures = [f"--json={out}", "--plot=", "--seconds=0.1", "--checks=2", "--nics=2"]
-    (first, printed), (second, other) = run_on_two_hosts("moe_p2p", "bench", *SMALL, *figures)
+    (first, printed), (second, other) = run_on_two_hosts(
+        "tests.support.hosts_meet", *SMALL, *figures, "--ranks-per-node=2,1"
+    )
     assert (first, second) == (0, 0), printed + other
+    assert "the hosts met" in printed
     assert "4 CPU ranks, 2 nodes of 2, 2 NICs a rank, 2 hosts" in printed
+    assert printed.count("wrote ") == 1
     assert "tokens/s" not in other  # the first rank prints for all
+    assert "wrote " not in other
     rows = json.loads(out.read_text())
-    assert {(row["system"], row["what"]) for row in rows} == {
-        (system, what)
+    assert {(row["ranks_per_node"], row["system"], row["what"]) for row in rows} == {
+        (local, system, what)
+        for local in (2, 1)
         for system in ("moe_p2p", "torch")
         for what in ("pair eager", "dispatch", "combine")
     }
     for row in rows:
         assert row["correct"] is True, row["wrong"]
-        assert (row["hosts"], row["ranks"], row["ranks_per_node"]) == (2, 4, 2)
+        assert (row["hosts"], row["ranks"]) == (2, 4)
         if row["system"] == "moe_p2p":
             assert row["wire_bytes"] == row["expected_wire_bytes"] > 0
 
 
+@pytest.mark.more  # its lines are test_bench_check.py's, its hosts the test above's
 @pytest.mark.timeout(300)
 def test_a_check_of_two_hosts() -> None:
     if reason := why_not():
@@ -99,14 +108,7 @@ def test_a_check_of_two_hosts() -> None:
     assert "WRONG" not in printed
 
 
-def test_hosts_meet_before_a_span_is_timed() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    (first, printed), (second, other) = run_on_two_hosts("tests.support.hosts_meet")
-    assert (first, second) == (0, 0), printed + other
-    assert "the hosts met" in printed
-
-
+@pytest.mark.more  # ranks of two hosts, in two worlds, are the first test's
 def test_ranks_of_torchrun_on_one_host_are_the_ranks_of_the_bench(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     worlds = ["--ranks-per-node=2,1", "--no-baseline", "--seconds=0.05", "--checks=1"]

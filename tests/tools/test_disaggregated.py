@@ -22,7 +22,7 @@ import torch.distributed as dist
 from moe_p2p.examples import disaggregated, workers
 from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
 from moe_p2p.kv import receiver
-from tests.support.programs import program
+from tests.support.programs import children, program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +57,7 @@ def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: P
         serve += ["--timeline", str(picture)]
     with program("moe_p2p.examples.disaggregated", *serve) as running:
         running.wait_for(line)
-        workers = _children(running.process.pid)
+        workers = children(running.process.pid)
         rest = running.interrupt(100)
     assert "Traceback" not in rest
     assert "KeyboardInterrupt" not in rest
@@ -75,16 +75,11 @@ def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: P
 def test_sigterm_ends_all_processes(line: str) -> None:
     with program("moe_p2p.examples.disaggregated", "--serve") as running:
         running.wait_for(line)
-        workers = _children(running.process.pid)
+        workers = children(running.process.pid)
         running.process.terminate()
         assert running.process.wait(100) == 128 + signal.SIGTERM
         assert workers
         assert not [each for each in workers[1:] if Path("/proc", each).exists()]  # 1st: tracker
-
-
-def _children(process: int) -> list[str]:
-    found = (file.read_text().split() for file in Path(f"/proc/{process}/task").glob("*/children"))
-    return [child for each in found for child in each]
 
 
 def test_ctrl_c_ends_requests_under_way() -> None:
