@@ -92,7 +92,7 @@ def page_lists(who: str, layout: KVLayout, pages: Mapping[str, Tensor]) -> dict[
             f"{what} are {each.dtype} {list(each.shape)} on {each.device}, must be int32 [n] on "
             "the CPU",
         )
-    return dict(pages)
+    return {name: each.clone() for name, each in pages.items()}
 
 
 def check_bounds(who: str, counts: Mapping[str, int], pages: Mapping[str, Tensor]) -> None:
