@@ -188,6 +188,7 @@ class Sender:
     """CommonKVSender of one room."""
 
     _sending: KVSending | None = None
+    _refused = False  # by `init`
     _skipped = 0  # pages that the decoder has
     _pages: list[int]
 
@@ -198,7 +199,14 @@ class Sender:
         size = this.kv_mgr.kv_args.page_size
         total = (self._skipped + num_kv_indices) * size
         pages = this.kv_mgr.pages([], aux_index, self._skipped)
-        self._sending = this.kv_mgr.worker.start(str(this.bootstrap_room), None, pages, total=total)
+        try:
+            self._sending = this.kv_mgr.worker.start(
+                str(this.bootstrap_room), None, pages, total=total
+            )
+        except MoeP2pError as error:  # the room is under way: its first request goes on
+            log.warning(f"{this.kv_mgr.worker.name}: room {this.bootstrap_room} failed: {error}")
+            this.kv_mgr.record_failure(this.bootstrap_room, str(error))
+            self._refused, this.conclude_state = True, _FAILED
 
     def send(
         self,
@@ -209,7 +217,8 @@ class Sender:
     ) -> None:
         this: Any = self
         manager, sending = this.kv_mgr, self._sending
-        assert sending is not None, "init comes first"
+        if sending is None:  # refused by `init`
+            return
         for event in (this._early_send_wait_event, indices_event):
             if event is not None:
                 event.synchronize()  # bytes, or page numbers, are there
@@ -262,11 +271,16 @@ class Sender:
         """When it returns, nothing reads the pages."""
         this: Any = self
         super().abort()  # type: ignore[misc]
+        worker = this.kv_mgr.worker
         if self._sending is None:
-            this.kv_mgr.worker.give_up(str(this.bootstrap_room), "aborted at the prefiller")
+            if not self._refused:
+                worker.give_up(str(this.bootstrap_room), "aborted at the prefiller")
             return
         self._sending.cancel("aborted at the prefiller")
-        self._sending.wait_reusable()
+        try:
+            self._sending.wait_reusable()
+        except MoeP2pError as error:  # its decoder has heard: what is read later is used by nobody
+            log.warning(f"{worker.name}: pages are used again, {error}")
 
 
 class Receiver:

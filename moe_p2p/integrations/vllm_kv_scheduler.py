@@ -10,6 +10,7 @@ attempt of the same name.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,9 @@ class _Sending:
     done: bool = False  # all tokens were scheduled
 
 
+_SAMPLE = re.compile(r"(\d+)_")  # vLLM's parallel_sampling.py, get_child_info
+
+
 def attempt_name(name: str, attempt: int) -> str:
     return f"{name}#{attempt}"
 
@@ -81,7 +85,7 @@ class KVScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
-        if not (_name_of(params) and params.get("remote_engine_id")):
+        if not (_name_of(params, request) and params.get("remote_engine_id")):
             log.warning(
                 f"request {request.request_id}: kv_transfer_params need remote_engine_id, and "
                 f"remote_request_id or transfer_id, not {params}; its prompt is computed here"
@@ -96,7 +100,7 @@ class KVScheduler:
         if not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False  # once a request, also where it is preempted
-        name, source = _name_of(params), str(params["remote_engine_id"])
+        name, source = _name_of(params, request), str(params["remote_engine_id"])
         if num_external_tokens <= 0:  # all of it is in the prefix cache
             self._meta.declined[name] = source
             return
@@ -114,7 +118,8 @@ class KVScheduler:
     def added(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            name = str(params.get("transfer_id") or request.request_id)
+            name = _name_of({"transfer_id": params.get("transfer_id")}, request)
+            name = name or request.request_id
             self._sending[request.request_id] = _Sending(name, request.num_prompt_tokens)
 
     def _schedule_sends(self, output: Any) -> None:
@@ -177,7 +182,7 @@ class KVScheduler:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):  # rejected here before it was scheduled
             params["do_remote_prefill"] = False
-            name, source = _name_of(params), params.get("remote_engine_id")
+            name, source = _name_of(params, request), params.get("remote_engine_id")
             if name and source:
                 self._meta.declined[name] = source
             return False, None
@@ -203,9 +208,13 @@ class KVScheduler:
             "pp_size": 1,
             "remote_num_tokens": request.num_computed_tokens,
             "transfer_mode": "push",
-            "transfer_id": sending.name,
+            "transfer_id": params.get("transfer_id") or request.request_id,
         }
 
 
-def _name_of(params: dict[str, Any]) -> str:
-    return str(params.get("transfer_id") or params.get("remote_request_id") or "")
+def _name_of(params: dict[str, Any], request: Any) -> str:
+    """With n=2, vLLM makes requests "0_ID" and "1_ID" of one, which have its parameters: each
+    sample is a transfer of its own."""
+    name = str(params.get("transfer_id") or params.get("remote_request_id") or "")
+    sample = _SAMPLE.match(request.request_id)
+    return f"{name}+{int(sample[1])}" if name and sample and int(sample[1]) else name

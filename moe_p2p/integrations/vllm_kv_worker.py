@@ -58,6 +58,7 @@ class KVWorkerHalf:
         self._finished: set[str] = set()  # of the sends: the scheduler waits for their blocks
         self._step: dict[str, tuple[KVSending, SendStep]] = {}
         self._signals: KVSignals | None = None  # of a prefiller
+        self._refused: set[str] = set()  # requests that are computed and not sent
         self._signalled: set[int] = set()  # layers, in this step
         self._tensors: dict[int, Tensor] = {}  # by layer
         self._reported = KVTotals()
@@ -93,20 +94,19 @@ class KVWorkerHalf:
             if sending is None:
                 continue
             sending.cancel(PREEMPTED)
-            sending.wait_reusable()
+            self._take_back(sending)
 
     def begin_step(self, meta: StepMeta) -> None:
         """Before the forward pass. Its layers are sent when their signals come: from Python, from a
         replayed graph, or from `end_step`."""
         self._step = {}
         for request, step in meta.sends.items():
-            pages = self.cache.pages(step.blocks)
-            if step.first:
-                self._sends[request] = self.worker.start(step.name, None, pages, total=step.total)
-            sending = self._sends.get(request)
-            if sending is not None and sending.error is None:
-                sending.add_pages(pages)
-                self._step[request] = (sending, step)
+            try:
+                self._begin_send(request, step)
+            except MoeP2pError as error:  # a name that is under way, say: others go on
+                log.warning(f"{self.worker.name}: request {request!r} is not sent: {error}")
+                if request not in self._sends:
+                    self._refused.add(request)
         self._signalled.clear()
         if self._signals is None:
             return
@@ -114,6 +114,28 @@ class KVWorkerHalf:
             self._signals.begin_step([(sending, step.end) for sending, step in self._step.values()])
         except MoeP2pError as error:
             self._give_up(str(error))
+
+    def _begin_send(self, request: str, step: SendStep) -> None:
+        pages = self.cache.pages(step.blocks)
+        if step.first:
+            self._sends[request] = self.worker.start(step.name, None, pages, total=step.total)
+        sending = self._sends.get(request)
+        if sending is None or sending.error is not None:
+            return
+        try:
+            sending.add_pages(pages)
+        except MoeP2pError as error:
+            sending.cancel(str(error))
+            raise
+        self._step[request] = (sending, step)
+
+    def _take_back(self, sending: KVSending) -> None:
+        """Its receiver has heard that it failed, so later reads give wrong bytes to nobody: the
+        engine goes on where the fence does not succeed in time."""
+        try:
+            sending.wait_reusable()
+        except MoeP2pError as error:
+            log.warning(f"{self.worker.name}: pages are used again, {error}")
 
     def _give_up(self, why: str) -> None:
         """The requests of this step go on being computed; their decoders know why they failed."""
@@ -165,7 +187,9 @@ class KVWorkerHalf:
         sending = self._sends.get(request)
         if sending is not None:
             sending.cancel(ABORTED)
-        else:  # it has no pages; a decoder may wait for it all the same
+        elif (
+            request not in self._refused
+        ):  # it has no pages; a decoder may wait for it all the same
             self.worker.give_up(name, ABORTED)
 
     def _decline(self) -> None:
@@ -227,6 +251,8 @@ class KVWorkerHalf:
         self._decline()
         found = Results(set(), set(), set())
         self._finished |= finished & set(self._sends)
+        found.sent.update(finished & self._refused)
+        self._refused -= finished
         for request in list(self._finished):
             sending = self._sends[request]
             if sending.done() and sending.reusable:

@@ -219,8 +219,7 @@ class Membership:
         self._listener.close()
         for thread in self._threads:
             thread.join(self.worker.timeouts.connect_s)
-        self.worker.lose_all("this worker leaves")
-        self.worker.step()
+        self.worker.fence_all("this worker leaves", self.worker.timeouts.connect_s)
 
     def __enter__(self) -> Membership:
         return self

@@ -201,6 +201,7 @@ class Pair:
     ring: Any = None  # Region of the other one's ring
     lost: str = ""
     fenced: bool = False
+    fencing: bool = False  # by a thread, which owns the fence until it has ended
     fence_at: float = 0.0  # not before, where a fence failed
     fence_retries: int = 0
     fenced_by: str = KEY

@@ -83,7 +83,8 @@ class KVReceiver(KVWorker):
             reservation.pull = pull
             pairs = self._sources(source)
             self._check_new(request, pairs)
-            self._holds.take(pairs[0].plan, reservation, self.reservations)
+            plan = next(p.plan for p in self.pairs.values() if p.worker.instance == source)
+            self._holds.take(plan, reservation, self.reservations)
             try:
                 self._open_legs(reservation, pairs)
             except BaseException:

@@ -117,6 +117,9 @@ class KVSender(KVWorker):
                 self._send_tail(sending, flight)
         except MoeP2pError as error:  # pages that do not fit, say
             self._fail(sending, error)
+        except Exception as error:  # other requests of the pair go on
+            text = self.text_of(sending, f"cannot be sent to {opened.pair.name}: {error!r}")
+            self._fail(sending, make(errors.ProtocolError, text))
 
     def text_of(self, sending: KVSending, why: str) -> str:
         return f"{self.name}: request {sending.request!r}: {why}"
@@ -131,7 +134,8 @@ class KVSender(KVWorker):
         with self.lock:
             self._require_open(sending)
             last = sending.calls[-1][1] if sending.calls else 0
-            wrong = [*sorted(set(layers).difference(sending.layers)), *layers]
+            strange = set(layers).difference(sending.own_layers, sending.layers)
+            wrong = [*sorted(strange), *layers]
             text = f"layer {wrong[0]} up to token {end} of {sending.total}, after {last}"
             ok = len(wrong) == len(layers) and last <= end <= sending.total
             require(ok, self.text_of(sending, text))
@@ -161,7 +165,8 @@ class KVSender(KVWorker):
         if end != flight.end:
             flight.begin_chunk(end, self.name)
         chunk = flight.chunk
-        if chunk is None:
+        layers = tuple(layer for layer in layers if layer in flight.pair.requests)
+        if chunk is None or not layers:
             return
         if opened.verify:
             flight.unsummed += [(layer, chunk) for layer in layers]
@@ -233,10 +238,18 @@ class KVSender(KVWorker):
             for flight in sending.flights:
                 if sending.state == "open" and flight.state == "open":
                     self._look(sending, flight)
-            if sending.state == "open" and sending.flights and sending.settled():
+            over = sending.settled() if sending.flights else self._has_nothing_to_send(sending)
+            if sending.state == "open" and over:
                 sending.state, sending.stats.ended_at = "complete", self.clock()
                 self._free_if_settled(sending)
             return sending.state != "open"
+
+    def _has_nothing_to_send(self, sending: KVSending) -> bool:
+        """It was committed, and no receiver that it may go to wants anything of this rank."""
+        to = sending.target
+        known = [pair for pair in self.pairs.values() if to in (None, pair.worker.instance)]
+        nobody = bool(known) and not any(self.ranks_of(pair) for pair in known)
+        return sending.user is not None and (nobody or not sending.own_layers)
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
         if flight.tail_due:

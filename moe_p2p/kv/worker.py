@@ -248,12 +248,15 @@ class KVWorker:
         """Handles deadlines and fences; returns how many seconds later it wants to be called."""
         with self.lock:
             busy = self.on_time(self.clock())
-            losing = [pair for pair in self._losing if self.clock() >= pair.fence_at]
+            now = self.clock()
+            losing = [p for p in self._losing if now >= p.fence_at and not p.fencing]
+            for pair in losing:
+                pair.fencing = True
         for pair in losing:
-            if not self._try_to_fence(pair):
-                continue
+            fenced = self._try_to_fence(pair)
             with self.lock:
-                if pair.fenced:  # by another thread, while `close` waited for that in vain
+                pair.fencing = False
+                if not fenced:
                     continue
                 self._losing.remove(pair)
                 pair.fenced = True
@@ -279,6 +282,19 @@ class KVWorker:
             pair.fence_retries += 1
             return False
         return True
+
+    def fence_all(self, why: str, timeout_s: float) -> None:
+        """Ends all pairs and fences them; a fence that fails is tried again until timeout_s."""
+        self.lose_all(why)
+        deadline = time.monotonic() + timeout_s
+        self.step()
+        while self._losing and time.monotonic() < deadline:
+            with self.lock:
+                self.changed.wait(SLOW_S)
+            self.step()
+        if self._losing:
+            names = ", ".join(pair.name for pair in self._losing)
+            log.warning(f"{self.name}: pages stay held for {names} until the engine is closed")
 
     def close_pair(self, pair: Pair) -> None:
         try:

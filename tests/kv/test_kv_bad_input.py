@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from moe_p2p import Engine, InvalidArgumentError, UnavailableError, kv
+from tests.support.kv_workers import PACKED, random_cache, workers
 
 PAGES, LAYERS = 8, 2
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=1, k_bytes=16, v_bytes=16, page_size=4)
@@ -222,3 +223,28 @@ def test_waits_take_seconds(pair: Pair, timeout_s: Any) -> None:
         pair.receiver.wait_for("nobody", timeout_s)
     reservation.cancel()
     reservation.wait_reusable(10)
+
+
+@pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
+def test_lists_that_change_after_the_call_are_not_read_again(pull: bool) -> None:
+    """Writes land in the pages that were reserved, and come from the pages that were named."""
+    layout = kv.KVLayout((kv.KVGroup("kv", (0,), 1, 32, 32, 4),))
+    for link in (None, PACKED):
+        with workers(layout, layout, link=link) as found:
+            sender, receiver = found.senders[0], found.receivers[0]
+            random_cache(sender.cache, 1)
+            ours, theirs = (
+                torch.tensor([3], dtype=torch.int32),
+                torch.tensor([9], dtype=torch.int32),
+            )
+            reservation = receiver.reserve("a", "prefill", {"kv": theirs}, total=4, pull=pull)
+            theirs.fill_(1)
+            sending = sender.start("a", "decode", {"kv": ours}, total=4)
+            ours.fill_(7)
+            sending.layer(0)
+            sending.commit()
+            reservation.wait(20)
+            page = receiver.cache.tensors[0].numel() // 32
+            arrived = receiver.cache.tensors[0].view(32, page)
+            assert torch.equal(arrived[9], sender.cache.tensors[0].view(32, page)[3])
+            assert not arrived[1].any()
