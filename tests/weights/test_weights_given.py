@@ -43,6 +43,7 @@ def updated(
     mine: dict[str, Tensor],
     *,
     news: dict[str, Tensor] | None = None,
+    kind: type[WeightGenerator] = WeightGenerator,
     **how: Any,
 ) -> WeightGenerator:
     """One update of one trainer and one generator, a second one with `news`; raises what either
@@ -64,7 +65,7 @@ def updated(
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        with WeightGenerator(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as generator:
+        with kind(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as generator:
             until = time.monotonic() + 8
             while generator.version != last and not errors and time.monotonic() < until:
                 if generator.mode == "in_place":
@@ -337,3 +338,22 @@ def test_all_places_of_one_parameter_reach_finalize() -> None:
     updated([W], {"w": bf16()}, target, live, finalize=finalize)
     assert torch.equal(live["a"], bf16())
     assert torch.equal(live["b"], bf16())
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_an_engine_without_a_version_is_not_clean_and_may_run(mode: str) -> None:
+    seen: list[str] = []
+
+    class Looks(WeightGenerator):
+        def _join(self, deadline: Any) -> None:
+            super()._join(deadline)
+            with pytest.raises(MoeP2pError, match="generator 0 has no version yet"):
+                self.require_clean()
+            self.require_not_dirty()
+            assert self.step() is None
+            seen.append("looked")
+
+    live = empty()
+    generator = updated([W], {"w": bf16()}, [W], {"w": live}, mode=mode, kind=Looks)
+    assert seen == ["looked"]
+    generator.require_clean()
