@@ -217,11 +217,12 @@ class EngineWeights:
             torch.cuda.synchronize(self.device)
 
     def require_clean(self) -> None:
-        """Called before the engine continues. Raises ProtocolError while its tensors are a mix."""
+        """Called before the engine continues, with the weights that it loaded by itself too.
+        Raises ProtocolError while its tensors are a mix."""
         if self._broken:
             text = f"{self.generator.name}: its tensors are dirty: {self._broken}"
             raise make(ProtocolError, text)
-        self.generator.require_clean()
+        self.generator.require_not_dirty()
 
     def close(self) -> None:
         self.generator.close()

@@ -8,7 +8,14 @@ from moe_p2p.weights import copies
 from moe_p2p.weights.agreeing import agree_in
 from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
 from moe_p2p.weights.generator import WeightGenerator
-from moe_p2p.weights.layout import Blocks, Param, WeightLayout, dtype_name, of_tensor
+from moe_p2p.weights.layout import (
+    Blocks,
+    Param,
+    WeightLayout,
+    dtype_name,
+    layout_of,
+    of_tensor,
+)
 from moe_p2p.weights.placement import Placement, Replicate, Shard
 from moe_p2p.weights.plan import Copy, Counts, Gathered, Maxima, WeightPlan, Write, weight_plan
 from moe_p2p.weights.recorder import Recording, record
@@ -34,6 +41,7 @@ __all__ = [
     "block_amax",
     "copies",
     "dtype_name",
+    "layout_of",
     "merge",
     "of_tensor",
     "quantize",

@@ -114,7 +114,11 @@ def agree_on_plan(
     found = {key: WeightLayout.from_bytes(bytes.fromhex(value))
              for key, value in board.wait(keys, deadline).items()}  # fmt: skip
     if found[f"{side} layout"].digest != layout.digest:
-        raise make(ProtocolError, f"{side} {rank} has another layout than {side} 0")
+        raise make(
+            ProtocolError,
+            f"{side} {rank} has another layout than {side} 0; layout_of, or WeightLayout.merged, "
+            f"makes one of all: {layout.difference(found[f'{side} layout'])[:500]}",
+        )
     return weight_plan(found["trainer layout"], found["generator layout"])
 
 

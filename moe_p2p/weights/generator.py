@@ -231,7 +231,7 @@ class WeightGenerator:
         """
         self._check_open()
         if self.mode == "in_place":
-            self.require_clean()
+            self.require_not_dirty()
             return self.version
         self._progress()
         if self._agree(self._committed) >= self._attempt:
@@ -241,14 +241,17 @@ class WeightGenerator:
         return self.version
 
     def require_clean(self) -> None:
-        """Before an engine continues."""
+        """Before an engine takes requests: raises where its tensors are no version of the fleet."""
+        self.require_not_dirty()
+        if self.version is None:
+            raise make(ProtocolError, f"{self.name} has no version yet, only its first tensors")
+
+    def require_not_dirty(self) -> None:
+        """Before an engine continues, also with what it was made with."""
         if self.dirty:
             why = self.failure or f"update {self._attempt} is not complete"
-            text = (
-                f"{self.name}: its tensors are dirty, a mix of versions, until an update "
-                f"is complete: {why}"
-            )
-            raise make(ProtocolError, text)
+            text = f"its tensors are dirty, a mix of versions, until an update is complete: {why}"
+            raise make(ProtocolError, f"{self.name}: {text}")
 
     @unaffected
     def begin(self) -> None:

@@ -6,7 +6,8 @@ What the plan does not write, tensors in checkpoint layout apart, is *derived*: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from moe_p2p.engine import Engine
 from moe_p2p.errors import ProtocolError, ResourceExhaustedError, make, require
 from moe_p2p.transfers import Grant, Memory
-from moe_p2p.weights import attempt
+from moe_p2p.weights import attempt, pieces
 from moe_p2p.weights.covered import Part, covered
+from moe_p2p.weights.layout import Param
+from moe_p2p.weights.placement import length
 from moe_p2p.weights.plan import WeightPlan, Write
 
 # Makes derived tensors: of parameters in checkpoint layout, by name, and all tensors, by name.
@@ -28,7 +31,7 @@ _UNTOUCHED = 0xFF  # NaN in every floating-point type of torch that has one
 
 class Inbox:
     """live: the engine's tensors, contiguous. target: what is written and finalized, by name;
-    received: what arrives in checkpoint layout, by parameter."""
+    received: what arrives in checkpoint layout, by parameter, or by place where it has several."""
 
     def __init__(
         self,
@@ -44,7 +47,8 @@ class Inbox:
         self._engine, self._live, self._shadow = engine, dict(live), shadow
         self._finalize = finalize
         self.writes: list[Write] = list(plan.writes_to(rank))
-        received = _received(self.writes)
+        of_received = plan.received(rank)
+        received = _received(self.writes, of_received)
         written = {write.target_tensor for write in self.writes} - received.keys()
         self.derived = [name for name in live if name not in written and live[name].numel()]
         require(
@@ -68,7 +72,8 @@ class Inbox:
             made[name].copy_(tensor)
         self._tensors = {**live, **made}
         self.target = {name: self._tensors[name] for name in live}
-        self.received = _typed(plan, rank, {name: made[name] for name in received})
+        self.received = _typed(plan, of_received, {name: made[name] for name in received})
+        self._received_of = {of_received[name][0].name for name in received}
         self._memory = [engine.register(self.buffer)] if total else []
         self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
         for name in [] if shadow else live:
@@ -124,9 +129,9 @@ class Inbox:
             return ""
         if not self._shadow:
             return "its tensors were poisoned"
-        if self.received.keys() - names:
+        if self._received_of - names:
             text = "what arrives in checkpoint layout was lost by an update that failed, or poison"
-            return f"{text}: {sorted(self.received.keys() - names)[0]}"
+            return f"{text}: {sorted(self._received_of - names)[0]}"
         others = {write.name for write in self.writes} - names
         self._copy(others, self._live, self.target)
         return ""
@@ -169,11 +174,11 @@ class Inbox:
         self._torn = False
 
 
-def _received(writes: list[Write]) -> dict[str, int]:
+def _received(writes: list[Write], names: Collection[str]) -> dict[str, int]:
     """Bytes of tensors in checkpoint layout."""
     found: dict[str, int] = {}
     for write in writes:
-        if write.target_tensor == f"{write.name}:received":
+        if write.target_tensor in names:
             rows = write.rows
             end = max(b for _, b in rows.offsets) + (rows.num_rows - 1) * rows.target_stride
             size = max(found.get(write.target_tensor, 0), end + rows.row_bytes)
@@ -190,14 +195,16 @@ def _places(sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], int]:
     return places, at
 
 
-def _typed(plan: WeightPlan, rank: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter, in the source's type; one-dimensional where the rank has a part only."""
+def _typed(
+    plan: WeightPlan, of_received: Mapping[str, tuple[Param, int]], received: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """In the source's type, each with the shape of what the rank has of the parameter. By
+    parameter, where it has one place on the rank; else by `Param.received`."""
     found = {}
+    places = Counter(of_received[tensor][0].name for tensor in received)
     for tensor, data in received.items():
-        name = tensor.removesuffix(":received")
-        source = plan.source.by_name[name][0]
-        values = data.view(getattr(torch, source.dtype))
-        if values.numel() == torch.Size(source.elements).numel():
-            values = values.view(source.elements)
-        found[name] = values
+        param, position = of_received[tensor]
+        shape = [length(axis) for axis in pieces.parameter_axes(param, position)]
+        values = data.view(getattr(torch, plan.source.by_name[param.name][0].dtype)).view(shape)
+        found[param.name if places[param.name] == 1 else tensor] = values
     return found

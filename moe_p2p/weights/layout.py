@@ -19,11 +19,12 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_p2p.errors import InvalidArgumentError, make, require, require_type
 from moe_p2p.weights.placement import Placement, Replicate, Shard, from_torch
@@ -254,6 +255,34 @@ def of_tensor(name: str, tensor: torch.Tensor, ranks: Sequence[int] = (0,)) -> P
     )
 
 
+def layout_of(
+    named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], group: Any = None
+) -> WeightLayout:
+    """The layout of all trainers, each of which passes its own `named_parameters()`, or a state
+    dict: DTensors on any mesh, and tensors that a rank holds whole. Collective.
+
+    group: a process group of all trainers; None: the default one.
+    """
+    pairs = list(named.items() if isinstance(named, Mapping) else named)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    params = [of_tensor(name, tensor, (rank,)) for name, tensor in pairs]
+    parts = _everyones(WeightLayout(tuple(params), world_size).to_bytes(), group)
+    return WeightLayout.merged([WeightLayout.from_bytes(each) for each in parts])
+
+
+def _everyones(data: bytes, group: Any) -> list[bytes]:
+    """torch's own collective of objects needs numpy."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    size = torch.tensor([len(data)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group)
+    mine = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8, device=device)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.zeros_like(mine) for _ in sizes]
+    dist.all_gather(parts, mine, group)
+    return [bytes(part[: int(n)].tolist()) for part, n in zip(parts, sizes, strict=True)]
+
+
 @dataclass(frozen=True)
 class WeightLayout:
     """One side: parameters of all ranks. world_size: ranks, those without parameters too."""
@@ -282,6 +311,43 @@ class WeightLayout:
         for each in self.params:
             found.setdefault(each.name, []).append(each)
         return {name: tuple(params) for name, params in found.items()}
+
+    @classmethod
+    def merged(cls, parts: Sequence[WeightLayout]) -> WeightLayout:
+        """One layout of what each rank knows: parts by rank. DTensors on another sub-mesh for each
+        rank, pipeline stages and experts stand in some parts only; a tensor that ranks hold whole
+        is one Param of all of them.
+
+        Raises InvalidArgumentError with the first parameter that parts describe otherwise.
+        """
+        whole: dict[Param, dict[int, None]] = {}
+        for param in (each for part in parts for each in part.params):
+            alone = len(param.ranks) == 1
+            ranks = whole.setdefault(replaced(param, ranks=(0,)) if alone else param, {})
+            ranks.update(dict.fromkeys(param.ranks))
+        shapes: dict[str, Param] = {}
+        for param in whole:
+            first = shapes.setdefault(param.name, param)
+            same = (first.elements, first.dtype) == (param.elements, param.dtype)
+            require(
+                same,
+                f"{param.name}: a part describes it as {param.dtype} {list(param.elements)}, "
+                f"another one as {first.dtype} {list(first.elements)}",
+            )
+        params = [
+            replaced(param, ranks=tuple(ranks), mesh=(), placements=())
+            if len(param.ranks) == 1 else param
+            for param, ranks in whole.items()
+        ]  # fmt: skip
+        return cls(tuple(params), max((each.world_size for each in parts), default=1))
+
+    def difference(self, other: WeightLayout) -> str:
+        """The first parameter that another layout describes otherwise, and how; for errors."""
+        for name in dict.fromkeys([*self.by_name, *other.by_name]):
+            ours, theirs = self.by_name.get(name, ()), other.by_name.get(name, ())
+            if ours != theirs:
+                return f"{name}: {list(ours)} here, {list(theirs)} there"
+        return f"parameters in another order, or ranks of {self.world_size}, {other.world_size}"
 
     def to_bytes(self) -> bytes:
         """Params of the same kind share a row: a model of 70,000 parameters is some 100 KB."""

@@ -184,6 +184,17 @@ class WeightPlan:
             if entry.template.exchanges:
                 yield from _maxima(entry, set(_places(entry.sources, rank)), self.lost)
 
+    def received(self, rank: int) -> dict[str, tuple[Param, int]]:
+        """Tensors that a target rank gets in checkpoint layout, and of which parameter: a Param,
+        and the rank's position in it."""
+        return {
+            entry.targets[i].received: (entry.targets[i], at)
+            for entry in self.entries()
+            if entry.template.received
+            for i, at in _places(entry.targets, rank)
+            if i in dict(entry.template.received)
+        }
+
     def writers_to(self, rank: int) -> list[int]:
         """Source ranks that may write to a target rank, also in place of lost ones."""
         found: set[int] = set()

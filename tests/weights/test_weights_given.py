@@ -43,6 +43,7 @@ def updated(
     mine: dict[str, Tensor],
     *,
     news: dict[str, Tensor] | None = None,
+    kind: type[WeightGenerator] = WeightGenerator,
     **how: Any,
 ) -> WeightGenerator:
     """One update of one trainer and one generator, a second one with `news`; raises what either
@@ -64,7 +65,7 @@ def updated(
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        with WeightGenerator(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as generator:
+        with kind(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as generator:
             until = time.monotonic() + 8
             while generator.version != last and not errors and time.monotonic() < until:
                 if generator.mode == "in_place":
@@ -289,3 +290,70 @@ def test_a_copy_that_fails_leaves_no_model_that_is_called_clean(at: int) -> None
         assert all(torch.equal(each, bf16()) for each in live.values())
     done.set()
     thread.join()
+
+
+@pytest.mark.parametrize("how", ["finalize", "blocks"])
+def test_fused_targets_are_finalized_from_all_of_their_parts(how: str) -> None:
+    """Rows of gate and up in one tensor: an engine that repacks, and fp8 whose shards begin inside
+    a block."""
+    rows, names = 3, ("gate", "up")
+    more: dict[str, Any] = {"finalize": "I repack"}
+    if how == "blocks":
+        more = {"blocks": Blocks("s", shape=(4, 4))}
+    dtype = FP8 if how == "blocks" else BF16
+    target = [
+        Param(n, (2 * rows, 8), dtype, (0,), tensor="w13", offset=i * rows * 8,
+              part=((rows, rows), (0, 8)), **more)
+        for i, n in enumerate(names)
+    ]  # fmt: skip
+    values = {n: torch.randn(2 * rows, 8).bfloat16() for n in names}
+    seen: dict[str, Tensor] = {}
+
+    def finalize(received: Any, tensors: Any) -> None:
+        seen.update({name: each.clone() for name, each in received.items()})
+        tensors["w13"].copy_(torch.cat([received[n] for n in names]).to(tensors["w13"].dtype))
+        if "s" in tensors:
+            tensors["s"].fill_(1)
+
+    live = {"w13": torch.zeros(2 * rows, 8, dtype=getattr(torch, dtype))}
+    if how == "blocks":
+        live["s"] = torch.zeros(4)
+    source = [Param(n, tuple(each.shape), BF16, (0,)) for n, each in values.items()]
+    updated(source, values, target, live, finalize=finalize)
+    assert {n: torch.equal(each, values[n][rows:]) for n, each in seen.items()} == dict.fromkeys(
+        names, True
+    )
+    wanted = torch.cat([values[n][rows:] for n in names]).to(live["w13"].dtype)
+    assert torch.equal(live["w13"].float(), wanted.float())
+
+
+def test_all_places_of_one_parameter_reach_finalize() -> None:
+    target = [Param("w", (8, 8), BF16, (0,), tensor=t, finalize="twice") for t in ("a", "b")]
+    live = {"a": empty(), "b": empty()}
+
+    def finalize(received: Any, tensors: Any) -> None:
+        for name in live:
+            tensors[name].copy_(received[f"w:received:{name}:0"])
+
+    updated([W], {"w": bf16()}, target, live, finalize=finalize)
+    assert torch.equal(live["a"], bf16())
+    assert torch.equal(live["b"], bf16())
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_an_engine_without_a_version_is_not_clean_and_may_run(mode: str) -> None:
+    seen: list[str] = []
+
+    class Looks(WeightGenerator):
+        def _join(self, deadline: Any) -> None:
+            super()._join(deadline)
+            with pytest.raises(MoeP2pError, match="generator 0 has no version yet"):
+                self.require_clean()
+            self.require_not_dirty()
+            assert self.step() is None
+            seen.append("looked")
+
+    live = empty()
+    generator = updated([W], {"w": bf16()}, [W], {"w": live}, mode=mode, kind=Looks)
+    assert seen == ["looked"]
+    generator.require_clean()
