@@ -1,7 +1,7 @@
 """All of csrc compiles for hosts of GB200, which are Arm: Debian's compiler checks it.
 
-Each file by itself, so that an include that is missing is found. torch's headers serve both; nothing
-is linked. test_jit.py compiles the kernels for every GPU.
+Each file by itself, so that an include that is missing is found. torch's headers serve both; no
+program is linked. test_jit.py compiles the kernels for every GPU.
 """
 
 from __future__ import annotations
