@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,9 +17,8 @@ pytestmark = pytest.mark.timeout(420)  # of two runs that take 15 s on two cores
 
 
 def run(steps: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moe_p2p.examples.rl", "--steps", str(steps)],
-        cwd=ROOT,
+    return warm.run(
+        *("-m", "moe_p2p.examples.rl", "--steps", str(steps)),
         capture_output=True,
         text=True,
         timeout=200,
