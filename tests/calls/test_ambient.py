@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.engines import sglang_layers, test_megatron, vllm_layers
-from tests.support import gpu_ranks
+from tests.support import gpu_ranks, warm
 from tests.support.ambient_cases import Made, W, default_dtype, difference, given_to
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank, run_processes
@@ -156,17 +156,16 @@ def test_nor_do_layers_of_megatron_change() -> None:
 # --- processes ---
 
 
-def in_new_process(program: str, timeout_s: float = 100.0) -> None:
+def interpreter(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+    return subprocess.run([sys.executable, *arguments], **options)
+
+
+def in_new_process(
+    program: str, timeout_s: float = 100.0, *, run: Callable[..., Any] = interpreter
+) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path.strip(os.pathsep)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
+    done = run("-c", program, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
 
 
@@ -175,9 +174,9 @@ def in_new_process(program: str, timeout_s: float = 100.0) -> None:
 @pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
 def test_ranks_may_be_started_in_any_way(how: str, device: str) -> None:
     timeout_s = 100.0 if device == "cpu" else 500.0  # kernels of all calls are compiled
-    in_new_process(
-        f"from tests.support import started; started.start({how!r}, {device!r})", timeout_s
-    )
+    run = interpreter if how == "spawn" else warm.run  # whose children would be copies, too
+    program = f"from tests.support import started; started.start({how!r}, {device!r})"
+    in_new_process(program, timeout_s, run=run)
 
 
 def test_importing_makes_no_tensor_on_the_default_device() -> None:

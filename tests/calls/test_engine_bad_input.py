@@ -17,6 +17,7 @@ from moe_p2p import Engine, InvalidArgumentError, kv
 from moe_p2p.lifetime import close_and_await
 from moe_p2p.transfers import Gate, Slice
 from tests.calls.test_engine import pair
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = torch.zeros(1, dtype=torch.int64)
@@ -176,13 +177,7 @@ time.sleep(0.3)
 
 def test_a_program_may_end_while_its_threads_wait() -> None:
     """A thread that comes back from C++ when the interpreter has ended calls std::terminate."""
-    run = subprocess.run(
-        [sys.executable, "-c", _ENDS],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = warm.run("-c", _ENDS, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr[-1000:]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 import moe_p2p
 from tests.calls.test_engine import pair
+from tests.support import warm
 
 
 @pytest.mark.parametrize("settings", ["", "seed=5"])
@@ -125,9 +125,7 @@ def test_memory_that_a_peer_may_still_answer_into_is_unregistered_later() -> Non
         reader = moe_p2p.Engine(config)
     except moe_p2p.UnavailableError as error:
         pytest.skip(str(error))
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    owner = warm.popen("-c", OWNER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout
         with reader:

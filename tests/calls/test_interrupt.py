@@ -25,6 +25,7 @@ import moe_p2p
 from moe_p2p import Engine, EngineConfig
 from moe_p2p.rendezvous import bootstrap
 from moe_p2p.tools import launch
+from tests.support import warm
 from tests.support.cases import make, make_tokens, steps
 from tests.support.ranks import Rank, run_processes
 
@@ -167,32 +168,23 @@ def test_ctrl_c_ends_the_wait_for_ranks_that_set_up() -> None:
     assert "rank 0 failed before the transports: KeyboardInterrupt" in reported
 
 
-SERVER = """
-import os, signal, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-input()
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
 @contextmanager
 def stopped_store() -> Iterator[Store]:
     """A store whose server, another process, is stopped: it answers no request."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdin
-    assert server.stdout
+    ports, port = os.pipe()
+    server = os.fork()
+    if server == 0:
+        serving = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(port, str(serving.port).encode())
+        signal.pause()
     try:
-        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
-        server.stdin.write("\n")
-        server.stdin.flush()
-        until(lambda: is_stopped(server.pid), "a server that goes on")
+        store = dist.TCPStore("127.0.0.1", int(os.read(ports, 10)), is_master=False)
+        os.kill(server, signal.SIGSTOP)
+        until(lambda: is_stopped(server), "a server that goes on")
         yield store
     finally:
-        server.kill()
-        server.communicate()
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def meets_at_a_stopped_store(_: Rank) -> None:
@@ -273,8 +265,8 @@ def is_gone(group: int) -> bool:
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], set[str]]]:
     """A command whose four ranks are connected, and their shared memory."""
-    program = subprocess.Popen(
-        [sys.executable, "-m", "moe_p2p", *arguments],
+    program = warm.popen(
+        *("-m", "moe_p2p", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -23,6 +23,7 @@ import moe_p2p.deep_ep
 from moe_p2p.deep_ep import Buffer, Config, EventHandle, EventOverlap, installation, streams
 from moe_p2p.deep_ep.__main__ import main
 from tests.support import deep_ep_cases as cases
+from tests.support import warm
 from tests.support.ranks import Rank, run_processes, run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,16 +48,20 @@ def _installed() -> Iterator[None]:
     moe_p2p.deep_ep.uninstall()
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)]).strip(os.pathsep)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env=os.environ | {"PYTHONPATH": path} | environment,
+def interpreter(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+    return subprocess.run([sys.executable, *arguments], **options)
+
+
+def run_python(
+    *arguments: str, run: Callable[..., Any] = warm.run, path: Path | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """run: warm.run, or interpreter. path: a folder where programs look for modules first."""
+    paths = [str(path) if path else "", str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | more
+    done: subprocess.CompletedProcess[str] = run(
+        *arguments, capture_output=True, text=True, timeout=100, env=environment
     )
+    return done
 
 
 @pytest.mark.usefixtures("installed")
@@ -96,12 +101,13 @@ def test_install_refuses_next_to_the_real_one_and_can_be_forced(
 
 
 def test_the_environment_installs_when_moe_p2p_is_imported() -> None:
-    done = run_python("-c", "import moe_p2p\n" + BOTH_SPELLINGS, MOE_P2P_AS_DEEP_EP="1")
+    program = "import moe_p2p\n" + BOTH_SPELLINGS
+    done = run_python("-c", program, run=interpreter, MOE_P2P_AS_DEEP_EP="1")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_on_the_path_installs_where_it_is_imported() -> None:
-    done = run_python("-c", BOTH_SPELLINGS, PYTHONPATH=str(installation.PATH))
+    done = run_python("-c", BOTH_SPELLINGS, run=interpreter, path=installation.PATH)
     assert done.returncode == 0, done.stderr
 
 
@@ -126,7 +132,7 @@ if __name__ == "__main__":
 """
     (tmp_path / "engine.py").write_text(program)
     named = ["-m", "engine"] if as_module else [str(tmp_path / "engine.py")]
-    done = run_python("-m", "moe_p2p.deep_ep", *named, "-a", "b", PYTHONPATH=str(tmp_path))
+    done = run_python("-m", "moe_p2p.deep_ep", *named, "-a", "b", path=tmp_path)
     ours, forked = installation.PATH / "deep_ep.py", moe_p2p.deep_ep.__file__
     assert done.stdout.splitlines() == [
         "['-a', 'b'] moe_p2p.deep_ep",

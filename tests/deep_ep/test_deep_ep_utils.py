@@ -6,8 +6,6 @@ import importlib
 import os
 import socket
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,8 @@ from torch import Tensor
 
 import moe_p2p.deep_ep
 from moe_p2p.deep_ep.utils import math, testing
+from tests.support import warm
 
-ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = {  # by DeepEP's own tests and by users
     "deep_ep.buffers.elastic": ("ElasticBuffer", "EPHandle"),
     "deep_ep.buffers.legacy": ("Buffer",),
@@ -121,12 +119,12 @@ def test_ranks_of_a_script_meet() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"MASTER_PORT": str(port)}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         environment.pop(name, None)
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", STARTS, str(rank)],
+        warm.popen(
+            *("-c", STARTS, str(rank)),
             env=environment | {"CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 _PORTS: list[socket.socket] = []
@@ -59,12 +60,8 @@ class Scenarios:
 
 def results_of(module: str, at: Path) -> dict[str, str]:
     """Runs all scenarios of a module in a process of their own."""
-    ran = subprocess.run(
-        [sys.executable, "-m", module, str(at)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=220,
+    ran = warm.run(
+        *("-m", module, str(at)), cwd=warm.ROOT, capture_output=True, text=True, timeout=220
     )
     assert at.exists(), ran.stdout + ran.stderr
     found: dict[str, str] = json.loads(at.read_text())

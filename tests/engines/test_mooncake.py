@@ -6,8 +6,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from moe_p2p import mooncake
 from tests.engines import packages
+from tests.support import warm
 
 MOONCAKE = "mooncake-transfer-engine-non-cuda"
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,13 +40,12 @@ LACKING = {
 
 
 def run_with(path: Path, *arguments: str) -> Any:
-    ran = subprocess.run(
-        [sys.executable, *arguments],
+    ran = warm.run(
+        *arguments,
         env=os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "GLOG_minloglevel": "3"},
         cwd=ROOT,
         capture_output=True,
         text=True,
-        check=False,
         timeout=120,
     )
     results = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]

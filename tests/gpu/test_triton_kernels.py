@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import cells
+from tests.support import cells, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = {  # of types, as Triton writes them
@@ -48,13 +48,12 @@ def test_kernels_compute_what_they_should(interpret: bool, option: str) -> None:
             pytest.skip(f"the interpreter of Triton 3.6 fails with numpy 2.4 and later ({numpy})")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", option, "-p", "no:cacheprovider", *CASES],
+    ran = warm.run(
+        *("-m", "pytest", "-q", option, "-p", "no:cacheprovider", *CASES),
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        check=False,
         timeout=580,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

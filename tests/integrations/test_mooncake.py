@@ -25,7 +25,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, PeerDeadError, mooncake
 from moe_p2p.mooncake import TransferEngine, handshake
-from tests.support import mooncake_calls
+from tests.support import mooncake_calls, warm
 
 HOST, SIZE = "127.0.0.1", 1 << 16
 
@@ -180,7 +180,7 @@ def test_what_is_no_memory_is_refused_and_not_touched(pair: Any) -> None:
 
 @pytest.fixture(name="peer")
 def a_peer() -> Iterator[tuple[Any, Connection, str, int]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=hold, args=(theirs,), daemon=True)
     process.start()
@@ -304,19 +304,17 @@ def test_a_program_finds_it(way: str, tmp_path: Any) -> None:
         "import mooncake.engine as e\nfrom mooncake.engine import TransferEngine\n"
         "print(e.__name__, TransferEngine().initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', ''))"
     )
-    start = {
-        "environment": ["-c", f"import moe_p2p\n{program.read_text()}"],
-        "path": [str(program)],
-        "launcher": ["-m", "moe_p2p.mooncake", str(program)],
-    }[way]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
     with pytest.MonkeyPatch.context() as patch:
         if way == "environment":
             patch.setenv("MOE_P2P_AS_MOONCAKE", "1")
-        if way == "path":
+            command = [sys.executable, "-c", f"import moe_p2p\n{program.read_text()}"]
+            ran = subprocess.run(command, **options)
+        elif way == "path":
             patch.setenv("PYTHONPATH", str(mooncake.installation.PATH), prepend=":")
-        ran = subprocess.run(
-            [sys.executable, *start], capture_output=True, text=True, check=False, timeout=60
-        )
+            ran = subprocess.run([sys.executable, str(program)], **options)
+        else:
+            ran = warm.run("-m", "moe_p2p.mooncake", str(program), **options)
     assert ran.stdout.split() == ["moe_p2p.mooncake.engine", "0"], ran.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from moe_p2p import InvalidArgumentError
 from moe_p2p.kv import checksum
 from moe_p2p.kv.checksum import add, rows_checksum
 from moe_p2p.kv.verify import Verify
+from tests.support import warm
 from tests.support.kv_world import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,9 +117,9 @@ def test_a_sample_is_about_its_share() -> None:
 def test_triton_gives_the_same_value() -> None:
     """In its interpreter, which Triton decides about when it is imported."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/support/kv_checksum_cases.py"],
-        cwd=ROOT,
+    done = warm.run(
+        *("-m", "pytest", "-q", "tests/support/kv_checksum_cases.py"),
+        cwd=warm.ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 200  # of runs that take 15 s on two cores with nothing else to do
@@ -17,9 +17,10 @@ pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
 
 def run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *arguments],
-        cwd=ROOT,
+    done = warm.run(
+        f"benchmarks/{script}",
+        *arguments,
+        cwd=warm.ROOT,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

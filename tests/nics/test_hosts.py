@@ -52,7 +52,7 @@ def why_not() -> str:
 
 def _torchrun(host: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
+        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
         *(f"--node-rank={host}", f"--master-addr={hosts.Hosts.address(0)}"),
         *(f"--master-port={PORT}", __file__),
     ]
@@ -64,7 +64,7 @@ def _environment() -> dict[str, str]:
 
 def _torchrun_outputs(deadline_s: float) -> list[str]:
     with hosts.Hosts(2, num_interfaces=2) as both:
-        processes = [both.start(host, _torchrun(host), env=_environment()) for host in range(2)]
+        processes = [both.start(host, *_torchrun(host), env=_environment()) for host in range(2)]
         ends = time.monotonic() + deadline_s
         outputs = []
         for process in processes:

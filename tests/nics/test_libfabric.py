@@ -6,11 +6,8 @@ Contract, engine and a fake of EFA: tests/cpp/libfabric_*.cpp. Several hosts: te
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ import torch
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
+from tests.support import warm
 from tests.support.cases import SMALL, check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
 
@@ -107,15 +105,7 @@ def test_loading_the_library_leaves_signal_handlers_alone(tmp_path: Path) -> Non
         "except KeyboardInterrupt: print('interrupted', flush=True)\n"
         "signal.raise_signal(signal.SIGABRT)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = warm.run("-c", program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "interrupted\n", done.stderr
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
@@ -221,9 +211,7 @@ def test_a_library_that_is_not_there() -> None:
         f"try: {opened(1, 'library=/nowhere/libfabric.so.1')}\n"
         "except moe_p2p.UnavailableError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = warm.run("-c", program, capture_output=True, text=True, timeout=60)
     assert "libfabric cannot be opened: /nowhere/libfabric.so.1" in done.stdout, done.stderr
     assert "apt-get install libfabric1" in done.stdout
 
@@ -236,9 +224,7 @@ def test_tcp_is_announced_and_never_chosen_alone() -> None:
 
     assert "libfabric" not in run_threads(2, body) or Path("/sys/class/infiniband").exists()
     program = f"import moe_p2p; {opened(2, TCP)}.close()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = warm.run("-c", program, capture_output=True, text=True, timeout=60)
     assert done.stderr.count("This is not RDMA") == 1, done.stderr
 
 

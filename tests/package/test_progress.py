@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import conftest
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = """
@@ -73,14 +73,14 @@ def test_a_worker_alone_or_without_gpus_sees_what_it_saw(monkeypatch: pytest.Mon
 
 
 def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", "test_case.py"],
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return warm.run(
+        *("-m", "pytest", *options, "-p", "no:cacheprovider", "test_case.py"),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
-        check=False,
     )
 
 

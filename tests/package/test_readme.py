@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.support.installation import run_installed
+from tests.support.installation import copy_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
@@ -16,10 +17,9 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FOUND = [(found[1], found[2]) for page in PAGES for found in BLOCK.finditer(page.read_text())]
 BLOCKS = list(dict.fromkeys(FOUND))  # what stands on two pages runs once
 COMMANDS = {
-    "python run": ["python", "readme.py"],
+    "python run": ["readme.py"],
     "python torchrun": [
-        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        "readme.py",
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "readme.py"),
     ],
 }
 # Sizes in docs are real ones: room for all tokens at each expert is 3.7 GiB with README's, and a
@@ -45,6 +45,10 @@ def test_block(kind: str, code: str, installed: Path, tmp_path: Path) -> None:
     """Where a user is: in another folder, with the wheel and torch and nothing else."""
     ends = TOUCHES_LITTLE if kind == "python torchrun" else ""
     (tmp_path / "readme.py").write_text(code + ends)
-    command = COMMANDS.get(kind, ["bash", "-euc", code])
-    run = run_installed(installed, *command, cwd=tmp_path, timeout_s=DEADLINE_S)
+    if kind in COMMANDS:
+        arguments = COMMANDS[kind]
+    else:  # one command, without what a shell would expand
+        python, *arguments = shlex.split(code)
+        assert (python, len(code.splitlines())) == ("python", 1)
+    run = copy_installed(installed, *arguments, cwd=tmp_path, timeout_s=DEADLINE_S)
     assert run.returncode == 0, f"{code}\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import moe_p2p
-from tests.support import hosts
+from tests.support import hosts, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300  # of a run that takes 15 s on two cores with nothing else to do
@@ -21,9 +19,10 @@ pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
 def soak(*arguments: str) -> dict[str, Any]:
     """What a run that ends well has counted."""
-    done = subprocess.run(
-        [sys.executable, "benchmarks/soak.py", *arguments],
-        cwd=ROOT,
+    done = warm.run(
+        "benchmarks/soak.py",
+        *arguments,
+        cwd=warm.ROOT,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -89,9 +88,7 @@ with soak.hosts.Hosts(0, num_interfaces=2) as network:
     run._show_where(run.ranks[1])
     run.close()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = warm.run("-c", program, cwd=warm.ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 1 is here; its threads: python" in done.stdout
     assert "soak_rank.py" in done.stderr

@@ -18,7 +18,7 @@ import pytest
 
 import moe_p2p.version
 from moe_p2p import env
-from tests.support.installation import run_installed
+from tests.support.installation import copy_installed, run_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(moe_p2p.__file__).with_name("_C.abi3.so")
@@ -178,12 +178,12 @@ def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: P
         "assert pathlib.Path(moe_p2p.__file__).is_relative_to(sys.prefix), moe_p2p.__file__;"
         "assert not [n for n in ('numpy', 'pytest', 'matplotlib') if importlib.util.find_spec(n)]"
     )
-    for command in (
-        ["python", "-c", program],
-        ["python", "-m", "moe_p2p", "demo", "--steps=2"],
-        ["python", "-m", "moe_p2p", "bench", "--quick", "--device=cpu", *tiny],
+    for run, command in (
+        (run_installed, ["python", "-c", program]),
+        (copy_installed, ["-m", "moe_p2p", "demo", "--steps=2"]),
+        (copy_installed, ["-m", "moe_p2p", "bench", "--quick", "--device=cpu", *tiny]),
     ):
-        ran = run_installed(installed, *command, cwd=tmp_path)
+        ran = run(installed, *command, cwd=tmp_path)
         assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
     assert "no plot: matplotlib is not installed (pip install 'moe-p2p[bench]')" in ran.stdout
     assert list(tmp_path.rglob("*.json"))
@@ -232,7 +232,7 @@ def test_a_script_for_deep_ep_runs_where_the_wheel_is_installed(
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    ran = run_installed(installed, "python", str(script), cwd=tmp_path)
+    ran = copy_installed(installed, str(script), cwd=tmp_path)
     assert ran.returncode != 0
     assert "No module named 'deep_ep'" in ran.stderr
     monkeypatch.setenv("MOE_P2P_AS_DEEP_EP", "1")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from threading import Barrier
 
@@ -14,6 +13,7 @@ import pytest
 from moe_p2p import AllToAllConfig
 from moe_p2p.rendezvous.shared_memory import of_a_rank
 from moe_p2p.tools import plan
+from tests.support import hosts, warm
 from tests.support.cases import SMALL, make
 from tests.support.ranks import Rank, run_threads
 
@@ -100,17 +100,10 @@ for result in run_threads(2, body, return_errors=True):
 
 def in_a_shm_of(kib: int) -> str:
     """What the ranks of FULL print where /dev/shm has so much room."""
-    mount = f"mount -t tmpfs -o size={kib}k tmpfs /dev/shm && exec {sys.executable} -c '{FULL}'"
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mount],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    if "unshare" in run.stderr or "mount:" in run.stderr:
+    mounts = functools.partial(hosts.own_shm, kib)
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
+    run = warm.run("-c", FULL, preexec_fn=mounts, **options)
+    if "PermissionError" in run.stderr:
         pytest.skip(f"no mount of its own: {run.stderr.strip()}")
     return run.stdout
 

@@ -1,7 +1,7 @@
 """Hosts that are network namespaces of this machine, with interfaces and /dev/shm of their own.
 
     with Hosts(2, num_interfaces=2) as hosts:
-        hosts.start(0, ["python", "program.py"])      # eth0 has 10.77.0.1, eth1 10.77.1.1
+        hosts.start(0, "program.py", "argument")      # eth0 has 10.77.0.1, eth1 10.77.1.1
         hosts.place(1).enter()                        # in a process that shall run there
         hosts.flap(1, "eth1", down_s=0.5)
 
@@ -21,16 +21,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from tests.support import warm
+
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # <sched.h>
 _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # <sys/mount.h>
-_SHM = "mount -t tmpfs -o size=4g tmpfs /dev/shm && exec"
 
 
 def why_not() -> str:
     """Returns why hosts cannot be made here; empty when they can."""
-    for program in ("ip", "unshare", "mount"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed (apt-get install iproute2 util-linux)"
+    if shutil.which("ip") is None:
+        return "ip is not installed (apt-get install iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"moe_p2p_{os.getpid()}_probe"
@@ -45,6 +45,22 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
+def _call(name: str, *arguments: Any) -> None:
+    """Calls a function of libc."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+
+
+def own_shm(of: Path | int) -> None:
+    """Gives this process, which has one thread, a /dev/shm of its own: a folder, or so many KiB."""
+    _call("unshare", _CLONE_NEWNS)
+    _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    if isinstance(of, Path):
+        _call("mount", os.fsencode(of), b"/dev/shm", None, ctypes.c_ulong(_MS_BIND), None)
+    else:
+        _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), b"size=%dk" % of)
+
+
 class Place(NamedTuple):
     """A host, for processes that move to it. Processes of one host share its /dev/shm."""
 
@@ -53,18 +69,9 @@ class Place(NamedTuple):
 
     def enter(self) -> None:
         """Moves this process, which has one thread, to the host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-
-        def done(result: int) -> None:
-            if result:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.name)
-
         with open(f"/run/netns/{self.name}") as network:
-            done(libc.setns(network.fileno(), _CLONE_NEWNET))
-        done(libc.unshare(_CLONE_NEWNS))
-        done(libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
-        shm = os.fsencode(self.shm)
-        done(libc.mount(shm, b"/dev/shm", None, ctypes.c_ulong(_MS_BIND), None))
+            _call("setns", network.fileno(), _CLONE_NEWNET)
+        own_shm(self.shm)
 
 
 class Hosts:
@@ -110,14 +117,11 @@ class Hosts:
         shm.mkdir(exist_ok=True)
         return Place(self.names[host], shm)
 
-    def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a program on a host; its standard output and error are one pipe."""
-        process = subprocess.Popen(
-            [
-                *("ip", "netns", "exec", self.names[host], "unshare", "--mount"),
-                *("sh", "-c", f'{_SHM} "$@"', "sh"),
-                *command,
-            ],
+    def start(self, host: int, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """Starts `python ARGUMENTS` on a host; its standard output and error are one pipe."""
+        process = warm.popen(
+            *arguments,
+            preexec_fn=self.place(host).enter,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -6,6 +6,7 @@ numpy among them, and not the source tree.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,16 +47,40 @@ def run_installed(
 ) -> subprocess.CompletedProcess[str]:
     """Runs `command` with the environment's programs first, without the source tree."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     return subprocess.run(
         command,
         cwd=cwd,
-        env=environment | {"PATH": path},
+        env=_environment() | {"PATH": path},
         capture_output=True,
         text=True,
         check=False,
         timeout=timeout_s,
     )
+
+
+def copy_installed(
+    python: Path, *arguments: str, cwd: Path, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python ARGUMENTS` there, as a copy (warm.py)."""
+    done: subprocess.CompletedProcess[str] = _server(python).run(
+        *arguments,
+        cwd=cwd,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    return done
+
+
+@functools.cache
+def _server(python: Path) -> warm.Server:
+    return warm.Server(python, ("torch", "moe_p2p"), path=(), environment=_environment())
+
+
+def _environment() -> dict[str, str]:
+    """Without the source tree."""
+    return {name: os.environ[name] for name in os.environ if not name.startswith("PYTHON")}
 
 
 def _required_by(name: str, seen: set[str]) -> Iterator[metadata.Distribution]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,8 +47,9 @@ def children(process: int) -> list[str]:
 @contextmanager
 def program(*arguments: str) -> Iterator[Program]:
     """`python -m ARGUMENTS`; whatever is left of its group is killed in the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+    process = warm.popen(
+        "-m",
+        *arguments,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
 """Runs a function once per rank, as threads of this process or as processes, before a deadline.
 
 Threads are cheap and share a HashStore; processes are for tests that need isolation: a killed rank,
-a process group, shared memory between address spaces. A fork server that has imported torch once
+a process group, shared memory between address spaces. A fork server, itself a copy (warm.py),
 starts them in milliseconds.
 
     def body(rank: Rank, hidden_dim: int) -> float: ...
@@ -25,12 +25,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from tests.support import warm
 
 DEADLINE_S = 60.0
 
@@ -160,6 +163,8 @@ def run_processes(
     context: Any = multiprocessing.get_context("fork" if fork else "forkserver")
     if not fork:
         context.set_forkserver_preload(["moe_p2p", "pytest"])
+        with warm.copies():
+            forkserver.ensure_running()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # As bytes: multiprocessing would pass each tensor as a file descriptor, and these run out.
     # By torch: pickle alone does not support fp8.

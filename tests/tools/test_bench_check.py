@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +25,7 @@ from moe_p2p.tools.bench.conformance_faults import Fault
 from moe_p2p.tools.bench.conformance_ranks import LAYOUTS, TYPES, Ranks
 from moe_p2p.tools.bench.gpu_calls import on_device
 from moe_p2p.tools.bench.options import Options, parse
+from tests.support import warm
 
 SMALL = ["--check", "--device=cpu", "--ranks=2", "--tokens=4", "--hidden=256", "--topk=2"]
 SMALL += ["--experts=4", "--checks=2"]
@@ -44,8 +43,8 @@ FAULTS = (
 
 @pytest.mark.timeout(300)
 def test_every_line_of_ranks_on_cpus() -> None:
-    program = [sys.executable, "-m", "moe_p2p", "bench", *SMALL, "--ranks-per-node=1"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=280)
+    program = ("-m", "moe_p2p", "bench", *SMALL, "--ranks-per-node=1")
+    done = warm.run(*program, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ... ") for line in done.stdout.splitlines() if " ... " in line)
     assert all(re.fullmatch(r"ok, \d+\.\d s|skipped: .*", end) for end in lines.values()), lines
@@ -221,9 +220,7 @@ def run_stopped() -> None:
 
 def test_a_check_that_stops_has_a_deadline() -> None:
     program = f"from {__name__} import run_stopped; run_stopped()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=90
-    )
+    done = warm.run("-c", program, capture_output=True, text=True, timeout=90)
     assert re.search(r"rank [01] failed \(exit code 1\)", done.stderr), done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"soon done \.\.\. ok, \d\.\d s", lines[0])

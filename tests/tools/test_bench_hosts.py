@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import options
 from tests.nics.test_hosts import ROOT, why_not
-from tests.support import hosts
+from tests.support import hosts, warm
 
 PORT = 29537
 SMALL = ["--device=cpu", "--tokens=4", "--hidden=256", "--topk=2", "--experts=8"]
@@ -24,8 +23,7 @@ DEADLINE_S = 280.0
 
 
 def torchrun(*arguments: str) -> list[str]:
-    program = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-    return [*program, *arguments]
+    return ["-m", "torch.distributed.run", "--nproc-per-node=2", *arguments]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -43,7 +41,7 @@ def run_on_two_hosts(module: str, *arguments: str) -> list[tuple[int, str]]:
         processes = [
             both.start(
                 host,
-                torchrun(*meeting, f"--node-rank={host}", "-m", module, *arguments),
+                *torchrun(*meeting, f"--node-rank={host}", "-m", module, *arguments),
                 env=env,
             )
             for host in range(2)
@@ -113,8 +111,8 @@ def test_ranks_of_torchrun_on_one_host_are_the_ranks_of_the_bench(tmp_path: Path
     out = tmp_path / "rows.json"
     worlds = ["--ranks-per-node=2,1", "--no-baseline", "--seconds=0.05", "--checks=1"]
     command = torchrun("--standalone", "-m", "moe_p2p", "bench", *SMALL, *worlds, "--plot=")
-    done = subprocess.run(
-        [*command, f"--json={out}"], capture_output=True, text=True, env=environment(), timeout=200
+    done = warm.run(
+        *command, f"--json={out}", capture_output=True, text=True, env=environment(), timeout=200
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
 from moe_p2p.tools import launch
+from tests.support import warm
 
 
 @pytest.mark.parametrize(
@@ -130,6 +129,7 @@ TERMINATED = """
 import os, signal
 from multiprocessing import forkserver
 from moe_p2p.tools import launch
+from tests.support import warm
 
 ensure_running = forkserver.ensure_running
 def then_end():
@@ -144,6 +144,6 @@ launch.run_ranks(os.getpid, num_ranks=1)
 def test_a_signal_before_ranks_start_leaves_no_folder(tmp_path: Path) -> None:
     """It once ended the launcher before torchrun's agent had a handler for it."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", TERMINATED], env=environment, timeout=120)
+    ran = warm.run("-c", TERMINATED, env=environment, timeout=120)
     assert ran.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())

@@ -6,8 +6,6 @@ import importlib.util
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from moe_p2p.examples import disaggregated, workers
 from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
 from moe_p2p.kv import receiver
+from tests.support import warm
 from tests.support.programs import children, program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +31,9 @@ pytestmark = pytest.mark.timeout(320)  # of a run that takes 15 s on two cores w
 def test_tokens_equal_one_process(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "moe_p2p.examples.disaggregated"),
-            *("--requests", "16", "--timeline", str(picture)),
-        ],
-        cwd=ROOT,
+    done = warm.run(
+        *("-m", "moe_p2p.examples.disaggregated"),
+        *("--requests", "16", "--timeline", str(picture)),
         capture_output=True,
         text=True,
         timeout=300,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from moe_p2p.nics import transport
 from moe_p2p.tools import doctor, doctor_judge, doctor_text
 from moe_p2p.tools.doctor import GpuFacts, Report, Write
-from tests.support import machines
+from tests.support import machines, warm
 from tests.support.machines import Machine
 
 UNLIMITED = -1
@@ -227,12 +225,8 @@ def test_the_command_ends_with_1_when_there_is_a_problem(monkeypatch: pytest.Mon
 
 
 def test_the_command_is_known() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "moe_p2p", "doctor", "--no-writes"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    run = warm.run(
+        *("-m", "moe_p2p", "doctor", "--no-writes"), capture_output=True, text=True, timeout=100
     )
     assert "problems" in run.stdout, run.stderr
     assert run.returncode in (0, 1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from moe_p2p.examples import rl
 from moe_p2p.tools import launch
+from tests.support import warm
 from tests.support.programs import children, program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,8 +20,8 @@ pytestmark = pytest.mark.timeout(420)  # of two runs that take 10 s on two cores
 
 @pytest.fixture(name="output", scope="module")
 def output_of_a_run() -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_p2p.examples.rl", "--steps", "20"],
+    done = warm.run(
+        *("-m", "moe_p2p.examples.rl", "--steps", "20"),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from moe_p2p import kv
 from moe_p2p.integrations.kv_worker import join_store
 from moe_p2p.tools import store
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 100
@@ -23,9 +23,8 @@ DEADLINE_S = 100
 def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moe_p2p", "store", address],
-        cwd=ROOT,
+    process = warm.popen(
+        *("-m", "moe_p2p", "store", address),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

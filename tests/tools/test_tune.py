@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +25,7 @@ from moe_p2p.tools import doctor
 from moe_p2p.tools.tune import shapes, steps
 from moe_p2p.tools.tune.world import best
 from moe_p2p.tuned import Parts, Rates, Shared, Tuned
-from tests.support import cases
+from tests.support import cases, warm
 from tests.support.ranks import Rank, run_threads
 
 JOB: dict[str, Any] = {"num_experts": 8, "hidden_dim": 256, "topk": 2, "max_tokens": 600}
@@ -82,8 +80,8 @@ def written(**sections: Any) -> Path:
 
 def test_a_run_on_cpu_ranks_writes_what_a_new_process_uses() -> None:
     sizes = ["--tokens=4,8", "--hidden=64", "--experts=4", "--topk=2", "--seconds=0.02"]
-    command = [sys.executable, "-m", "moe_p2p", "tune", "--device=cpu", *sizes]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = ("-m", "moe_p2p", "tune", "--device=cpu", *sizes)
+    ran = warm.run(*command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     printed = ran.stdout
     assert "parts: 8 tokens, 2 nodes over loopback" in printed
@@ -92,9 +90,7 @@ def test_a_run_on_cpu_ranks_writes_what_a_new_process_uses() -> None:
     assert set(data) == {"version", "letter", "machine", "measured", "parts", "rates"}
     text = "from moe_p2p import Engine, kv; e = Engine()\n"
     text += "link = kv.link_of(e); e.close(); print(link.name, link.writes_per_s, link.pack)"
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = warm.run("-c", text, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split()[-2:] == [str(data["rates"]["writes_per_s"]), "False"]
     assert done.stdout.startswith("loopback as measured")
 

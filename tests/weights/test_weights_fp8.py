@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from moe_p2p.reference import fp8 as reference
 from moe_p2p.weights import block_amax, merge, quantize, scales
+from tests.support import warm
 
 ODD = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-30, 3e38, -448.0, 1e-4]
 
@@ -67,10 +65,9 @@ def test_the_triton_kernels_have_the_bits_of_torch(interpret: bool) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/support/weights_fp8_cases.py"],
-        cwd=Path(__file__).resolve().parents[2], env=environment, capture_output=True, text=True,
-        check=False, timeout=280,
+    done = warm.run(
+        *("-m", "pytest", "-q", "tests/support/weights_fp8_cases.py"),
+        cwd=warm.ROOT, env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout, done.stdout

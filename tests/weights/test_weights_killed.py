@@ -4,23 +4,18 @@ that is stopped, and goes on (weights_stopped.py)."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import cells
+from tests.support import cells, warm
 from tests.support.weights_killed import Run, chosen, faults, runs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def output_of(module: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{module}"], env=os.environ | environment,
-        cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
+    done = warm.run(
+        *("-m", f"tests.support.{module}"), env=os.environ | environment, cwd=warm.ROOT,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
