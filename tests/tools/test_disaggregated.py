@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moe_p2p.examples import disaggregated, workers
 from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
 from moe_p2p.kv import receiver
-from tests.support import warm
+from tests.support import cells, warm
 from tests.support.programs import children, program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,30 +44,40 @@ def test_tokens_equal_one_process(tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("line", ["starts prefill-1", "http://"], ids=["starting", "serving"])
+def timeline_at(picture: Path) -> list[str]:
+    return ["--timeline", str(picture)] if importlib.util.find_spec("matplotlib") else []
+
+
+def left_by(workers: list[str]) -> list[str]:
+    return [
+        name for name in os.listdir("/dev/shm")
+        if name.startswith("moe_p2p.") and name.split(".")[2] in workers
+    ]  # fmt: skip
+
+
+# `serving` is a state of test_ctrl_c_ends_requests_under_way too, whose clients wait besides.
+STATES = cells.few([("starts prefill-1",), ("http://",)], keep=[("starts prefill-1",)])
+
+
+@pytest.mark.parametrize("line", STATES, ids=["starting", "serving"])
 def test_ctrl_c_ends_all_processes_and_shows_no_traceback(line: str, tmp_path: Path) -> None:
     """A terminal sends it to the workers, too, some of which are importing torch."""
     picture = tmp_path / "timeline.png"
-    serve = ["--serve", "--prefill", "2"]
-    if importlib.util.find_spec("matplotlib"):
-        serve += ["--timeline", str(picture)]
+    serve = ["--serve", "--prefill", "2", *timeline_at(picture)]
     with program("moe_p2p.examples.disaggregated", *serve) as running:
         running.wait_for(line)
         workers = children(running.process.pid)
         rest = running.interrupt(100)
     assert "Traceback" not in rest
     assert "KeyboardInterrupt" not in rest
-    assert not [
-        name for name in os.listdir("/dev/shm")
-        if name.startswith("moe_p2p.") and name.split(".")[2] in workers
-    ]  # fmt: skip
+    assert not left_by(workers)
     if line == "http://":
         assert len(workers) >= 3
         pytest.importorskip("matplotlib")
         assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("line", ["starts prefill-1", "http://"], ids=["starting", "serving"])
+@pytest.mark.parametrize("line", STATES, ids=["starting", "serving"])
 def test_sigterm_ends_all_processes(line: str) -> None:
     with program("moe_p2p.examples.disaggregated", "--serve") as running:
         running.wait_for(line)
@@ -78,13 +88,20 @@ def test_sigterm_ends_all_processes(line: str) -> None:
         assert not [each for each in workers[1:] if Path("/proc", each).exists()]  # 1st: tracker
 
 
-def test_ctrl_c_ends_requests_under_way() -> None:
+def test_ctrl_c_ends_requests_under_way(tmp_path: Path) -> None:
     """Their clients wait for tokens of workers that are ended."""
-    with program("moe_p2p.examples.disaggregated", "--requests", "400") as running:
+    picture = tmp_path / "timeline.png"
+    requests = ["--requests", "400", *timeline_at(picture)]
+    with program("moe_p2p.examples.disaggregated", *requests) as running:
         running.wait_for("4 of 400")
+        workers = children(running.process.pid)
         rest = running.interrupt(45)  # less than a client waits for a token
-    assert "Traceback" not in rest
-    assert "terminate called" not in rest
+    assert len(workers) >= 3
+    for text in ("Traceback", "KeyboardInterrupt", "terminate called"):
+        assert text not in rest
+    assert not left_by(workers)
+    pytest.importorskip("matplotlib")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_model_depends_on_all_of_its_prompt_and_not_on_chunks() -> None:
