@@ -166,9 +166,14 @@ def _held(param: Param, position: int) -> _Held:
     shape, axes = pieces.local_shape(param, position), pieces.parameter_axes(param, position)
     blocks = param.blocks
     if param.finalize or (blocks and pieces.why_unaligned(axes, blocks.shape)):
-        return _Held(shape, pieces.dense(axes), [], is_received=True)
-    scales = pieces.target_blocks(axes, blocks) if blocks else []
-    return _Held(shape, pieces.held(param, position), scales, is_received=False)
+        return _Held(shape, _some(pieces.dense(axes)), [], is_received=True)
+    scales = _some(pieces.target_blocks(axes, blocks)) if blocks else []
+    return _Held(shape, _some(pieces.held(param, position)), scales, is_received=False)
+
+
+def _some(found: list[Piece]) -> list[Piece]:
+    """Those that have elements."""
+    return [each for each in found if all(size for _, size in each.box)]
 
 
 def _end(claim: _Claim) -> int:

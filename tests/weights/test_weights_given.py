@@ -177,13 +177,15 @@ def test_other_shapes_types_and_scales_are_refused() -> None:
     assert torch.allclose(fp8.float() * spread, VALUES, rtol=0.07, atol=0.01)
 
 
-def test_no_elements_ask_for_nothing() -> None:
-    """A shard of TP that is empty, and a parameter without elements."""
+def test_no_elements_ask_for_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """A parameter without elements, with its tensor and without."""
     none = Param("none", (0, 8), BF16, (0,))
-    nothing = torch.zeros(0, 8).bfloat16()
-    live = {"w": empty(), "none": nothing}
-    updated([W, none], {"w": bf16(), "none": nothing}, [W, none], live)
-    assert torch.equal(live["w"], bf16())
+    nothing = {"none": torch.zeros(0, 8).bfloat16()}
+    for beside in (nothing, {}):
+        live = {"w": empty(), **beside}
+        updated([W, none], {"w": bf16(), **beside}, [W, none], live)
+        assert torch.equal(live["w"], bf16())
+    assert not capfd.readouterr().err
 
 
 def part(name: str, offset: int, **more: Any) -> Param:
