@@ -32,6 +32,7 @@ class Openings:
             if why is not None:
                 pair.send("drained", nonce=opened.nonce, why=why)
                 return
+        self._declined.pop(request, None)
         self._opened[pair.name, request] = opened
 
     def take(self, receiver: str, request: str) -> Opened | None:
@@ -58,6 +59,14 @@ class Openings:
     def decline(self, request: str, why: str) -> None:
         if ("", request) not in self._given_up:
             _keep(self._declined, request, why)
+
+    def cancel(self, pair: Pair, nonce: Any, why: str) -> None:
+        """A receiver gives up what it has opened: where that is not started yet, `begin` says so,
+        unless a receiver opens it anew before."""
+        for opened in list(self._opened.values()):
+            if opened.pair is pair and opened.nonce == nonce:
+                self.decline(opened.request, why)
+        self.forget(pair, nonce)
 
     def forget(self, pair: Pair, nonce: Any = None) -> None:
         """What the pair has opened: the request of `nonce`, or all of them."""

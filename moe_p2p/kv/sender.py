@@ -390,7 +390,7 @@ class KVSender(KVWorker):
         self._openings.decline(request, why)
 
     def _on_cancel(self, pair: Pair, nonce: Any, why: str) -> None:
-        self._openings.forget(pair, nonce)
+        self._openings.cancel(pair, nonce, f"{pair.name} gave it up: {why}")
         found = self._flight(pair, nonce)
         if found is None:  # nothing of it is under way, if anything ever was
             pair.send("drained", nonce=nonce, why=why)

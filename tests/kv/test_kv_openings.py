@@ -105,3 +105,26 @@ def test_pages_that_nobody_asks_for_come_back_after_open_s_from_commit_on() -> N
         with pytest.raises(errors.TimeoutError, match=r"0.3 s in phase open for any receiver"):
             sending.wait(20)
         assert sending.reusable
+
+
+@pytest.mark.parametrize("target", ["decode", None])
+def test_what_a_receiver_gave_up_before_it_began_ends_at_once(target: str | None) -> None:
+    """Unless it was opened anew."""
+    with workers(SAME, SAME) as found:
+        sender, receiver = found.senders[0], found.receivers[0]
+        for request in ("a", "b"):
+            reservation = receiver.reserve(request, "prefill", PAGES, total=18)
+            reservation.cancel("its user left")
+            reservation.wait_reusable(20)  # so the sender has heard
+        sending = sender.start("a", target, PAGES, total=18)
+        with pytest.raises(AbortedError, match=r"request 'a': .*its user left"):
+            sending.wait(1)
+        assert sending.reusable
+        again = receiver.reserve("b", "prefill", PAGES, total=18)
+        wait_until(lambda: sender.begin_of("b") == 0)
+        sending = sender.start("b", target, PAGES, total=18)
+        for layer in range(LAYERS):
+            sending.layer(layer)
+        sending.commit()
+        again.wait(20)
+        sending.wait(20)

@@ -163,16 +163,20 @@ Info* choose(const Config& config, int nic, Info* first) {
   return found;
 }
 
-// libfabric reads both once, at its first call. EFA writes to ranks of the same host through shared
+// libfabric reads them once, at its first call. EFA writes to ranks of the same host through shared
 // memory unless this forbids it; such writes follow another provider's rules. verbs keeps
 // registrations in a cache after they are closed: peers could still write to memory that was given
-// back, and outside a region that lies in an older one.
+// back, and outside a region that lies in an older one. The software providers keep a peer's
+// connection when its address is removed, unless they are asked to end it: what a stopped peer has
+// sent half of a write would land when it goes on, after the memory was given back.
 void set_environment(const Config& config) {
-  static std::once_flag efa, verbs;
+  static std::once_flag efa, verbs, software;
   if (config.is_efa())
     std::call_once(efa, [] { ::setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", /*overwrite=*/0); });
   if (config.is_verbs())
     std::call_once(verbs, [] { ::setenv("FI_MR_CACHE_MAX_COUNT", "0", /*overwrite=*/0); });
+  if (config.is_software())
+    std::call_once(software, [] { ::setenv("FI_AV_REMOVE_CLEANUP", "1", /*overwrite=*/1); });
 }
 
 }  // namespace
