@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A folder includes itself, folders after it, and kernels/abi.
 LAYERS = ["ops", "moe", "proxy", "engine", "provider", "platform", "base"]
-MAX_LINES = 450
+MAX_LINES = 700
 NATIVE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 LONG_COMMENT = re.compile(r"^(?=.{101}) *(?://|#) .*", re.MULTILINE)
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -143,7 +143,7 @@ class Hosts:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for name in [*self.names, self._switch]:
+        for name in [*self.names, self._switch] if self.names else []:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         self._shm.cleanup()
 
