@@ -43,8 +43,8 @@ class Inbox:
     ) -> None:
         self._engine, self._live, self._shadow = engine, dict(live), shadow
         self._finalize = finalize
-        self.writes: list[Write] = list(plan.writes_to(rank))
-        received = _received(self.writes)
+        self._rank, self.writes = rank, list(plan.writes_to(rank))
+        received = self._received_bytes = _received(self.writes)
         written = {write.target_tensor for write in self.writes} - received.keys()
         self.derived = [name for name in live if name not in written]
         require(
@@ -69,7 +69,8 @@ class Inbox:
         self._tensors = {**live, **made}
         attempt.check_rows(f"generator {rank}", self.writes, self._tensors, 1)
         self.target = {name: self._tensors[name] for name in live}
-        self.received = _typed(plan, rank, {name: made[name] for name in received})
+        self._raw = {name: made[name] for name in received}
+        self.received = _typed(plan, rank, self._raw)
         self._memory = [engine.register(self.buffer)] if total else []
         self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
         for name in [] if shadow else live:
@@ -78,6 +79,16 @@ class Inbox:
                 self._memory.append(engine.register(live[name]))
         self._grants: list[Grant] = []
         self._torn = False  # the shadow holds bytes of an update that failed, or poison
+        self._received_at: int | None = None  # stamp of what arrived in checkpoint layout
+
+    def replan(self, plan: WeightPlan) -> None:
+        """Trainers have another layout now; what this rank receives must fit the same buffer."""
+        writes = list(plan.writes_to(self._rank))
+        if _received(writes) != self._received_bytes:
+            text = "the trainers' new layout needs other buffers: start this generator anew"
+            raise make(ProtocolError, f"generator {self._rank}: {text}")
+        self.writes, self.received = writes, _typed(plan, self._rank, self._raw)
+        self.__dict__.pop("_covered", None)
 
     def place(self, name: str) -> tuple[Memory, int]:
         """Registered memory of a target tensor, and its first byte there."""
@@ -118,18 +129,24 @@ class Inbox:
     def _covered(self) -> list[Part]:
         return covered(self.writes)
 
-    def keep_others(self, names: set[str]) -> str:
-        """Before an update of `names` alone: all else is as in the live tensors. Returns why that
-        cannot be; "" when it is."""
+    def soil(self) -> None:
+        """Before a peer's version is read into it."""
+        self._torn = True
+
+    def keep_others(self, names: set[str], base: int) -> str:
+        """Before an update of `names` alone: all else is as in the live tensors, which have stamp
+        `base`. Returns why that cannot be; "" when it is."""
+        others = sorted(self.received.keys() - names)
+        if others and self._received_at != base:
+            return f"it has no {others[0]} in checkpoint layout: it took its version from a peer"
         if not self._torn:
             return ""
         if not self._shadow:
             return "its tensors were poisoned"
-        if self.received.keys() - names:
+        if others:
             text = "what arrives in checkpoint layout was lost by an update that failed, or poison"
-            return f"{text}: {sorted(self.received.keys() - names)[0]}"
-        others = {write.name for write in self.writes} - names
-        self._copy(others, self._live, self.target)
+            return f"{text}: {others[0]}"
+        self._copy({write.name for write in self.writes} - names, self._live, self.target)
         return ""
 
     def _copy(
@@ -159,10 +176,11 @@ class Inbox:
         """Of what was written, by tensor."""
         return attempt.sums(writes, self._tensors, 1)
 
-    def commit(self, names: set[str] | None = None) -> None:
+    def commit(self, names: set[str] | None = None, received_at: int | None = None) -> None:
         """The pause of shadow mode: copies into the addresses that captured graphs hold. names: of
-        the parameters that changed; None: all."""
-        self._torn = False
+        the parameters that changed; None: all. received_at: the stamp, where it was received and
+        not read from a peer."""
+        self._torn, self._received_at = False, received_at
         if not self._shadow:
             return
         if names is None:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A folder includes itself, folders after it, and kernels/abi.
 LAYERS = ["ops", "moe", "proxy", "engine", "provider", "platform", "base"]
-MAX_LINES = 450
+MAX_LINES, MAX_LINES_OF_A_CLASS = 450, 700  # a class is not cut in two to stay short
 NATIVE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 LONG_COMMENT = re.compile(r"^(?=.{101}) *(?://|#) .*", re.MULTILINE)
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -181,8 +181,10 @@ def test_files_are_short_and_finished(folder: str) -> None:
     for path in [*native_sources(folder), *python_sources(folder)]:
         text = path.read_text()
         name = path.relative_to(ROOT)
-        if (lines := text.count("\n")) >= MAX_LINES:
-            problems.append(f"{name} has {lines} lines, must stay below {MAX_LINES}")
+        one_class = len(re.findall(r"^class ", text, re.MULTILINE)) == 1
+        most = MAX_LINES_OF_A_CLASS if one_class else MAX_LINES
+        if (lines := text.count("\n")) >= most:
+            problems.append(f"{name} has {lines} lines, must stay below {most}")
         if found := unfinished.search(text):
             problems.append(f"{name} says {found[0]}")
         if found := LONG_COMMENT.search(text):  # clang-format leaves comments alone
