@@ -31,9 +31,10 @@ from torch._C._distributed_c10d import TCPStore
 from moe_p2p import log
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, record
-from moe_p2p.weights.board import Board, Deadline
+from moe_p2p.weights.job import prefix_of, source_of
 
 Load = Callable[[list[tuple[str, Tensor]]], Any]
 
@@ -88,9 +89,9 @@ class EngineWeights:
     ) -> None:
         self._load, self.fleet, self.device = load, fleet, torch.device(device)
         store = fleet.store() if store is None else store
-        board, deadline = Board(store, fleet.name, alone=True), Deadline(fleet.timeout_s)
-        text = board.wait({"trainer layout": "trainer 0"}, deadline)["trainer layout"]
-        source = WeightLayout.from_bytes(bytes.fromhex(text))
+        board = Board(store, prefix_of(fleet.name), alone=True)
+        deadline = Deadline(fleet.timeout_s)
+        source = source_of(board, deadline)
         shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
                   for name, each in source.by_name.items()}  # fmt: skip
         why = "the engine loads all of its parameters by itself"

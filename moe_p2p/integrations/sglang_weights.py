@@ -28,9 +28,10 @@ from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.errors import ProtocolError, make, require
+from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.integrations import required
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
-from moe_p2p.weights.board import Board, Deadline
+from moe_p2p.weights.job import prefix_of
 
 LOADER = f"{__name__}.load"
 # Requests in flight: what becomes of them, and SGLang's word for it.
@@ -48,7 +49,7 @@ _stores: dict[int, Any] = {}
 
 
 def _board(fleet: Fleet, store: Any) -> Board:
-    return Board(store, f"{fleet.name}/sglang", alone=True)
+    return Board(store, f"{prefix_of(fleet.name)}/sglang", alone=True)
 
 
 def load(model: Any, named: list[tuple[str, Tensor]]) -> None:

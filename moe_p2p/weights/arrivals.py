@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import ProtocolError, make
+from moe_p2p.fleet.board import Board
 from moe_p2p.weights import attempt
 from moe_p2p.weights.attempt import Keys
-from moe_p2p.weights.board import Board
 from moe_p2p.weights.inbox import Inbox
 from moe_p2p.weights.plan import Write
 
 
 class Arrivals:
-    """name: of the generator. nics: of each trainer."""
+    """who: id of the generator. nics: of each trainer."""
 
     def __init__(
-        self, engine: Engine, board: Board, inbox: Inbox, name: str, nics: Mapping[int, int]
+        self, engine: Engine, board: Board, inbox: Inbox, who: str, nics: Sequence[int]
     ) -> None:
         self._engine, self._board, self._inbox = engine, board, inbox
-        self._name, self._nics = name, nics
+        self._who, self._nics = who, nics
         self._expected: Sequence[Write] = ()
         self._sources: list[int] = []  # trainers that write them
         self._counts: dict[int, int] = {}  # immediates by trainer
@@ -37,7 +37,7 @@ class Arrivals:
             if theirs is None:
                 self._counts.clear()
                 return None
-            self._counts[trainer] = int(theirs.get(self._name, 0)) * self._nics[trainer]
+            self._counts[trainer] = int(theirs.get(self._who, 0)) * self._nics[trainer]
         return sum(self._counts.values())
 
     def counted(self, keys: Keys) -> bool:
@@ -45,12 +45,12 @@ class Arrivals:
         expected = self._count(keys)
         if expected is None:
             return False
-        counted = self._engine.imm_value(attempt.immediate(keys.attempt))
+        counted = self._engine.imm_value(attempt.immediate(keys))
         if counted > expected:
             text = f"counted {counted} immediates, the trainers sent {expected}"
             raise make(ProtocolError, text)
         if counted == expected and expected:  # for kernels that follow
-            self._engine.wait_imm(attempt.immediate(keys.attempt), expected)
+            self._engine.wait_imm(attempt.immediate(keys), expected)
         return counted == expected
 
     def checked(self, keys: Keys) -> bool:
@@ -61,7 +61,7 @@ class Arrivals:
                 return False
             ours = self._inbox.sums(w for w in self._expected if w.source_rank == trainer)
             wrong = [name for name, each in ours.items()
-                     if theirs.get(self._name, {}).get(name) != each]  # fmt: skip
+                     if theirs.get(self._who, {}).get(name) != each]  # fmt: skip
             if wrong:
                 text = f"what trainer {trainer} wrote to {', '.join(wrong)} is not what it sent"
                 raise make(ProtocolError, text)
@@ -69,5 +69,5 @@ class Arrivals:
 
     def missing(self, keys: Keys) -> str:
         late = [f"trainer {i}" for i in self._sources if self._board.get(keys.sent(i)) is None]
-        counted = self._engine.imm_value(attempt.immediate(keys.attempt))
+        counted = self._engine.imm_value(attempt.immediate(keys))
         return f"{counted} immediates counted; not done: {', '.join(late) or 'none'}"

@@ -1,7 +1,7 @@
 """What trainers and generators of weight updates both know of an attempt. Used by both ends.
 
-An attempt is one call of `update` on all trainers, numbered from 1. Its number is in its keys and
-in its immediates, so that what arrives late of one counts for no other.
+An attempt is one call of `update` on all trainers of a job, numbered from 1. Job and number are in
+its keys and in its immediates, so that what arrives late of one counts for no other.
 """
 
 from __future__ import annotations
@@ -14,51 +14,61 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import AbortedError, InvalidArgumentError, ProtocolError, make, require
+from moe_p2p.errors import AbortedError, InvalidArgumentError, make, require
+from moe_p2p.fleet.member import name_of
 from moe_p2p.kv import checksum
-from moe_p2p.weights.board import Board, Deadline
-from moe_p2p.weights.layout import WeightLayout
-from moe_p2p.weights.plan import WeightPlan, Write, weight_plan
+from moe_p2p.weights.plan import WeightPlan, Write
 
 FIRST_IMM = 1 << 29  # of 2^20; immediates of moe_p2p.kv begin at 2^30
 COMMIT = "commit"
 PRIORITY = 2
 
 
-def immediate(attempt: int) -> int:
-    return FIRST_IMM + attempt % (1 << 20)
-
-
 class Keys(NamedTuple):
-    """Of one attempt."""
+    """Of one attempt. Generators are named by their ids."""
 
+    job: int
     attempt: int
+
+    @property
+    def stamp(self) -> int:
+        """Rises with each attempt, over jobs, too. Version numbers may repeat, stamps do not."""
+        return self.job << 24 | self.attempt
+
+    @property
+    def before(self) -> Keys:
+        """Two attempts ago: nobody reads its words any more but who was away; `now` says so."""
+        return Keys(self.job, self.attempt - 2)
 
     @property
     def update(self) -> str:
         """What it is: version, base, verify, only, changed, members, lost trainers."""
-        return f"{self.attempt}/update"
+        return f"{self.job}/{self.attempt}/update"
 
     @property
     def decision(self) -> str:
         """COMMIT, or a `refusal`."""
-        return f"{self.attempt}/decision"
+        return f"{self.job}/{self.attempt}/decision"
 
     def changed(self, trainer: int) -> str:
-        return f"{self.attempt}/changed/{trainer}"
+        return f"{self.job}/{self.attempt}/changed/{trainer}"
 
     def requests(self, trainer: int) -> str:
         """How many it makes, by generator; each is counted once by each of its NICs."""
-        return f"{self.attempt}/requests/{trainer}"
+        return f"{self.job}/{self.attempt}/requests/{trainer}"
 
     def sent(self, trainer: int) -> str:
-        return f"{self.attempt}/sent/{trainer}"
+        return f"{self.job}/{self.attempt}/sent/{trainer}"
 
     def ready(self, generator: str) -> str:
-        return f"{self.attempt}/ready/{generator}"
+        return f"{self.job}/{self.attempt}/ready/{generator}"
 
     def arrived(self, generator: str) -> str:
-        return f"{self.attempt}/arrived/{generator}"
+        return f"{self.job}/{self.attempt}/arrived/{generator}"
+
+
+def immediate(keys: Keys) -> int:
+    return FIRST_IMM + (keys.job * 7919 + keys.attempt) % (1 << 20)
 
 
 def refusal(why: str, **how: Any) -> dict[str, Any]:
@@ -67,10 +77,10 @@ def refusal(why: str, **how: Any) -> dict[str, Any]:
     return {"why": why, **how}
 
 
-def not_partial(who: str, runs: int | None, base: int | None) -> str:
+def not_partial(who: str, runs: list[int] | None, base: int | None) -> str:
     return (
-        f"{who} is at version {runs}, and some parameters alone make a version only from "
-        f"{base}; update in full"
+        f"{name_of(who)} is at version {runs[1] if runs else None}, and some parameters alone make "
+        f"a version only from what this job sent as version {base}; update in full"
     )
 
 
@@ -83,8 +93,8 @@ def lost_ranks(
 ) -> dict[str, Any]:
     """The decision that `lost` are lost: for a trainer another one has to send. gone: trainers that
     were before."""
-    names = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost"
-    trainers = gone | {int(who.split()[1]) for who in lost if who.startswith("trainer")}
+    names = f"{', '.join(map(name_of, lost))} {'is' if len(lost) == 1 else 'are'} lost"
+    trainers = gone | {int(name_of(who).split()[1]) for who in lost if who.startswith("trainer")}
     why = f"{names}: no renewal of the lease for {lease_s:g} s"
     try:
         plan.without(sorted(trainers))
@@ -93,40 +103,9 @@ def lost_ranks(
     return refusal(why, again=True, lost=sorted(trainers))
 
 
-def name_of(replica: str, rank: int) -> str:
+def generator_name(replica: str, rank: int) -> str:
     """replica: name of the generators that joined by a layout of their own; "": of the set-up."""
     return f"generator {replica}/{rank}" if replica else f"generator {rank}"
-
-
-def layout_key(digest: str) -> str:
-    """Of a replica's layout."""
-    return f"layout {digest}"
-
-
-def agree_on_plan(
-    board: Board, side: str, rank: int, layout: WeightLayout, deadline: Deadline
-) -> WeightPlan:
-    """Both sides' rank 0 publish their layouts, and every rank makes the plan. side: "trainer" or
-    "generator"."""
-    if rank == 0:
-        board.put(f"{side} layout", layout.to_bytes().hex())
-    keys = {f"{each} layout": f"{each} 0" for each in ("trainer", "generator")}
-    found = {key: WeightLayout.from_bytes(bytes.fromhex(value))
-             for key, value in board.wait(keys, deadline).items()}  # fmt: skip
-    if found[f"{side} layout"].digest != layout.digest:
-        raise make(
-            ProtocolError,
-            f"{side} {rank} has another layout than {side} 0; layout_of, or WeightLayout.merged, "
-            f"makes one of all: {layout.difference(found[f'{side} layout'])[:500]}",
-        )
-    return weight_plan(found["trainer layout"], found["generator layout"])
-
-
-def plan_of_replica(board: Board, layout: WeightLayout, deadline: Deadline) -> WeightPlan:
-    """Of generators that join: trainers find their layout by its digest."""
-    board.put(layout_key(layout.digest), layout.to_bytes().hex())
-    data = board.wait({"trainer layout": "trainer 0"}, deadline)["trainer layout"]
-    return weight_plan(WeightLayout.from_bytes(bytes.fromhex(data)), layout)
 
 
 def check_there(who: str, names: Iterable[str], tensors: Mapping[str, Tensor]) -> None:

@@ -23,17 +23,18 @@ from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, TimeoutError, make, require
-from moe_p2p.weights import attempt, given, joining
+from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.member import Member, name_of
+from moe_p2p.weights import attempt, given, job, joining
 from moe_p2p.weights.agreeing import Agree
 from moe_p2p.weights.arrivals import Arrivals
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
-from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.checks import check_engine, check_rank, check_seconds, check_tensors
 from moe_p2p.weights.inbox import Finalize, Inbox
-from moe_p2p.weights.joining import Lent
+from moe_p2p.weights.job import Job
+from moe_p2p.weights.joining import Lent, State
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import settle
-from moe_p2p.weights.presence import Presence
 
 Mode = Literal["shadow", "in_place"]
 
@@ -88,52 +89,73 @@ class WeightGenerator:
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
         self.stages: dict[str, float] = {}  # of the set-up, then of the last update: seconds
-        self.name = attempt.name_of(replica, rank)
+        self.name = attempt.generator_name(replica, rank)
         self._agree: Agree = agree or (lambda number: number)
-        self._poison = poison
-        self._board = Board(store, name)
-        deadline, self._began = Deadline(timeout_s), time.monotonic()
-        self.plan = (
-            attempt.plan_of_replica(self._board, layout, deadline)
-            if replica
-            else attempt.agree_on_plan(self._board, "generator", rank, layout, deadline)
-        )
-        self._reached("planned")
-        self._inbox = Inbox(engine, self.plan, rank, self._tensors, shadow=mode == "shadow",
-                            finalize=finalize, watermark=watermark)  # fmt: skip
-        self._lent = Lent(engine, self._tensors)
-        self._lend()
-        self._board.put(f"{self.name} live", self._lent.address())
-        self._reached("registered")
-        try:
-            trainers = {f"trainer {i}": i for i in range(self.plan.source.world_size)}
-            found = self._board.wait({who: who for who in trainers}, deadline)
-        except BaseException:
-            self._give_back()
-            raise
-        nics = {i: int(found[who]["nics"]) for who, i in trainers.items()}
-        self._attempt = 1
-        self._committed = 0  # the last attempt that this rank knows the fleet decided for
+        self._poison, self._layout = poison, layout
+        self.failure = ""  # of the last attempt
+        self._attempt, self._ended = 1, 0  # the next attempt; how many are over
+        self._stamp = 0  # of what the tensors hold
+        self._committed = 0  # stamp of the last attempt that the fleet is known to have decided for
         self._update: dict[str, Any] | None = None
         self._deadline: Deadline | None = None
         self._open = self._arrived = self._again = False
-        self._arrivals = Arrivals(engine, self._board, self._inbox, self.name, nics)
-        self.failure = ""  # of the last attempt
+        prefix, deadline, self._began = job.prefix_of(name), Deadline(timeout_s), time.monotonic()
+        self._board = Board(store, prefix)
+        job.publish(self._board, layout)
+        if rank == 0 and not replica:
+            self._board.put("generator layout", layout.digest)
+        self._signature = joining.signature(layout, rank, self._tensors)
+        record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
+                  "engine": [attempt.generator_name(replica, each) for each in engine_ranks],
+                  "signature": self._signature}  # fmt: skip
+        with job.heard(self._board, self.name, lambda: None):
+            self._job = job.find(self._board, deadline)
+            self.plan = job.plan_of(self._board, self._job, layout, deadline)
+            self._check_layout(replica)
+            self._reached("planned")
+            self._inbox = Inbox(
+                engine,
+                self.plan,
+                rank,
+                self._tensors,
+                shadow=mode == "shadow",
+                finalize=finalize,
+                watermark=watermark,
+            )
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
                        "buffer_bytes": len(self._inbox.buffer)}  # fmt: skip
-        record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
-                  "engine": [attempt.name_of(replica, each) for each in engine_ranks],
-                  "signature": joining.signature(layout, rank, self._tensors)}  # fmt: skip
-        self._signature = str(record["signature"])
-        self._presence = Presence(store, name, self.name, record, lease_s)
-        self._join(deadline)
+        self._lent = Lent(engine, self._tensors)
+        self._member = Member(store, prefix, self.name, record, lease_s)
+        with job.heard(self._board, self.name, self.close):
+            self._board.put(f"live/{self._member.id}", self._lent.address())
+            self._serve(self._job)
+            self._reached("registered")
+            self._join(deadline)
         if self.version is not None:
             self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())
+
+    def _check_layout(self, replica: str) -> None:
+        found = None if replica else self._board.get("generator layout")
+        if found not in (None, self._layout.digest):
+            raise make(ProtocolError, f"{self.name} has another layout than generator 0")
+
+    def _serve(self, found: Job) -> None:
+        """From here on trainers of this job, and no others, may write."""
+        self._job, self._attempt, self._committed = found, 1, 0
+        self._arrivals = Arrivals(
+            self.engine, self._board, self._inbox, self._member.id, found.nics
+        )
+        self._lend()
 
     def _lend(self) -> None:
         self._generation = secrets.token_hex(8)
         lent = self._inbox.lend(self.plan.writers_to(self.rank))
-        self._board.put(f"{self.name} lends", {**lent, "generation": self._generation})
+        lent["generation"] = self._generation
+        self._board.put(self._job.key(f"lends/{self._member.id}"), lent)
+
+    @property
+    def _keys(self) -> Keys:
+        return Keys(self._job.number, self._attempt)
 
     def _offer(self) -> None:
         """Trainers may write from here on."""
@@ -141,59 +163,69 @@ class WeightGenerator:
         if self._poison:
             self._inbox.poison()
         settle([self._inbox.buffer, *self._tensors.values()])
-        self._board.put(Keys(self._attempt).ready(self.name), self._generation)
+        self._board.put(self._keys.ready(self._member.id), self._generation)
 
     def _join(self, deadline: Deadline) -> None:
         """Enters at the attempt under way, or the next one, with what peers have."""
-        current = self._board.get("attempt")
-        if current is not None:
-            decided = self._board.get(Keys(current).decision) is not None
-            self._attempt = current + 1 if decided else current
+        self._go_to_current()
+        if self._attempt > 1 or self._job.founded:
             while not self._catch_up(deadline):
                 require(deadline.left > 0, f"{self.name}: peers' versions changed all the time")
-        self._presence.announce(joining=False)
+        self._member.look()
+        self._member.announce(joining=False)
         self._board.count("changes", 1)
-        self._board.put(f"{self.name} is there", True)
         if self.mode == "shadow":
             self._offer()
+        self._board.put(self._job.key(f"there/{self.name}"), self._member.id)
         self._reached("offered")
+
+    def _go_to_current(self) -> None:
+        """To the attempt under way, or the next one."""
+        now = self._board.get(job.NOW)
+        if now is not None and now["job"] == self._job.number:
+            self._attempt = max(self._attempt, now["attempt"])
+        while self._board.get(self._keys.decision) is not None:
+            self._attempt += 1
 
     def _catch_up(self, deadline: Deadline) -> bool:
         """Reads what peers have; True when all ranks of the engine have the same, or nothing."""
         found = self._read_from_peers(deadline)
         self._reached("read")
-        number = -1 if found is None else found
+        number = -1 if found is None else found.stamp
         if self._agree(number) != number or -self._agree(-number) != number:
             return False
         if found is not None:
             self._take(found, None)
         return True
 
-    def _read_from_peers(self, deadline: Deadline) -> int | None:
+    def _read_from_peers(self, deadline: Deadline) -> State | None:
         """The newest version of a rank with the same tensors, read into this rank's targets."""
         places = {name: (*self._inbox.place(name), tensor.numel() * tensor.element_size())
                   for name, tensor in self._tensors.items() if tensor.numel()}  # fmt: skip
-        peers = joining.newest(self._board, self._presence, self.name, self._signature)
+        peers = joining.newest(self._board, self._member, self._signature)
+        if peers:
+            self._inbox.soil()
         self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))
         return joining.read_one(self.engine, self._board, peers, places, deadline)
 
-    def _take(self, version: int, names: set[str] | None) -> None:
-        """The pause: the tensors become the version's."""
+    def _take(self, state: State, names: set[str] | None, *, received: bool = False) -> None:
+        """The pause: the tensors become the version's. received: by this rank, in an update."""
         began = time.monotonic()
         self._lent.shut()
-        self.dirty, self.failure = True, f"the copy of version {version} failed"
-        self._inbox.commit(names)
+        self.dirty, self.failure = True, f"the copy of version {state.version} failed"
+        self._inbox.commit(names, state.stamp if received else None)
         settle(list(self._tensors.values())[:1])
-        self._lent.open(version)
+        self._lent.open(*state)
         self._reached("copied")
         self.totals["pause_ms"] = 1e3 * (time.monotonic() - began)
-        self.version, self.dirty, self.failure = version, False, ""
-        self._board.put(f"{self.name} runs", version)
+        self._stamp, self.version = state
+        self.dirty, self.failure = False, ""
+        self._board.put(f"runs/{self._member.id}", list(state))
 
     def close(self) -> None:
         """Leaves: withdraws the lease; nobody waits for this rank any more. Idempotent."""
-        if self._presence.close.alive:
-            self._presence.close()
+        if self._member.close.alive:
+            self._member.close()
             with suppress(Exception):  # the store may be gone
                 self._board.count("changes", 1)
             self._give_back()
@@ -205,7 +237,10 @@ class WeightGenerator:
                 each.close()
 
     def _check_open(self) -> None:
-        if not self._presence.close.alive:
+        if self._member.replaced:
+            self._give_back()
+            self._member.check()
+        if not self._member.close.alive:
             raise make(ClosedError, f"{self.name} is closed")
 
     def __enter__(self) -> WeightGenerator:
@@ -234,7 +269,7 @@ class WeightGenerator:
             self.require_not_dirty()
             return self.version
         self._progress()
-        if self._agree(self._committed) >= self._attempt:
+        if self._agree(self._committed) >= self._keys.stamp:
             self._commit()
             self._offer()
             self._reached("offered")
@@ -257,17 +292,18 @@ class WeightGenerator:
     def begin(self) -> None:
         """In place: the engine is paused, and its tensors may be overwritten. Then `wait`."""
         self._check_open()
+        self._member.look()
         require(self.mode == "in_place", "begin: a shadow is always open; call step, or wait")
         require(not self._open, "begin: the update before is not over; call wait")
-        while self._board.get(Keys(self._attempt).decision) is not None:
-            self._attempt += 1  # this rank took no part
+        self._follow()
+        self._go_to_current()  # this rank may have taken no part in some
         self._soil()
         self._offer()
 
     def _soil(self) -> None:
         self.dirty, self.failure = True, ""
         self._lent.shut()
-        self._board.put(f"{self.name} runs", None)
+        self._board.put(f"runs/{self._member.id}", None)
 
     @unaffected
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -282,17 +318,17 @@ class WeightGenerator:
         self._check_open()
         limit = self.timeout_s if timeout_s is None else timeout_s
         check_seconds(f"{self.name}: wait: timeout_s", limit)
-        deadline, number = Deadline(limit), self._attempt
-        while self._attempt == number:
+        deadline, ended = Deadline(limit), self._ended
+        while self._ended == ended:
             if self.mode == "shadow":
                 self.step()
             else:
                 self._progress()
-                if self._committed == number:
+                if self._committed == self._keys.stamp:
                     self._commit()
-            if self._attempt != number and self._again:
-                number = self._attempt
-            if not deadline.left and self._attempt == number:
+            if self._again:
+                ended = self._ended
+            if not deadline.left and self._ended == ended:
                 self._give_up(f"no update was over within {deadline.timeout_s:g} s")
                 raise make(TimeoutError, f"{self.name}: {self.failure}")
             time.sleep(0.001)
@@ -304,27 +340,54 @@ class WeightGenerator:
         """In place an open target would be written to later, when the caller does not expect it."""
         self.failure = why
         if self.mode == "in_place":
-            decision = self._board.decide(Keys(self._attempt).decision, self._refusal(why))
-            if decision == COMMIT:
+            decision = self._board.decide(self._keys.decision, self._refusal(why))
+            if decision == COMMIT and self._arrived:
                 self._commit()
-            else:
+            elif decision != COMMIT:
                 self._fail({**decision, "again": False})
 
     # --- an attempt ---
 
+    def _follow(self) -> dict[str, Any] | None:
+        """The word of which job counts; goes over to that job where it is another one."""
+        now: dict[str, Any] | None = self._board.get(job.NOW)
+        if now is None or now["job"] == self._job.number:
+            return now
+        found = job.current(self._board)
+        if found is None:  # its trainers have not met yet; the old job is over
+            return None
+        log.warning(f"{self.name}: trainers have begun anew")
+        self._inbox.fence()
+        with suppress(RuntimeError):
+            self.engine.free_imm(attempt.immediate(self._keys))
+        if found.source != self._job.source:
+            self.plan = job.plan_of(self._board, found, self._layout, Deadline(self.timeout_s))
+            self._inbox.replan(self.plan)
+        self._serve(found)
+        self._go_to_current()
+        if self._open:
+            self._offer()
+        self._board.put(found.key(f"there/{self.name}"), self._member.id)
+        return {**self._board.get(job.NOW)}
+
     def _progress(self) -> None:
-        keys = Keys(self._attempt)
-        if not self._open or self._committed == self._attempt:
+        now = self._follow()
+        if now is None or not self._open or self._committed == self._keys.stamp:
             return
+        keys = self._keys
         decision = self._board.get(keys.decision)
         if self._update is None:
             self._see(keys)
-        if self._update is not None and self.name not in self._update["members"]:
+        if self._update is not None and self._member.id not in self._update["members"]:
             self._left_out(decision)
+        elif decision == COMMIT and self._arrived:
+            self._committed = keys.stamp
         elif decision == COMMIT:
-            self._committed = self._attempt
+            self._fail(self._refusal("the fleet has decided without this rank's report"))
         elif decision is not None:
             self._fail(decision)
+        elif now["attempt"] > keys.attempt + 1:
+            self._missed()
         elif self._update is not None:
             try:
                 self._receive(keys)
@@ -335,19 +398,22 @@ class WeightGenerator:
         self._update = self._board.get(keys.update)
         if self._update is None:
             return
+        ids = {name_of(who): who for who in self._update["members"]}
+        if ids.get(self.name, self._member.id) != self._member.id:
+            self._member.look()  # it, or the process before it, was named: the claim says which
         self._deadline, self._began = Deadline(self.timeout_s), time.monotonic()
         self.stages = {}
         self._reached("begin")
-        if self.name not in self._update["members"]:
+        if self._member.id not in self._update["members"]:
             return
         names, lost = self._only(), frozenset(self._update["lost"])
         writes = self.plan.without(lost).writes_to(self.rank) if lost else self._inbox.writes
         self._arrivals.begin([e for e in writes if names is None or e.name in names])
         why = ""
-        if names is not None and self._update["base"] != self.version:
-            why = f"it is at version {self.version}, not {self._update['base']}"
+        if names is not None and self._update["base"] != self._stamp:
+            why = f"it is at version {self.version}, and not what they are a part of"
         elif names is not None:
-            why = self._inbox.keep_others(names)
+            why = self._inbox.keep_others(names, self._stamp)
         if why:
             changed = self._update["wish"]["changed"]
             text = f"{self.name}: some parameters alone make no version here, {why}"
@@ -368,7 +434,7 @@ class WeightGenerator:
             not self._update["verify"] or self._arrivals.checked(keys)
         ):
             self._inbox.finish()
-            self._board.put(keys.arrived(self.name), self._update["version"])
+            self._board.put(keys.arrived(self._member.id), self._update["version"])
             self._arrived, self._deadline = True, Deadline(2 * self.timeout_s)  # after trainer 0's
             self._reached("arrived")
         elif self._deadline is not None and not self._deadline.left:
@@ -387,24 +453,40 @@ class WeightGenerator:
         if decision is None:
             return
         self._board.count("changes", 1)  # trainers look again who is there
-        version = self._update["version"]
-        behind = decision == COMMIT and version != self.version
-        reads = behind and self.mode == "shadow" and not self._shared
-        if reads and self._read_from_peers(Deadline(self.timeout_s)) == version:
-            self._committed = self._attempt
-            return
-        if behind:
+        if decision == COMMIT and self._update["stamp"] != self._stamp:
+            state = self._read_newest()
+            if state is not None and state.stamp == self._update["stamp"]:
+                self._committed = self._keys.stamp
+                return
+            version = self._update["version"]
             log.warning(f"{self.name}: left out of version {version}; it is at {self.version}")
         self._next(again=True)
         self._offer()
 
+    def _missed(self) -> None:
+        """The fleet is more than one attempt ahead: this rank was away."""
+        self._board.count("changes", 1)
+        state = self._read_newest()
+        if state is not None and state.stamp > self._stamp:
+            self._take(state, None)
+        self._next(again=True)
+        self._go_to_current()
+        self._offer()
+
+    def _read_newest(self) -> State | None:
+        """Ranks of one engine, which must be at one version, wait for the next update."""
+        if self.mode == "in_place" or self._shared:
+            return None
+        return self._read_from_peers(Deadline(self.timeout_s))
+
     def _commit(self) -> None:
         if self._update is None:  # it was decided between two looks
-            self._update = self._board.get(Keys(self._attempt).update)
+            self._update = self._board.get(self._keys.update)
         assert self._update is not None
         self._reached("decided")
-        took_part = self.name in self._update["members"]
-        self._take(int(self._update["version"]), self._only() if took_part else None)
+        took_part = self._member.id in self._update["members"]
+        state = State(self._update["stamp"], self._update["version"])
+        self._take(state, self._only() if took_part else None, received=took_part)
         self.totals["updates"] += 1
         self._next(again=False)
 
@@ -423,10 +505,12 @@ class WeightGenerator:
     def _next(self, *, again: bool) -> None:
         """again: trainers, and `wait`, go on with the next attempt."""
         with suppress(RuntimeError):
-            self.engine.free_imm(attempt.immediate(self._attempt))
-        self._board.drop(Keys(self._attempt - 1).ready(self.name))
-        self._board.drop(Keys(self._attempt - 1).arrived(self.name))
+            self.engine.free_imm(attempt.immediate(self._keys))
+        before = Keys(self._job.number, self._attempt - 1)
+        self._board.drop(before.ready(self._member.id))
+        self._board.drop(before.arrived(self._member.id))
         self._attempt, self._open, self._again = self._attempt + 1, False, again
+        self._ended += 1
 
     # --- truth ---
 

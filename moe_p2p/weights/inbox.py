@@ -46,9 +46,9 @@ class Inbox:
     ) -> None:
         self._engine, self._live, self._shadow = engine, dict(live), shadow
         self._finalize = finalize
-        self.writes: list[Write] = list(plan.writes_to(rank))
+        self._rank, self.writes = rank, list(plan.writes_to(rank))
         of_received = plan.received(rank)
-        received = _received(self.writes, of_received)
+        received = self._received_bytes = _received(self.writes, of_received)
         written = {write.target_tensor for write in self.writes} - received.keys()
         self.derived = [name for name in live if name not in written and live[name].numel()]
         require(
@@ -72,7 +72,8 @@ class Inbox:
             made[name].copy_(tensor)
         self._tensors = {**live, **made}
         self.target = {name: self._tensors[name] for name in live}
-        self.received = _typed(plan, of_received, {name: made[name] for name in received})
+        self._raw = {name: made[name] for name in received}
+        self.received = _typed(plan, of_received, self._raw)
         self._received_of = {of_received[name][0].name for name in received}
         self._memory = [engine.register(self.buffer)] if total else []
         self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
@@ -82,6 +83,16 @@ class Inbox:
                 self._memory.append(engine.register(live[name]))
         self._grants: list[Grant] = []
         self._torn = False  # the shadow holds bytes of an update that failed, or poison
+        self._received_at: int | None = None  # stamp of what arrived in checkpoint layout
+
+    def replan(self, plan: WeightPlan) -> None:
+        """Trainers have another layout now; what this rank receives must fit the same buffer."""
+        writes, of_received = list(plan.writes_to(self._rank)), plan.received(self._rank)
+        if _received(writes, of_received) != self._received_bytes:
+            text = "the trainers' new layout needs other buffers: start this generator anew"
+            raise make(ProtocolError, f"generator {self._rank}: {text}")
+        self.writes, self.received = writes, _typed(plan, of_received, self._raw)
+        self.__dict__.pop("_covered", None)
 
     def place(self, name: str) -> tuple[Memory, int]:
         """Registered memory of a target tensor, and its first byte there."""
@@ -122,18 +133,24 @@ class Inbox:
     def _covered(self) -> list[Part]:
         return covered(self.writes)
 
-    def keep_others(self, names: set[str]) -> str:
-        """Before an update of `names` alone: all else is as in the live tensors. Returns why that
-        cannot be; "" when it is."""
+    def soil(self) -> None:
+        """Before a peer's version is read into it."""
+        self._torn = True
+
+    def keep_others(self, names: set[str], base: int) -> str:
+        """Before an update of `names` alone: all else is as in the live tensors, which have stamp
+        `base`. Returns why that cannot be; "" when it is."""
+        others = sorted(self._received_of - names)
+        if others and self._received_at != base:
+            return f"it has no {others[0]} in checkpoint layout: it took its version from a peer"
         if not self._torn:
             return ""
         if not self._shadow:
             return "its tensors were poisoned"
-        if self._received_of - names:
+        if others:
             text = "what arrives in checkpoint layout was lost by an update that failed, or poison"
-            return f"{text}: {sorted(self._received_of - names)[0]}"
-        others = {write.name for write in self.writes} - names
-        self._copy(others, self._live, self.target)
+            return f"{text}: {others[0]}"
+        self._copy({write.name for write in self.writes} - names, self._live, self.target)
         return ""
 
     def _copy(
@@ -163,15 +180,16 @@ class Inbox:
         """Of what was written, by tensor."""
         return attempt.sums(writes, self._tensors, 1)
 
-    def commit(self, names: set[str] | None = None) -> None:
+    def commit(self, names: set[str] | None = None, received_at: int | None = None) -> None:
         """The pause of shadow mode: copies into the addresses that captured graphs hold. names: of
-        the parameters that changed; None: all."""
+        the parameters that changed; None: all. received_at: the stamp, where it was received and
+        not read from a peer."""
         if self._shadow:
             if names is not None:
                 self._copy(names, self.target, self._live)
             for name in self._live if names is None else self.derived:
                 self._live[name].copy_(self.target[name])
-        self._torn = False
+        self._torn, self._received_at = False, received_at
 
 
 def _received(writes: list[Write], names: Collection[str]) -> dict[str, int]:

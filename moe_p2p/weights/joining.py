@@ -2,8 +2,8 @@
 generator.py, by ranks that join a fleet that runs, and by those that an update left out.
 
 A peer lends its live tensors for reading and does nothing else for it. Beside them lies a word of
-two numbers, a count and the version; the count is odd while the tensors change. A reader
-that finds the same even count before and after has read that version. The word is in host memory,
+three numbers, a count, the stamp and the version; the count is odd while the tensors change. A
+reader that finds the same even count before and after has read that version. It is in host memory,
 where it takes no memory of the GPU and no kernel to change it.
 """
 
@@ -15,22 +15,22 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import MoeP2pError, TimeoutError, make
+from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.member import Member
 from moe_p2p.transfers import Memory, Region, Request
 from moe_p2p.weights import pieces
 from moe_p2p.weights.attempt import PRIORITY
-from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.layout import Param, WeightLayout
 from moe_p2p.weights.maxima import settle
-from moe_p2p.weights.presence import Presence
 
-_WORD_BYTES = 16
+_WORD_BYTES = 24
 _LEAST_END_S = 1.0
 
 
@@ -61,12 +61,19 @@ def _held(how: tuple[Any, ...], position: int) -> str:
     return repr(pieces.held(param, position))
 
 
+class State(NamedTuple):
+    """stamp: which bytes these are. version: what they are called."""
+
+    stamp: int
+    version: int
+
+
 class Lent:
     """A generator's live tensors, for others to read; shut until the first version."""
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Tensor]) -> None:
         self._engine = engine
-        self._word = torch.tensor([1, -1], dtype=torch.int64, device="cpu")
+        self._word = torch.tensor([1, -1, -1], dtype=torch.int64, device="cpu")
         self._count = 1
         self._memory = {name: engine.register(each) for name, each in tensors.items()
                         if each.numel()}  # fmt: skip
@@ -90,9 +97,10 @@ class Lent:
             each.unregister()
         self._memory.clear()
 
-    def open(self, version: int) -> None:
+    def open(self, stamp: int, version: int) -> None:
         """Once the tensors have changed: kernels that change them are over."""
-        self._word[1:2].fill_(version)
+        self._word[1:2].fill_(stamp)
+        self._word[2:3].fill_(version)
         self._count += 1
         self._word[0:1].fill_(self._count)
 
@@ -102,12 +110,12 @@ class Reader:
 
     def __init__(self, engine: Engine, places: Mapping[str, tuple[Memory, int, int]]) -> None:
         self._engine, self._places = engine, places
-        word = torch.zeros(2, dtype=torch.int64, device="cpu")
+        word = torch.zeros(3, dtype=torch.int64, device="cpu")
         settle(memory.tensor for memory, _, _ in places.values())
         self._into = engine.register(word)
 
-    def read(self, lent: Mapping[str, Any], deadline: Deadline) -> int | None:
-        """The version that was read; None where the peer's changed meanwhile, or it is gone."""
+    def read(self, lent: Mapping[str, Any], deadline: Deadline) -> State | None:
+        """What was read; None where the peer's changed meanwhile, or it is gone."""
         peer, requests = None, list[Request]()
         try:
             address = bytes.fromhex(lent["address"])
@@ -129,7 +137,7 @@ class Reader:
                 )
             for request in requests:
                 request.wait(deadline.left)
-            return before[1] if self._word(word, deadline) == before else None
+            return State(*before[1:]) if self._word(word, deadline) == before else None
         except (MoeP2pError, KeyError):
             return None
         finally:
@@ -160,19 +168,18 @@ def _end(requests: Sequence[Request], timeout_s: float) -> None:
         raise make(TimeoutError, text)
 
 
-def newest(board: Board, presence: Presence, who: str, alike: str) -> list[str]:
-    """Generators with the newest version, of those with the signature `alike`; each reader has
-    another first one, so that they do not all read from the same peer."""
-    there = sorted(presence.members().items())
+def newest(board: Board, member: Member, alike: str) -> list[str]:
+    """Ids of the generators with the newest stamp, of those with the signature `alike`; each
+    reader has another first one, so that they do not all read from the same peer."""
     peers = [
         other
-        for other, each in there
-        if each.get("signature") == alike and not each["joining"] and other != who
+        for other, each in sorted(member.members().items())
+        if each.get("signature") == alike and not each["joining"] and other != member.id
     ]
-    runs = {other: board.get(f"{other} runs") for other in peers}
-    version = max((each for each in runs.values() if each is not None), default=None)
-    found = [other for other in peers if version is not None and runs[other] == version]
-    first = zlib.crc32(who.encode()) % max(len(found), 1)
+    runs = {other: board.get(f"runs/{other}") for other in peers}
+    stamp = max((each[0] for each in runs.values() if each is not None), default=None)
+    found = [other for other in peers if runs[other] is not None and runs[other][0] == stamp]
+    first = zlib.crc32(member.name.encode()) % max(len(found), 1)
     return [*found[first:], *found[:first]]
 
 
@@ -182,17 +189,17 @@ def read_one(
     peers: Sequence[str],
     places: Mapping[str, tuple[Memory, int, int]],
     deadline: Deadline,
-) -> int | None:
+) -> State | None:
     """Reads from the first of `peers` that has a version; None: none has."""
     if not peers:
         return None
     reader = Reader(engine, places)
     try:
         for who in peers:
-            lent = board.get(f"{who} live")
-            version = None if lent is None else reader.read(lent, deadline)
-            if version is not None:
-                return version
+            lent = board.get(f"live/{who}")
+            found = None if lent is None else reader.read(lent, deadline)
+            if found is not None:
+                return found
         return None
     finally:
         reader.close()

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import TimeoutError, make
+from moe_p2p.fleet.board import Deadline
 from moe_p2p.weights import attempt
-from moe_p2p.weights.board import Deadline
 from moe_p2p.weights.conversion import Conversions
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import MaximaExchange, synchronize

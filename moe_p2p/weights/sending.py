@@ -17,12 +17,13 @@ from torch import Tensor
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import MoeP2pError, TimeoutError, make
+from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.member import name_of
 from moe_p2p.kv import checksum
 from moe_p2p.kv.strides import Rows
 from moe_p2p.transfers import Memory, Peer, Region, Request
 from moe_p2p.weights import attempt
 from moe_p2p.weights.attempt import PRIORITY
-from moe_p2p.weights.board import Deadline
 from moe_p2p.weights.plan import WeightPlan, Write
 
 
@@ -227,7 +228,7 @@ def _end(requests: Iterable[Request], deadline: Deadline) -> None:
 
 
 class UnwrittenError(Exception):
-    """A write of parameter `what` to rank `who` failed."""
+    """A write of parameter `what` to rank `who`, an id, failed."""
 
     def __init__(self, who: str, what: str, error: MoeP2pError) -> None:
         super().__init__(str(error))
@@ -236,7 +237,7 @@ class UnwrittenError(Exception):
     def named(self, stages: Mapping[str, float]) -> Exception:
         """The provider's error with parameter and rank. stages: seconds from the attempt's begin;
         a write that began late, because ranks waited for another one, is late itself."""
-        text = f"writing {self.what} to {self.who}: {self.error}"
+        text = f"writing {self.what} to {name_of(self.who)}: {self.error}"
         if isinstance(self.error, TimeoutError):
             reached = (f"{stage} after {seconds:.1f} s" for stage, seconds in stages.items())
             text = f"{text}; this attempt was at {', '.join(reached)}"

@@ -5,7 +5,8 @@
 
 `update` returns when every generator of the fleet has all bytes of the version and the fleet has
 decided for it; else it raises, by name, and no generator goes to it. The lowest trainer that is
-there leads: it says who takes part, and decides. docs/weights.md explains it.
+there leads: it says who takes part, and decides. Trainers that restart are a new job beside the
+generators that run. docs/weights.md explains it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, make, require
-from moe_p2p.weights import attempt, given
+from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.member import Member, Record, name_of
+from moe_p2p.weights import attempt, given, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
-from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.checks import (
     alone,
     check_rank,
@@ -35,7 +37,7 @@ from moe_p2p.weights.checks import (
 )
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.outbox import Outbox
-from moe_p2p.weights.presence import Presence, Record
+from moe_p2p.weights.plan import weight_plan
 from moe_p2p.weights.sending import UnwrittenError
 
 _GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
@@ -76,44 +78,48 @@ class WeightTrainer:
         self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
         self.version: int | None = None  # what the fleet is at
         self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
-        self._board = Board(store, name)
-        deadline = Deadline(timeout_s)
-        self.plan = attempt.agree_on_plan(self._board, "trainer", rank, layout, deadline)
-        first = next(iter(self._tensors.values()), None)
-        where = device or (first.device if first is not None else "cpu")
-        self._outbox = Outbox(
-            engine, rank, self.plan, self._tensors, torch.device(where), watermark
-        )
-        self._presence = Presence(store, name, f"trainer {rank}", {}, lease_s)
+        prefix, deadline = job.prefix_of(name), Deadline(timeout_s)
+        self._board = Board(store, prefix)
+        if rank == 0:
+            job.open_job(self._board, layout)
+        key = "generator layout"
+        with job.heard(self._board, f"trainer {rank}", lambda: None):
+            digest = self._board.wait({key: "generator 0"}, deadline, self._refused)[key]
+            theirs = job.layout_of(self._board, digest, "generator 0", deadline)
+            self.plan = weight_plan(layout, theirs)
+            first = next(iter(self._tensors.values()), None)
+            where = device or (first.device if first is not None else "cpu")
+            self._outbox = Outbox(
+                engine, rank, self.plan, self._tensors, torch.device(where), watermark
+            )
+        self._member = Member(store, prefix, f"trainer {rank}", {}, lease_s)
         self._attempt = self._changes = 0
+        self._stamp = 0  # of the last update
         self._members: dict[str, Record] | None = None  # the leader's; None: look
+        self._updated: Collection[str] = ()  # members of the last update
         self._lost: frozenset[int] = frozenset()
         self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
         self._new_sums: dict[str, int] = {}  # of what the attempt sends
         self._full = False  # a generator cannot take a part
-        # Of the last update. They may not have copied it yet, and do so before they see another.
-        self._brought: set[str] = set()
         self._under_way = threading.Lock()
         self.attempts_failed = 0
-        try:
-            for generator, founder in self._founders().items():
-                if founder in self._outbox.targets(""):
-                    key = f"{generator} lends"
-                    lent = self._board.wait({key: generator}, deadline)[key]
-                    self._outbox.sender.connect(generator, lent)
-            self._board.put(f"trainer {rank}", {"nics": engine.num_nics})
+        with job.heard(self._board, f"trainer {rank}", self.close):
+            self._job = job.meet(self._board, self._member, rank, layout, engine.num_nics, deadline)
             self._meet(deadline)
-        except BaseException:
-            self.close()
-            raise
 
-    def _founders(self) -> dict[str, int]:
-        return {attempt.name_of("", i): i for i in range(self.plan.target.world_size)}
+    def _refused(self, missing: list[str]) -> None:
+        now = self._board.get(job.NOW)
+        if now is not None and self._board.get(f"{now['job']}/roll") is None:
+            job.listen(self._board, now["job"])
 
     def _meet(self, deadline: Deadline) -> None:
-        wanted = {who: who for who in map("trainer {}".format, self._there())}
-        self._board.wait(wanted | {f"{who} is there": who for who in self._founders()}, deadline)
-        self._meet_for_maxima(deadline, lambda missing: None)
+        founders = {attempt.generator_name("", i): i for i in range(self.plan.target.world_size)}
+        there = job.await_founders(self._board, self._member, self._job, list(founders), deadline)
+        for name, who in there.items():
+            if founders[name] in self._outbox.targets(""):
+                key = self._job.key(f"lends/{who}")
+                self._outbox.sender.connect(who, self._board.wait({key: who}, deadline)[key])
+        self._meet_for_maxima(deadline, lambda missing: job.listen(self._board, self._job.number))
 
     def _there(self) -> list[int]:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]
@@ -122,11 +128,11 @@ class WeightTrainer:
         """Trainers that share blocks write into each other's inboxes; anew where others share."""
         era, exchange = self._outbox.exchange()
         if exchange.peers:
-            self._board.put(f"maxima of {self.rank} {era}", exchange.address())
-        keys = {f"maxima of {i} {era}": f"trainer {i}" for i in exchange.peers}
+            self._board.put(self._job.key(f"maxima of {self.rank} {era}"), exchange.address())
+        keys = {self._job.key(f"maxima of {i} {era}"): f"trainer {i}" for i in exchange.peers}
         found = self._board.wait(keys, deadline, meanwhile)
         for i in exchange.peers:
-            exchange.connect(i, found[f"maxima of {i} {era}"])
+            exchange.connect(i, found[self._job.key(f"maxima of {i} {era}")])
 
     # --- updates ---
 
@@ -177,13 +183,17 @@ class WeightTrainer:
             self._attempt += 1
             self.attempts_failed += 1
             self._forget()
-            self._board.decide(Keys(self._attempt).decision, self._refusal(why))
+            self._board.decide(self._keys.decision, self._refusal(why))
+
+    @property
+    def _keys(self) -> Keys:
+        return Keys(self._job.number, self._attempt)
 
     @torch.inference_mode(mode=False)
     def _update(
         self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
     ) -> None:
-        if not self._presence.close.alive:
+        if not self._member.close.alive:
             raise make(ClosedError, f"trainer {self.rank} is closed")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         check_seconds("update: timeout_s", timeout_s)
@@ -194,8 +204,8 @@ class WeightTrainer:
 
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
         """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
-        self._attempt += 1
-        keys, deadline = Keys(self._attempt), Deadline(timeout_s)
+        self._attempt = self._next(wish)
+        keys, deadline = self._keys, Deadline(timeout_s)
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
         taken, update = False, dict[str, Any]()
         try:
@@ -209,7 +219,7 @@ class WeightTrainer:
                 raise failed.named(self.stages) from failed
             self._commit(keys, update, deadline)
         except BaseException as error:
-            mine = self._refusal(str(error) or type(error).__name__)
+            mine = self._refusal(str(error) or type(error).__name__, version=wish["version"])
             try:
                 decision = self._board.decide(keys.decision, mine)
             finally:  # also where the store is gone
@@ -224,20 +234,51 @@ class WeightTrainer:
                     raise
                 raise attempt.failed(wish["version"], decision["why"]) from error
         self.version = wish["version"]
-        members = set(update.get("members", ()))
-        self._brought = self._brought | members if wish["newcomers"] else members
+        self._stamp, self._updated = update["stamp"], {*self._updated, *update["members"]}
         if not wish["newcomers"]:
             self._sums, self._full = self._new_sums, False
+            self._updated = update["members"].keys()
         return True
 
-    def _refusal(self, why: str) -> dict[str, Any]:
-        return refusal(f"trainer {self.rank}: {why}")
+    def _next(self, wish: _Update) -> int:
+        """Number of this call's attempt: the next one, unless this rank missed some."""
+        now = self._now()
+        mine = found = self._attempt + 1
+        if now["attempt"] > mine:
+            found = now["attempt"]
+            update = self._board.get(Keys(self._job.number, found).update) or {"lost": ()}
+            if self.rank in update["lost"]:
+                text = f"trainer {self.rank} was taken for lost, and others went on without it"
+                raise make(AbortedError, text)
+            found += self._board.get(Keys(self._job.number, found).decision) is not None
+        while (decided := self._board.get(Keys(self._job.number, found).decision)) is not None:
+            if decided == COMMIT or decided.get("version", wish["version"]) == wish["version"]:
+                break  # of this very call
+            found += 1
+        if found > mine:
+            behind = found - mine
+            log.warning(f"trainer {self.rank} was {behind} updates behind, and goes on with others")
+        return found
+
+    def _now(self) -> _Update:
+        """The word that says which job counts. Raises where it is another one than this rank's."""
+        now: _Update = self._board.get(job.NOW)
+        if now["job"] != self._job.number:
+            text = f"trainer {self.rank} was replaced: another job of trainers has taken the name"
+            raise make(AbortedError, text)
+        return now
+
+    def _refusal(self, why: str, **how: Any) -> dict[str, Any]:
+        return refusal(f"trainer {self.rank}: {why}", **how)
 
     def _forget(self) -> None:
         """What this rank put for the attempt before the last one is read by nobody any more."""
-        before = Keys(self._attempt - 2)
+        before = self._keys.before
         for key in (before.changed(self.rank), before.requests(self.rank), before.sent(self.rank)):
             self._board.drop(key)
+        if self.rank == self._there()[0]:
+            self._board.drop(before.update)
+            self._board.drop(before.decision)
 
     def _reached(self, stage: str) -> None:
         self.stages[stage] = time.monotonic() - self._began
@@ -251,7 +292,9 @@ class WeightTrainer:
             self._board.put(keys.changed(self.rank), self._changed())
         leader = self._there()[0]
         if self.rank == leader:
-            self._board.put("attempt", keys.attempt)
+            now = self._now()
+            if not self._board.swap(job.NOW, now, {**now, "attempt": keys.attempt}):
+                self._now()
             update = self._board.decide(keys.update, self._proposal(keys, wish, deadline))
         else:
             wanted = {keys.update: f"trainer {leader}"}
@@ -265,23 +308,26 @@ class WeightTrainer:
 
     def _proposal(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
         members = self._look()
-        runs = {who: self._board.get(f"{who} runs") for who in members}
+        runs = {who: self._board.get(f"runs/{who}") for who in members}
+        # A member of the last update is at it before it looks at another one.
+        others = [who for who in members
+                  if who not in self._updated and (runs[who] or [0])[0] != self._stamp]  # fmt: skip
         if wish["newcomers"]:
-            members = {who: each for who, each in members.items() if runs[who] != self.version}
+            members = {who: members[who] for who in others}
         only = wish["only"]
         if wish["changed"]:
             keys_of = {keys.changed(i): f"trainer {i}" for i in self._there()}
             found = [each["names"] for each in self._wait(keys, keys_of, deadline).values()]
             only = None if None in found else sorted({name for each in found for name in each})
-        others = [who for who in members if self.version is None
-                  or (runs[who] != self.version and who not in self._brought)]  # fmt: skip
+        others = others if self._stamp else list(members)
         if only is not None and others:
             if not wish["changed"]:
                 raise make(
                     ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version)
                 )
             only = None
-        return {"version": wish["version"], "verify": wish["verify"], "base": self.version,
+        return {"version": wish["version"], "verify": wish["verify"], "base": self._stamp,
+                "stamp": self._stamp if wish["newcomers"] else keys.stamp,
                 "only": only, "lost": sorted(self._lost), "wish": wish,
                 "members": {who: [each["replica"], each["rank"], each["digest"]]
                             for who, each in members.items()}}  # fmt: skip
@@ -290,12 +336,12 @@ class WeightTrainer:
         """Generators that take part: they have leases, and so has all of their engine."""
         changes = self._board.count("changes")
         if self._members is None or changes != self._changes:
-            found = {who: each for who, each in self._presence.members().items()
+            found = {who: each for who, each in self._member.members().items()
                      if who.startswith("generator")}  # fmt: skip
+            there = {name_of(who) for who, each in found.items() if not each["joining"]}
             self._members = {
                 who: each for who, each in found.items()
-                if not each["joining"] and all(other in found and not found[other]["joining"]
-                                               for other in each["engine"])
+                if name_of(who) in there and there.issuperset(each["engine"])
             }  # fmt: skip
             self._changes = changes
         return self._members
@@ -330,17 +376,18 @@ class WeightTrainer:
             groups = self._outbox.groups(sending, names)
             counts = Counter(group.generator for _, each in groups for group in each.groups)
             self._board.put(keys.requests(self.rank), counts)
-            imm = attempt.immediate(keys.attempt)
+            imm = attempt.immediate(keys)
             sums = self._outbox.send(groups, imm, update["verify"], self._reached)
         self._board.put(keys.sent(self.rank), sums)
         self._reached("sent")
 
     def _connect(self, keys: Keys, generator: str, generation: str) -> None:
         """generation: of what it lends for this attempt; it lends anew after one that failed."""
-        lent = self._board.get(f"{generator} lends")
-        if lent["generation"] != generation:
+        lent = self._board.get(self._job.key(f"lends/{generator}"))
+        if lent is None or lent["generation"] != generation:
             self._stop(keys, [])
-            raise make(AbortedError, f"{generator} has begun anew: it lends {generation} no more")
+            text = f"{name_of(generator)} has begun anew: it lends {generation} no more"
+            raise make(AbortedError, text)
         self._outbox.sender.connect(generator, lent)
 
     def _learn(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
@@ -348,7 +395,7 @@ class WeightTrainer:
         met = self._outbox.era
         for who, (replica, _, digest) in update["members"].items():
             if self._outbox.digest(replica) != digest:
-                key = attempt.layout_key(digest)
+                key = job.layout_key(digest)
                 data = self._wait(keys, {key: who}, deadline)[key]
                 self._outbox.add(replica, WeightLayout.from_bytes(bytes.fromhex(data)))
         self._outbox.without(self._lost)
@@ -371,8 +418,7 @@ class WeightTrainer:
         self._reached("decided")
         if decision != COMMIT:
             raise attempt.failed(update["version"], decision["why"])
-        if self.rank == leader:
-            self._board.put("version", update["version"])
+        self._now()  # generators have followed another job: they do not look at this decision
 
     # --- who is lost ---
 
@@ -387,16 +433,20 @@ class WeightTrainer:
         decision = self._board.get(keys.decision)
         if decision not in (None, COMMIT):
             raise make(AbortedError, decision["why"])
-        lost = self._presence.lost(missing, self._began if since is None else since)
+        lost = self._member.lost(map(self._id, missing), self._began if since is None else since)
         if lost:
-            found = attempt.lost_ranks(self.plan, self._lost, lost, self._presence.lease_s)
+            found = attempt.lost_ranks(self.plan, self._lost, lost, self._member.lease_s)
             self._board.decide(keys.decision, found)
             self._stop(keys, [])
+
+    def _id(self, who: str) -> str:
+        """Trainers are named by what they are in the job, generators by their ids."""
+        return self._job.ids[int(who.split()[1])] if who.startswith("trainer") else who
 
     def _explain(self, keys: Keys, error: UnwrittenError, deadline: Deadline) -> None:
         """A write failed: returns when that was not because its rank is lost."""
         began = time.monotonic()
-        until = began + min(deadline.left, 2 * self._presence.lease_s)
+        until = began + min(deadline.left, 2 * self._member.lease_s)
         self._stop(keys, [])  # also where no time is left
         while time.monotonic() < until:
             self._stop(keys, [error.who], since=began)
@@ -417,8 +467,9 @@ class WeightTrainer:
 
     def live(self) -> Counter[int | None]:
         """How many generators run which version; None: not updated yet, or dirty."""
-        there = [who for who in self._presence.members() if who.startswith("generator")]
-        return Counter(self._board.get(f"{who} runs") for who in there)
+        there = [who for who in self._member.members() if who.startswith("generator")]
+        runs = (self._board.get(f"runs/{who}") for who in there)
+        return Counter(None if each is None else each[1] for each in runs)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -434,7 +485,7 @@ class WeightTrainer:
 
     def close(self) -> None:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
-        self._presence.close()
+        self._member.close()
         self._outbox.close()
 
     def __enter__(self) -> WeightTrainer:

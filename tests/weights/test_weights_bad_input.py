@@ -12,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from moe_p2p import Engine, InvalidArgumentError, MoeP2pError, TimeoutError, errors
+from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.kv import TorchLeases
 from moe_p2p.transfers import Memory
 from moe_p2p.weights import (
@@ -24,7 +25,7 @@ from moe_p2p.weights import (
     joining,
     sending,
 )
-from moe_p2p.weights.board import Deadline
+from moe_p2p.weights.job import prefix_of
 
 LAYOUT = WeightLayout([Param("w", (4, 4), "bfloat16", (0,))], 1)
 
@@ -165,7 +166,8 @@ def test_a_set_up_that_fails_leaves_nothing(registered: set[int]) -> None:
         with pytest.raises(TimeoutError, match="no word from generator 0") as _:
             WeightTrainer(engine, store, LAYOUT, 0, make_tensors(), timeout_s=0.3)
         assert not registered
-        store.set("moe_p2p weights/weights/generator layout", f'"{LAYOUT.to_bytes().hex()}"')
+        board = Board(store, prefix_of("weights"))
+        board.put("generator layout", LAYOUT.digest)
         kept: list[BaseException] = []  # with their frames, and so the trainer
         try:
             WeightTrainer(engine, store, LAYOUT, 0, make_tensors(), timeout_s=0.5)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ProtocolError
 from moe_p2p.errors import RemoteAccessError
+from moe_p2p.fleet.board import Deadline
 from moe_p2p.weights import WeightGenerator, attempt
-from moe_p2p.weights.attempt import Keys
-from moe_p2p.weights.board import Deadline
 from moe_p2p.weights.outbox import Outbox
 from moe_p2p.weights.sending import UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
@@ -77,7 +76,7 @@ def bytes_that_come_late_are_counted_first(name: str) -> None:
         waits = [found.pool.submit(each.wait) for each in found.generators]
         board = found.trainers[0]._board
         for _ in range(100):  # a generator that does not count reports within it
-            if board.get(Keys(1).arrived("generator 0")) is not None:
+            if board.get(found.trainers[0]._keys.arrived(found.generators[0]._member.id)):
                 break
             threading.Event().wait(0.005)
         assert all(each.version is None for each in found.generators)
@@ -90,10 +89,11 @@ def bytes_that_come_late_are_counted_first(name: str) -> None:
 def immediates_come_after_their_update() -> None:
     with fleet(MODELS["fused"]) as found:
         fail_an_update(found, 1)
+        late = attempt.immediate(found.trainers[0]._keys)
         for trainer in found.trainers[:2]:  # as a NIC that had them would
             for target in trainer._outbox.sender._targets.values():
                 for _ in range(40):  # more than a generator counts in an update
-                    trainer.engine.send_imm(target.peer, attempt.immediate(1)).wait(20)
+                    trainer.engine.send_imm(target.peer, late).wait(20)
         update(found, 2)
         check(found, 2)
 
@@ -103,12 +103,12 @@ def a_write_comes_after_its_update() -> None:
     with fleet(MODELS["fused"]) as found:
         sender = found.trainers[0]._outbox.sender
         prepared = found.trainers[0]._outbox._replicas[""].prepared({})[0]
-        generator = f"generator {prepared.write.target_rank}"
+        generator = found.generators[prepared.write.target_rank]._member.id
         batch = sender.grouped([(generator, prepared)])
         fail_an_update(found, 1)
         # The next update disconnects; a write that is under way stands for one that is not.
         try:
-            sender.write(batch, attempt.immediate(1))
+            sender.write(batch, attempt.immediate(found.trainers[0]._keys))
             sender.finish(None, Deadline(20), lambda missing: None)
         except UnwrittenError as error:
             if isinstance(error.error, RemoteAccessError):

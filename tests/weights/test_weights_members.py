@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError, MoeP2pError
+from moe_p2p.fleet.board import Board
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, weight_plan
 from moe_p2p.weights import generator as generator_module
-from moe_p2p.weights.board import Board
 from moe_p2p.weights.inbox import Inbox
 from moe_p2p.weights.joining import Lent
 from moe_p2p.weights.trainer import WeightTrainer
@@ -169,7 +169,7 @@ def test_a_version_that_changes_while_it_is_read_is_not_taken() -> None:
         late = found.join("late", 0)
         assert late.version is None
         for generator in found.generators:
-            generator._lent.open(1)
+            generator._lent.open(generator._stamp, 1)
         assert found.join("later", 0).version == 1
 
 
@@ -177,11 +177,11 @@ def test_a_word_is_odd_while_tensors_change() -> None:
     engine = engine_of("word", 0)
     lent = Lent(engine, {"w": torch.zeros(4)})
     seen = [lent._word.tolist()]
-    for step in (lambda: lent.open(7), lent.shut, lent.shut, lambda: lent.open(8)):
+    for step in (lambda: lent.open(70, 7), lent.shut, lent.shut, lambda: lent.open(80, 8)):
         step()
         seen.append(lent._word.tolist())
-    assert [count % 2 for count, _ in seen] == [1, 0, 1, 1, 0]
-    assert seen[-1][1] == 8
+    assert [count % 2 for count, _, _ in seen] == [1, 0, 1, 1, 0]
+    assert seen[-1][1:] == [80, 8]
     engine.close()
 
 
@@ -190,7 +190,7 @@ def test_a_word_is_odd_while_tensors_change() -> None:
 
 def lose(rank: WeightTrainer | WeightGenerator) -> None:
     """Its process is gone: the lease is no longer renewed."""
-    rank._presence._beat.stopped.set()
+    rank._member._beat.stopped.set()
     rank.engine.close()
 
 
@@ -238,7 +238,7 @@ def test_a_trainer_that_was_taken_for_lost_is_told() -> None:
     with fleet(MODELS["replicas"], training=QUICK, **QUICK) as found:
         update(found, 1)
         late = found.trainers.pop(1)
-        late._presence._beat.stopped.set()
+        late._member._beat.stopped.set()
         update(found, 2)
         with pytest.raises(MoeP2pError, match="trainer 1 was taken for lost"):
             late.update(2)
@@ -255,8 +255,8 @@ def test_a_generator_that_was_taken_for_lost_catches_up() -> None:
         at = found.generators.index(late)
         found.generators.pop(at)
         found.live.pop(at)
-        late._presence._beat.record["joining"] = True  # as others see one that is away
-        late._presence._beat.renew()
+        late._member._beat.record["joining"] = True  # as others see one that is away
+        late._member._beat.renew()
         found.trainers[0]._members = None
         update(found, 3)
         while late.step() != 3:

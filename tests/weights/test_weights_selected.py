@@ -169,10 +169,10 @@ def test_a_generator_at_another_version_refuses_a_part_and_takes_all() -> None:
 def refuse_a_part(found: Fleet) -> Values:
     """An update of a part fails, as will one of what changed; returns its values."""
     update(found, 1, found.model.values(1), changed=True)
-    found.generators[1].version = 0
+    found.generators[1]._stamp = 0
     values = mixed(found, 1, 2, {"q"})
     running = begin(found, 2, values, only={"q"})
-    fail(found, running, r"generator 1: some .* at version 0, not 1")
+    fail(found, running, r"generator 1: some .* at version 1, and not what they are a part of")
     return values
 
 
@@ -194,13 +194,13 @@ def test_a_trainer_that_connects_after_a_refusal_begins_again_at_once() -> None:
 
         def late_look(generator: str) -> str:
             """Between what is ready and what is lent."""
-            ready = board.get(Keys(3).ready(generator))
+            ready = board.get(Keys(late._job.number, 3).ready(generator))
             while late.totals["attempts"] == 3 and lent(generator) == ready:
                 time.sleep(0.001)
             return generation(generator)
 
         def lent(generator: str) -> str:
-            return str(board.get(f"{generator} lends")["generation"])
+            return str(board.get(late._job.key(f"lends/{generator}"))["generation"])
 
         late._outbox.sender.generation = late_look  # type: ignore[method-assign]
         update(found, 3, values, changed=True)
@@ -212,7 +212,8 @@ def test_a_generator_that_begins_anew_within_an_attempt_is_named() -> None:
     with fleet(MODELS["fused"]) as found:
         update(found, 1, found.model.values(1))
         board = found.trainers[0]._board
-        board.put(Keys(2).ready("generator 1"), "of another process")
+        keys = Keys(found.trainers[0]._job.number, 2)
+        board.put(keys.ready(found.generators[1]._member.id), "of another process")
         running = begin(found, 2, found.model.values(2))
         fail(found, running, "generator 1 has begun anew: it lends of another process no more")
         update(found, 3, found.model.values(3))

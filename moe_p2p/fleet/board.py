@@ -1,6 +1,7 @@
-"""What both sides of weight updates say to each other: keys in a torch store, each wait bounded.
+"""What members say to each other: keys in a torch store, each wait bounded.
 
-A key is written by one rank, but `decide`: the first value stays, and everybody gets that one.
+A key is written by one member, but for `decide`, where the first value stays and everybody gets
+that one, and for `swap`, which fails where another one was faster.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from moe_p2p.errors import TimeoutError, make
 # Between two looks at the store: at first, and at most. Too small: many ranks that wait keep the
 # store's thread busy. Too large: an update, of some ten milliseconds, waits for looks.
 _POLL_S, _MOST_POLL_S = 0.0002, 0.05
+
+
+def newer(before: int) -> int:
+    """A number above the one before, also where the store has lost that: not below the clock's."""
+    return max(before + 1, int(time.time()))
 
 
 class Deadline:
@@ -35,13 +41,13 @@ class Deadline:
 
 
 class Board:
-    """store: any torch store that both jobs reach. name: of the fleet. alone: no other thread uses
+    """store: any torch store that all reach. prefix: of the fleet. alone: no other thread uses
     this client of the store meanwhile; else the board connects with one of its own, because a call
     that waits would hold it up."""
 
-    def __init__(self, store: Any, name: str, *, alone: bool = False) -> None:
+    def __init__(self, store: Any, prefix: str = "", *, alone: bool = False) -> None:
         self._store = store.clone() if hasattr(store, "clone") and not alone else store
-        self._prefix = f"moe_p2p weights/{name}/"
+        self._prefix = f"{prefix}/" if prefix else ""
 
     def put(self, key: str, value: object) -> None:
         self._store.set(self._prefix + key, json.dumps(value))
@@ -55,6 +61,12 @@ class Board:
     def decide(self, key: str, value: object) -> Any:
         """Writes it unless there is a value; returns the one that is there."""
         return json.loads(self._store.compare_set(self._prefix + key, "", json.dumps(value)))
+
+    def swap(self, key: str, before: object, after: object) -> bool:
+        """Writes `after` where `before` is there still; None: nothing."""
+        there = "" if before is None else json.dumps(before)
+        new = json.dumps(after)
+        return bytes(self._store.compare_set(self._prefix + key, there, new)) == new.encode()
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a number; returns it."""
@@ -84,7 +96,8 @@ class Board:
             missing = [who for key, who in keys.items() if key not in found]
             meanwhile(missing)
             if not deadline.left:
-                text = f"within {deadline.timeout_s:g} s no word from {', '.join(missing)}"
+                names = ", ".join(who.partition("#")[0] for who in missing)
+                text = f"within {deadline.timeout_s:g} s no word from {names}"
                 raise make(TimeoutError, text)
             time.sleep(min(pause, deadline.left))
             pause = min(pause * 1.5, _MOST_POLL_S)

@@ -1,0 +1,149 @@
+"""One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
+
+Used by weights' trainer.py and generator.py. The thread touches no device and keeps no reference
+to its rank. README.md says what names, incarnations and ids are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from moe_p2p import log
+from moe_p2p.errors import AbortedError, make
+from moe_p2p.fleet.board import Board, newer
+from moe_p2p.fleet.leases import TorchLeases
+
+Record = dict[str, Any]
+
+
+class ReplacedError(AbortedError):
+    """Another process has this one's name now."""
+
+
+def name_of(who: str) -> str:
+    """Of an id: what people read."""
+    return who.partition("#")[0]
+
+
+class _Beat:
+    """What the thread has: a lease to renew until it is stopped, or its name is another's."""
+
+    def __init__(self, leases: TorchLeases, who: str, record: Record, lease_s: float) -> None:
+        self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
+        self.board = Board(leases.store, alone=True)
+        self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
+
+    def claim(self) -> None:
+        key = f"{name_of(self.who)} is"
+        while True:
+            before = self.board.get(key)
+            self.record["claim"] = newer(before["claim"] if before else 0)
+            if self.board.swap(key, before, {"id": self.who, "claim": self.record["claim"]}):
+                return
+
+    def look(self) -> None:
+        """Whether the name is still this process's. A store that has lost it has it again."""
+        found = self.board.get(f"{name_of(self.who)} is")
+        if found is None:
+            self.claim()
+        elif found["id"] != self.who:
+            self.replaced = True
+            self.stop()
+
+    def renew(self) -> None:
+        with self.lock:
+            if not self.stopped.is_set():
+                self.leases.renew(self.who, json.dumps(self.record).encode())
+
+    def run(self) -> None:
+        failing = False
+        while not self.stopped.wait(self.every):
+            try:
+                self.look()
+                self.renew()
+                failing = False
+            except Exception as error:  # the store is gone: updates fail, the engine goes on
+                if not failing:
+                    log.warning(f"{self.who}: the store of leases does not answer: {error!r}")
+                failing = True
+
+    def stop(self) -> None:
+        self.stopped.set()
+        with self.lock, suppress(Exception):  # the store may be gone
+            self.leases.withdraw(self.who)
+
+
+class Member:
+    """store, prefix: of the fleet. name: "trainer 3". record: what others read of it.
+
+    lease_s: after it without a renewal, by the reader's clock, a member is lost.
+    """
+
+    def __init__(self, store: Any, prefix: str, name: str, record: Record, lease_s: float) -> None:
+        self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
+        # The caller's thread looks, another renews.
+        self._leases = TorchLeases(PrefixStore(prefix, store), lease_s)
+        self._beat = _Beat(self._leases, self.id, dict(record), lease_s)
+        self._looked = 0.0
+        self._beat.claim()
+        self._beat.renew()
+        threading.Thread(target=self._beat.run, name=f"lease of {name}", daemon=True).start()
+        self.close = weakref.finalize(self, self._beat.stop)  # withdraws the lease; idempotent
+
+    def announce(self, **changes: object) -> None:
+        """Adds to the record that others read."""
+        self._beat.record |= changes
+        self._beat.renew()
+
+    @property
+    def replaced(self) -> bool:
+        """Another process has claimed the name; as far as the last look knew."""
+        return self._beat.replaced
+
+    def look(self) -> None:
+        """Raises where another process has claimed the name by now."""
+        self._beat.look()
+        self.check()
+
+    def check(self) -> None:
+        """Raises where the last look found another process's claim."""
+        if self.replaced:
+            text = f"{self.name} was replaced: another process has taken its name"
+            raise ReplacedError(str(make(AbortedError, text)))
+
+    def members(self) -> dict[str, Record]:
+        """Returns the records of all members with a lease by id, read from the store now: for each
+        name, of the process that claimed it last."""
+        self._looked = time.monotonic()
+        found = {who: json.loads(each) for who, each in self._leases.members().items()}
+        return current(found)
+
+    def lost(self, among: Iterable[str], since: float) -> list[str]:
+        """Returns the ids of `among` without a lease, and those that were replaced.
+
+        since: when the caller began to wait. [] at first, and between looks: it reads the store
+        once in a quarter of a lease.
+        """
+        now, pause = time.monotonic(), self.lease_s / 4
+        if now - since < pause or now - self._looked < pause:
+            return []
+        members = self.members()
+        return [who for who in among if who not in members]
+
+
+def current(found: Mapping[str, Record]) -> dict[str, Record]:
+    last: dict[str, str] = {}
+    for who, record in found.items():
+        before = last.setdefault(name_of(who), who)
+        if record["claim"] > found[before]["claim"]:
+            last[name_of(who)] = who
+    return {who: found[who] for who in last.values()}

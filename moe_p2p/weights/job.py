@@ -1,0 +1,202 @@
+"""How trainers of one job meet, and how generators find the job that counts.
+
+A job replaces the one before under the same name: trainers that restart from a checkpoint are a new
+job beside generators that run. moe_p2p/fleet/README.md has its words. Used by both ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from moe_p2p import log
+from moe_p2p.errors import AbortedError, InvalidArgumentError, TimeoutError, make
+from moe_p2p.fleet.board import Board, Deadline, newer
+from moe_p2p.fleet.member import Member, ReplacedError, name_of
+from moe_p2p.weights.layout import WeightLayout
+from moe_p2p.weights.plan import WeightPlan, weight_plan
+
+NOW = "now"
+_LOOK_S = 0.002
+
+
+def prefix_of(name: str) -> str:
+    return f"moe_p2p weights/{name}"
+
+
+class Job(NamedTuple):
+    """ids, nics: of its trainers, by rank. source: digest of their layout. founded: there was a job
+    before it, so that it waits for no founder that is gone."""
+
+    number: int
+    ids: list[str]
+    nics: list[int]
+    source: str
+    founded: bool
+
+    def key(self, of: str) -> str:
+        return f"{self.number}/{of}"
+
+
+def layout_key(digest: str) -> str:
+    return f"layout {digest}"
+
+
+def publish(board: Board, layout: WeightLayout) -> None:
+    board.put(layout_key(layout.digest), layout.to_bytes().hex())
+
+
+def layout_of(board: Board, digest: str, who: str, deadline: Deadline) -> WeightLayout:
+    key = layout_key(digest)
+    return WeightLayout.from_bytes(bytes.fromhex(board.wait({key: who}, deadline)[key]))
+
+
+def source_of(board: Board, deadline: Deadline) -> WeightLayout:
+    """Layout of the trainers, also while they meet."""
+    now = board.wait({NOW: "trainer 0"}, deadline)[NOW]
+    return layout_of(board, now["source"], "trainer 0", deadline)
+
+
+# --- set-up ---
+
+
+@contextmanager
+def heard(board: Board, who: str, clean_up: Callable[[], None]) -> Iterator[None]:
+    """Who fails in it says why to all that wait in the set-up of the job."""
+    try:
+        yield
+    except ReplacedError:  # the process that has the name now goes on
+        clean_up()
+        raise
+    except BaseException as error:
+        with suppress(Exception):  # the store may be gone
+            now = board.get(NOW)
+            if now is not None and board.get(f"{now['job']}/refused") is None:
+                board.put(f"{now['job']}/refused", f"{who}: {error}")
+        clean_up()
+        raise
+
+
+def listen(board: Board, number: int | None) -> None:
+    """Raises what somebody has refused the set-up for."""
+    why = None if number is None else board.get(f"{number}/refused")
+    if why is not None:
+        raise make(AbortedError, f"the set-up failed: {why}")
+
+
+def open_job(board: Board, layout: WeightLayout) -> None:
+    """By trainer 0: from here on it counts, and no job before."""
+    publish(board, layout)
+    while True:
+        before = board.get(NOW)
+        number = newer(before["job"] if before else 0)
+        if board.swap(NOW, before, {"job": number, "attempt": 0, "source": layout.digest}):
+            return
+
+
+def meet(
+    board: Board, member: Member, rank: int, layout: WeightLayout, nics: int, deadline: Deadline
+) -> Job:
+    """By each trainer, after `open_job` of trainer 0; returns the job of all."""
+    answered = None
+    while True:
+        now = board.get(NOW)
+        roll = None if now is None else board.get(f"{now['job']}/roll")
+        if roll is not None and roll["ids"][rank : rank + 1] == [member.id]:
+            return Job(number=now["job"], **roll)
+        if now is not None and roll is None:
+            if answered != now["job"]:
+                mine = {"id": member.id, "nics": nics, "source": layout.digest}
+                board.put(f"{now['job']}/trainer {rank}", mine)
+                answered = now["job"]
+            if rank == 0:
+                _call_the_roll(board, now, layout, deadline)
+            listen(board, now["job"])
+        member.check()
+        if not deadline.left:
+            why = "" if roll is None else "; the job that runs has another process in this place"
+            text = f"within {deadline.timeout_s:g} s no word from trainer 0{why}"
+            raise make(TimeoutError, text)
+        time.sleep(_LOOK_S)
+
+
+def _call_the_roll(
+    board: Board, now: Mapping[str, Any], layout: WeightLayout, deadline: Deadline
+) -> None:
+    number = now["job"]
+    keys = {f"{number}/trainer {i}": f"trainer {i}" for i in range(layout.world_size)}
+    found = board.wait(keys, deadline, lambda missing: listen(board, number))
+    all_of = [found[key] for key in keys]
+    for i, each in enumerate(all_of):
+        if each["source"] != layout.digest:
+            raise make(InvalidArgumentError, f"trainer {i} has another layout than trainer 0")
+    roll = {"ids": [each["id"] for each in all_of], "nics": [each["nics"] for each in all_of],
+            "source": layout.digest, "founded": board.get("founded") is not None}  # fmt: skip
+    board.put(f"{number}/roll", roll)
+
+
+def current(board: Board) -> Job | None:
+    """The job that counts; None where its trainers have not met yet."""
+    now = board.get(NOW)
+    roll = None if now is None else board.get(f"{now['job']}/roll")
+    return None if roll is None else Job(number=now["job"], **roll)
+
+
+def find(board: Board, deadline: Deadline) -> Job:
+    """By generators at set-up."""
+    first: Any = ()
+    while True:
+        now = board.get(NOW)
+        refused = None if now is None else board.get(f"{now['job']}/refused")
+        found = current(board)
+        if found is not None and refused is None:
+            return found
+        if first == ():
+            first = None if refused is None else now
+        if refused is not None and now != first:  # else of a job that is over
+            listen(board, now["job"])
+        if not deadline.left:
+            why = f"; the last set-up failed: {refused}" if refused else ""
+            late = "trainer 0" if now is None else _late(board, now)
+            raise make(TimeoutError, f"within {deadline.timeout_s:g} s no word from {late}{why}")
+        time.sleep(_LOOK_S)
+
+
+def _late(board: Board, now: Mapping[str, Any]) -> str:
+    data = board.get(layout_key(now["source"]))
+    count = WeightLayout.from_bytes(bytes.fromhex(data)).world_size if data else 1
+    late = [i for i in range(count) if board.get(f"{now['job']}/trainer {i}") is None]
+    return ", ".join(f"trainer {i}" for i in late) or "trainer 0"
+
+
+def plan_of(board: Board, job: Job, layout: WeightLayout, deadline: Deadline) -> WeightPlan:
+    """Of a generator."""
+    return weight_plan(layout_of(board, job.source, "trainer 0", deadline), layout)
+
+
+def await_founders(
+    board: Board, member: Member, job: Job, names: list[str], deadline: Deadline
+) -> dict[str, str]:
+    """By trainers: returns ids of founders by name. A job that follows another one takes those
+    that are there; after a lease, it goes on when any generator is."""
+    if not job.founded:
+        keys = {job.key(f"there/{name}"): name for name in names}
+        found = board.wait(keys, deadline, lambda missing: listen(board, job.number))
+        board.put("founded", True)
+        return {name: found[job.key(f"there/{name}")] for name in names}
+    began = time.monotonic()
+    while True:
+        there = {name_of(who): who for who, each in member.members().items()
+                 if who.startswith("generator") and not each["joining"]}  # fmt: skip
+        missing = [name for name in names if name not in there]
+        if not missing or (there and time.monotonic() - began > member.lease_s):
+            if missing:
+                log.warning(f"{member.name}: without {', '.join(missing)}, which are not there")
+            return {}
+        if not deadline.left:
+            text = f"within {deadline.timeout_s:g} s no word from {', '.join(missing)}"
+            raise make(TimeoutError, text)
+        listen(board, job.number)
+        time.sleep(min(0.05, member.lease_s / 4))

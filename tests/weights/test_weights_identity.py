@@ -1,0 +1,433 @@
+"""Who is there: processes of one name, trainers that restart, ranks that were away, keys that stay.
+
+Each case compares the engine's bytes with the version that it says it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from moe_p2p import MoeP2pError
+from moe_p2p.errors import AbortedError
+from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights.attempt import COMMIT, Keys
+from moe_p2p.weights.inbox import Inbox
+from tests.support.weights_fleet import BF16, engine_of
+
+SHAPE = (8, 6)
+SOURCE = WeightLayout([Param("w", SHAPE, BF16, (0, 1), placements=(Shard(0),))], 2)
+WHOLE = WeightLayout([Param("w", SHAPE, BF16, (0,))], 1)
+LIMITS = {"timeout_s": 20.0, "lease_s": 0.4}
+
+
+class World:
+    """Two trainers, and generators by their tensors; all are threads of this process."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack, self.store = stack, HashStore()
+        self.pool = stack.enter_context(ThreadPoolExecutor(16))
+        self.trainers: list[WeightTrainer] = []
+        self.generators: list[WeightGenerator] = []
+        self.live: dict[WeightGenerator, Tensor] = {}
+
+    def _closed(self, found: Any) -> Any:
+        self.stack.callback(found.close)
+        return found
+
+    def begin_trainer(
+        self, rank: int, value: float, layout: WeightLayout = SOURCE, **how: Any
+    ) -> Future[WeightTrainer]:
+        engine = self.stack.enter_context(engine_of(f"trainer {rank}", rank))
+        rows = SHAPE[0] // layout.world_size
+        tensors = {"w": torch.full((rows, SHAPE[1]), value).bfloat16()}
+        given = {**LIMITS, **how}
+        return self.pool.submit(
+            lambda: self._closed(WeightTrainer(engine, self.store, layout, rank, tensors, **given))
+        )
+
+    def begin_generator(self, replica: str = "", **how: Any) -> Future[WeightGenerator]:
+        engine = self.stack.enter_context(engine_of(f"generator {replica}", len(self.live)))
+        tensors = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16)}
+        given = {**LIMITS, **how}
+
+        def make() -> WeightGenerator:
+            found = WeightGenerator(engine, self.store, WHOLE, 0, tensors, replica=replica, **given)
+            self.live[found] = tensors["w"]
+            return self._closed(found)  # type: ignore[no-any-return]
+
+        return self.pool.submit(make)
+
+    def train(self, value: float = 0, layout: WeightLayout = SOURCE) -> None:
+        """A job of trainers."""
+        made = [self.begin_trainer(i, value, layout) for i in range(layout.world_size)]
+        self.trainers = [each.result(60) for each in made]
+
+    def start(self, version: int, value: float, **how: Any) -> list[Future[None]]:
+        for each in self.trainers:
+            each._tensors["w"].fill_(value)
+        return [self.pool.submit(each.update, version, **how) for each in self.trainers]
+
+    def update(self, version: int, value: float | None = None, **how: Any) -> None:
+        """All generators that there are go to it."""
+        running = self.start(version, version if value is None else value, **how)
+        for each in self.generators:
+            if each.mode == "in_place":
+                each.begin()
+        waits = [self.pool.submit(each.wait) for each in self.generators]
+        for done in [*running, *waits]:
+            done.result(60)
+
+    def check(self, version: int, value: float | None = None) -> None:
+        for each in self.generators:
+            self.is_true(each)
+            assert each.version == version
+            assert self.live[each].unique().tolist() == [version if value is None else value]
+
+    def is_true(self, generator: WeightGenerator) -> None:
+        """What is clean holds one version."""
+        assert generator.dirty or len(self.live[generator].unique()) == 1
+
+
+@contextmanager
+def world(mode: Any = "shadow", generators: int = 1, **how: Any) -> Iterator[World]:
+    with ExitStack() as stack:
+        found = World(stack)
+        first = found.begin_generator(mode=mode, **how)
+        found.train()
+        found.generators = [first.result(60)]
+        found.generators += [
+            found.begin_generator(f"late-{i}", mode=mode, **how).result(60)
+            for i in range(1, generators)
+        ]
+        yield found
+
+
+def is_replaced(generator: WeightGenerator) -> None:
+    with pytest.raises(AbortedError, match="was replaced: another process has taken its name"):
+        generator.begin() if generator.mode == "in_place" else generator.step()
+
+
+# --- two of one name ---
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+@pytest.mark.parametrize("replica", ["", "late"])
+def test_the_one_that_was_replaced_stops_and_the_new_one_has_the_bytes(
+    mode: str, replica: str
+) -> None:
+    with world(mode) as found:
+        if replica:
+            found.generators.append(found.begin_generator(replica, mode=mode).result(60))
+        found.update(1)
+        old = found.generators.pop()
+        new = found.begin_generator(replica, mode=mode).result(60)
+        # Of the founder nobody else has the tensors: the next update brings them.
+        has = (1, [1.0]) if replica else (None, [0.0])
+        assert (new.version, found.live[new].unique().tolist()) == has
+        found.generators.append(new)
+        found.update(2)
+        found.check(2)
+        is_replaced(old)
+        assert found.live[old].unique().tolist() == [1.0]
+        assert found.trainers[0].live() == {2: len(found.generators)}
+
+
+def test_it_is_replaced_while_an_update_is_under_way() -> None:
+    """The update is for the process that was there; the new one has the next."""
+    with world() as found:
+        found.update(1)
+        old = found.generators.pop()
+        running = found.start(2, 2.0)
+        while old._update is None:
+            old._progress()
+        new = found.begin_generator().result(60)
+        found.generators.append(new)
+        while not all(each.done() for each in running):
+            new.step()
+        for each in running:
+            each.result()
+        while new.step() != 2:
+            pass
+        found.check(2)
+        is_replaced(old)
+        assert found.live[old].unique().tolist() == [1.0]
+
+
+def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
+    with ExitStack() as stack:
+        found = World(stack)
+        both = [found.begin_generator(), found.begin_generator()]
+        found.train()
+        made, errors = [], []
+        for each in both:
+            try:
+                made.append(each.result(60))
+            except AbortedError as error:
+                errors.append(str(error))
+        found.generators = [each for each in made if not each._member.replaced]
+        for _ in range(2 if len(made) == 2 else 0):
+            for each in made:
+                each._member._beat.look()
+        found.generators = [each for each in made if not each._member.replaced]
+        assert len(found.generators) == 1
+        found.update(1)
+        found.check(1)
+        for each in made:
+            if each not in found.generators:
+                is_replaced(each)
+        assert all("was replaced" in each for each in errors)
+
+
+# --- trainers restart ---
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("version", [1, 7])
+def test_trainers_restart_beside_generators_that_run(mode: str, before: int, version: int) -> None:
+    with world(mode) as found:
+        for each in range(1, before + 1):
+            found.update(each)
+        for each in found.trainers:
+            each.close()
+        found.train()
+        generator = found.generators[0]
+        assert generator.step() == before
+        running = found.start(version, 40.0)
+        if mode == "in_place":  # nothing lands before it says so
+            assert found.live[generator].unique().tolist() == [before]
+            generator.begin()
+        found.pool.submit(generator.wait).result(60)
+        for each in running:
+            each.result(60)
+        found.check(version, 40.0)
+        found.update(version + 1, 41.0, only=["w"])
+        found.check(version + 1, 41.0)
+
+
+def test_trainers_that_were_replaced_find_out_and_cannot_write() -> None:
+    """They were stopped, and a supervisor has started others."""
+    with world() as found:
+        found.update(1)
+        old = found.trainers
+        found.train()
+        found.update(2, 20.0)
+        for each in old:
+            each._tensors["w"].fill_(99)
+            with pytest.raises(MoeP2pError, match="another job of trainers has taken the name"):
+                each.update(3)
+        found.check(2, 20.0)
+        found.update(3)
+        found.check(3)
+
+
+def test_what_the_old_job_has_under_way_lands_nowhere() -> None:
+    with world() as found:
+        found.update(1)
+        old, sender = found.trainers, found.trainers[0]._outbox.sender
+        prepared = old[0]._outbox._replicas[""].prepared({})[0]
+        batch = sender.grouped([(found.generators[0]._member.id, prepared)])
+        found.train()
+        found.update(2, 20.0)
+        old[0]._tensors["w"].fill_(99)
+        for request in old[0].engine.write_all(*batch[1:], imm=7, priority=2):
+            with pytest.raises(MoeP2pError):
+                request.wait(20)
+        found.update(3)
+        found.check(3)
+
+
+def test_trainers_restart_with_another_layout() -> None:
+    alone = WeightLayout([Param("w", SHAPE, BF16, (0,))], 1)
+    with world() as found:
+        found.update(1)
+        for each in found.trainers:
+            each.close()
+        found.train(layout=alone)
+        found.update(2, 20.0, verify=True)
+        found.check(2, 20.0)
+
+
+# --- who was away, and who missed one ---
+
+
+def test_a_joiner_takes_the_version_that_was_decided_and_not_the_largest() -> None:
+    with world(generators=2) as found:
+        found.update(5)
+        away = found.generators.pop()
+        away._member._beat.stopped.set()
+        found.update(3)  # back, without the one that is away
+        found.check(3)
+        away._member._beat.stopped.clear()
+        away._member._beat.renew()
+        late = found.begin_generator("later").result(60)
+        assert (late.version, found.live[late].unique().tolist()) == (3, [3.0])
+
+
+def test_a_trainer_that_missed_an_update_goes_on_with_the_others() -> None:
+    with world() as found:
+        found.update(1)
+        missing = found.trainers[1]
+        first = found.pool.submit(found.trainers[0].update, 2, timeout_s=0.3)
+        with pytest.raises(MoeP2pError, match="no word from trainer 1"):
+            first.result(60)
+        assert missing.version == 1
+        found.generators[0].step()
+        found.update(3)
+        found.check(3)
+
+
+def test_the_leader_misses_an_update() -> None:
+    with world() as found:
+        found.update(1)
+        other = found.pool.submit(found.trainers[1].update, 2, timeout_s=0.3)
+        with pytest.raises(MoeP2pError, match="no word from trainer 0"):
+            other.result(60)
+        found.generators[0].step()
+        found.update(3)
+        found.check(3)
+
+
+def test_a_part_may_follow_before_the_engine_has_made_its_next_step() -> None:
+    with world() as found:
+        generator = found.generators[0]
+        running = found.start(1, 1.0)
+        while generator._committed != generator._keys.stamp:
+            generator._progress()
+        for each in running:
+            each.result(60)
+        assert generator.version is None  # its forward pass takes long
+        running = found.start(2, 2.0, only=["w"])
+        while generator.step() != 2:
+            pass
+        for each in running:
+            each.result(60)
+        found.check(2)
+
+
+# --- derived tensors of who did not receive ---
+
+
+def test_a_part_on_what_came_from_a_peer_is_refused_or_sent_in_full() -> None:
+    def transpose(received: Any, tensors: Any) -> None:
+        tensors["d"].copy_(received["d"].t())
+
+    source = WeightLayout([Param(n, (4, 4), BF16, (0,)) for n in ("w", "d")], 1)
+    target = WeightLayout(
+        [Param("w", (4, 4), BF16, (0,)), Param("d", (4, 4), BF16, (0,), finalize="a test")], 1
+    )
+
+    def tensors() -> dict[str, Tensor]:
+        return {name: torch.zeros(4, 4, dtype=torch.bfloat16) for name in ("w", "d")}
+
+    with ExitStack() as stack:
+        pool, store = stack.enter_context(ThreadPoolExecutor(8)), HashStore()
+        engines = [stack.enter_context(engine_of(f"{i}", i)) for i in range(3)]
+        ours, mine, late = tensors(), tensors(), tensors()
+        ours["d"].copy_(torch.arange(16).view(4, 4))
+        trainer_made = pool.submit(WeightTrainer, engines[0], store, source, 0, ours)
+        founder = WeightGenerator(engines[1], store, target, 0, mine, finalize=transpose)
+        trainer = stack.enter_context(trainer_made.result(60))
+        generators = [stack.enter_context(founder)]
+
+        def update(version: int, **how: Any) -> None:
+            ours["w"].fill_(version)
+            running = [pool.submit(trainer.update, version, **how)]
+            running += [pool.submit(each.wait) for each in generators]  # type: ignore[misc]
+            failed = [each.exception(60) for each in running]
+            if failed[0] is not None:
+                raise failed[0]
+
+        update(1)
+        joined = WeightGenerator(
+            engines[2], store, target, 0, late, replica="late", finalize=transpose
+        )
+        generators.append(stack.enter_context(joined))
+        with pytest.raises(MoeP2pError, match="no d in checkpoint layout: it took its version"):
+            update(2, only=["w"])
+        update(3)
+        update(4, only=["w"])
+        for each in (mine, late):
+            assert torch.equal(each["d"], ours["d"].t())
+            assert torch.equal(each["w"], ours["w"])
+
+
+# --- set-up, keys, flags ---
+
+
+def test_a_refusal_at_set_up_is_heard_by_all() -> None:
+    with ExitStack() as stack:
+        found = World(stack)
+        made = [found.begin_trainer(i, 0.0) for i in range(2)]
+        made.append(found.begin_generator(watermark=1))  # type: ignore[arg-type]
+        began = time.monotonic()
+        for each in made:
+            with pytest.raises(MoeP2pError, match="the watermark is 1"):
+                each.result(60)
+        assert time.monotonic() - began < LIMITS["timeout_s"] / 2  # not at its deadline
+        fine = found.begin_generator()  # in the same place, afterwards
+        found.train()
+        found.generators = [fine.result(60)]
+        found.update(1)
+        found.check(1)
+
+
+def test_keys_of_old_updates_leave_the_store() -> None:
+    with world() as found:
+        counts = []
+        for version in range(1, 13):
+            found.update(version)
+            counts.append(found.store.num_keys())
+        assert counts[-1] <= counts[3] + 1
+
+
+def test_a_decision_without_this_ranks_report_publishes_nothing() -> None:
+    with world() as found:
+        found.update(1)
+        generator = found.generators[0]
+        running = found.start(2, 2.0, timeout_s=1.0)
+        board, keys = found.trainers[0]._board, generator._keys
+        while board.get(keys.update) is None:
+            time.sleep(0.001)
+        board.decide(keys.decision, COMMIT)
+        for _ in range(3):
+            generator.step()
+            found.is_true(generator)
+        assert (generator.version, found.live[generator].unique().tolist()) == (1, [1.0])
+        for each in running:
+            each.exception(60)
+
+
+def test_a_version_is_clean_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world() as found:
+        found.update(1)
+        generator = found.generators[0]
+
+        def fails(*_: object) -> None:
+            raise OSError("a copy that fails")
+
+        running = found.start(2, 2.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(Inbox, "commit", fails)
+            with pytest.raises(OSError, match="a copy that fails"):
+                generator.wait()
+        for each in running:
+            each.result(60)
+        assert (generator.version, found.trainers[0].live()) == (1, {1: 1})
+
+
+def test_stamps_rise_over_jobs_and_attempts() -> None:
+    stamps = [
+        Keys(job, number).stamp for job in (1_800_000_000, 1_800_000_001) for number in (1, 9)
+    ]
+    assert stamps == sorted(set(stamps))
+    assert stamps[-1] < 1 << 63
