@@ -204,9 +204,9 @@ def a_failed_update_ends_the_session_and_keeps_the_version() -> None:
     fleet = Fleet()
     fleet.send(1)
     trainer = fleet.trainers[1].trainer
-    real, trainer._take = trainer._take, lambda tensors: 1 / 0
+    real, trainer._send = trainer._send, lambda *_: 1 / 0
     refused(lambda: fleet.send(2), "")
-    trainer._take = real
+    trainer._send = real
     assert fleet.client.hold(1)
     assert not any(worker._weight_update_active for worker in fleet.client.workers)
     fleet.send(3)
@@ -233,11 +233,11 @@ def in_place_vllm_refuses_to_resume_while_a_worker_is_dirty() -> None:
     core.resume_scheduler()
     assert len(core.states) == 1
     trainer = fleet.trainers[1].trainer
-    real, trainer._take = trainer._take, lambda tensors: 1 / 0
+    real, trainer._send = trainer._send, lambda *_: 1 / 0
     refused(lambda: fleet.send(1), "")
     refused(core.resume_scheduler, "dirty, a mix of versions", "trainer 1")
     assert len(core.states) == 1
-    trainer._take = real
+    trainer._send = real
     fleet.send(2)
     core.resume_scheduler()
     assert len(core.states) == 2

@@ -248,7 +248,12 @@ def fleet(
             pool.submit(kind, engine, store, model.layouts[1], i, live[i], **how)
             for i, engine in enumerate(others)
         ]
-        there = [each.result(100) for each in generators]  # first, for its error
+        # First, for the error of the rank that refused: others raise that its set-up failed.
+        errors = [each.exception(100) for each in generators]
+        own = [error for error in errors if error and "the set-up failed" not in str(error)]
+        for error in own or filter(None, errors):
+            raise error
+        there = [each.result() for each in generators]
         found = Fleet(model, [each.result(100) for each in trainers], there, live, pool, store,
                       stack, how)  # fmt: skip
         yield found
