@@ -25,7 +25,7 @@ def test_all_dispatchers_are_timed_and_compared(
 ) -> None:
     files = [f"--json={tmp_path / 'm.json'}", f"--plot={tmp_path / 'm.png'}"]
     given = [*SMALL, "--empty-cache", "--parts", *files]
-    # Ranks print too: a fork server of an earlier test would have that test's output, not this one's.
+    # Ranks print too; a fork server of an earlier test would do so where that test looked.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     assert command.main(["--api", "megatron", *given]) == 0, capfd.readouterr().out
     rows = json.loads((tmp_path / "m.json").read_text())
