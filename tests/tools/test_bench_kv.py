@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,41 @@ def test_pages_are_sent_compared_timed_and_written(
     printed = capsys.readouterr().out
     assert "spans of a layer" in printed
     assert "4 KiB mooncake shim" in printed
+    assert printed.count("% apart") == 2
+
+
+def test_ways_take_turns_and_compute_alone_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    monkeypatch.setattr(kv_ranks, "_compute_alone", lambda *_: runs.append("compute"))
+    monkeypatch.setattr(
+        kv_ranks, "_one", lambda _, name, call, given, times: runs.append(name) if given else None
+    )
+    options = argparse.Namespace(repeats=4)
+    side = argparse.Namespace(case=None, notes=[], systems=[], send=print)
+    compute = argparse.Namespace(on_gpu=False)
+    kv_ranks._measure(options, side, compute)  # type: ignore[arg-type]
+    turns = [runs[at : at + 4] for at in range(0, len(runs), 4)]
+    assert [turn[0] for turn in turns] == [
+        "compute",
+        "signals",
+        "by layer",
+        "at the end",
+        "compute",
+    ]
+    assert all(sorted(turn) == sorted(turns[0]) for turn in turns)
+
+
+@pytest.mark.parametrize(("ttft_s", "more"), [(1.01, "nothing"), (0.65, "-35.0%"), (1.2, "20.0%")])
+def test_an_overhead_within_the_spread_of_compute_alone_is_nothing(
+    ttft_s: float, more: str
+) -> None:
+    ttft = {"compute": [0.99, 1.0, 1.02], "by layer": [ttft_s] * 3}
+    alone, other = kv._figures(
+        argparse.Namespace(layers=1, layer_bytes=1024),  # type: ignore[arg-type]
+        kv_ranks.Measured(kv_ranks.Case(1024, 1), ttft_s=ttft),
+    )
+    assert kv._more(alone) == "3.0% apart"
+    assert kv._more(other) == more
 
 
 class Wrong(kv_systems.Mooncake):

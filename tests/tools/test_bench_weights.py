@@ -72,6 +72,22 @@ def test_decode_beside_an_update(tmp_path: Path) -> None:
     assert not any(way["wrong"] for way in ways)
 
 
+def test_a_p99_within_the_spread_of_rounds_alone_is_nothing() -> None:
+    rounds = {
+        "alone": [[90.0], [100.0], [110.0]],
+        "with priorities": [[115.0]],
+        "same class": [[140.0]],
+    }
+    ways = weights_decode._figures(
+        rounds, {name: [1.0] for name in rounds}, dict.fromkeys(rounds, 0)
+    )
+    options = weights_decode.Options(
+        device="cpu", pairs=3, transport="loopback", transport_settings=""
+    )
+    alone, nothing, more = weights_decode.text(options, ways).splitlines()[2:5]
+    assert (alone.split()[4], nothing.split()[5], more.split()[5]) == ("-", "nothing", "40.0")
+
+
 @pytest.mark.parametrize(
     ("transport", "settings", "nics"),
     [

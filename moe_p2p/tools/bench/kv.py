@@ -2,8 +2,10 @@
 
 Each page size carries the same bytes a layer, in pages that lie at random places on both sides. Two
 figures of each: a whole request without compute, by several systems, and the time to the first
-token (TTFT) of a model whose layers take the time of kv_compute.py. Systems take turns. The bytes
-of every system are compared at decode, after each page size.
+token (TTFT) of a model whose layers take the time of kv_compute.py. Systems and the compute alone
+take turns, and begin a turn each. `more`: of the TTFT than compute alone takes, or `nothing` where
+it is within the spread of compute alone, whose row shows it. The bytes of every system are compared
+at decode, after each run.
 
 `signals`: KVSignals; `graph`, on GPUs: the same, replayed from a CUDA graph of the pass; `by
 layer`: KVSending.layer after each layer; `at the end`: after the last.
@@ -34,6 +36,7 @@ from moe_p2p.tools import launch
 from moe_p2p.tools.bench import kv_ranks, kv_systems
 from moe_p2p.tools.bench.kv_ranks import Measured, Options
 from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.bench.turns import Alone
 from moe_p2p.tools.option_types import at_least_1, each_at_least_1, output_file, zero_or_more
 
 KIB = 1024
@@ -54,6 +57,8 @@ class Figure:
     ttft_ms: float | None = None
     least_ttft_ms: float | None = None
     overhead_percent: float | None = None  # of the compute alone
+    spread_percent: float | None = None  # of the runs of compute alone
+    overhead_seen: bool = True  # more than that spread
     writes: int | None = None
     spans_us: dict[str, tuple[float, ...]] = field(default_factory=dict)
     wrong_bytes: int = 0
@@ -83,12 +88,14 @@ def main(arguments: list[str]) -> int:
 def _figures(options: Options, measured: Measured) -> list[Figure]:
     """One for each system; the first is the compute alone."""
     pages = measured.case.num_pages * options.layers
-    alone = statistics.median(measured.ttft_s["compute"])
+    alone = Alone.of(measured.ttft_s["compute"])
     figures = []
-    for system in dict.fromkeys([*measured.ttft_s, *measured.request_s]):
+    named = ["compute", *kv_ranks.OURS, *measured.ttft_s]
+    for system in dict.fromkeys(name for name in named if name in measured.ttft_s):
         request, ttft = measured.request_s.get(system), measured.ttft_s.get(system)
         spans = measured.spans_s.get(system, {})
         taken = statistics.median(request) if request else None
+        token = statistics.median(ttft) if ttft else None
         figures.append(
             Figure(
                 page_kib=measured.case.page_bytes / KIB,
@@ -98,9 +105,11 @@ def _figures(options: Options, measured: Measured) -> list[Figure]:
                 least_request_ms=min(request) * 1e3 if request else None,
                 pages_per_s=taken and pages / taken,
                 gbytes_per_s=taken and options.layers * options.layer_bytes / taken / 1e9,
-                ttft_ms=statistics.median(ttft) * 1e3 if ttft else None,
+                ttft_ms=token and token * 1e3,
                 least_ttft_ms=min(ttft) * 1e3 if ttft else None,
-                overhead_percent=(statistics.median(ttft) / alone - 1) * 100 if ttft else None,
+                overhead_percent=token and (token / alone.median - 1) * 100,
+                spread_percent=alone.spread_percent,
+                overhead_seen=bool(token and alone.is_seen(token)),
                 writes=measured.writes.get(system),
                 spans_us={
                     name: tuple(_at(times, percent) * 1e6 for percent in (50, 99, 99.9))
@@ -133,7 +142,7 @@ def text(options: Options, measured: list[Measured], figures: list[Figure]) -> s
             _cell(each.writes, ",d"),
             _cell(each.ttft_ms, ".2f"),
             _cell(each.least_ttft_ms, ".2f"),
-            _cell(each.overhead_percent, ".1f", "%"),
+            _more(each),
         )
         lines.append(
             f"{each.page_kib:>3g} KiB {each.system:16}{each.num_pages:>8,}"
@@ -151,6 +160,14 @@ def text(options: Options, measured: list[Measured], figures: list[Figure]) -> s
                 f"{each.page_kib:>3g} KiB {each.system:30}" + "".join(f"{c:>26}" for c in shown)
             )
     return "\n".join(lines)
+
+
+def _more(figure: Figure) -> str:
+    if figure.system == "compute":
+        return _cell(figure.spread_percent, ".1f", "% apart")
+    if figure.ttft_ms is None or figure.overhead_seen:
+        return _cell(figure.overhead_percent, ".1f", "%")
+    return "nothing"
 
 
 def _cell(value: float | None, form: str, unit: str = "") -> str:

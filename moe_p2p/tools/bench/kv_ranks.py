@@ -31,6 +31,7 @@ from moe_p2p.tools.bench.kv_compute import (
     computed,
     synchronize,
 )
+from moe_p2p.tools.bench.turns import in_turns
 from moe_p2p.transfers import Report
 
 LOOPBACK_NICS = 2  # of an engine that is not told otherwise
@@ -301,15 +302,18 @@ class _Reports(KVTransferStats):
 
 def _measure(options: Options, side: Side, compute: Compute) -> Measured:
     measured = Measured(side.case, notes=side.notes)
-    runs: list[tuple[str, Callable[[Compute | None], Sent]]] = [
+    runs: list[tuple[str, Callable[[Compute | None], Sent] | None]] = [("compute", None)]
+    runs += [
         (how, functools.partial(side.send, how)) for how in OURS if how != "graph" or compute.on_gpu
     ]
     runs += [(each.name, functools.partial(side.send_by, each)) for each in side.systems]
     for repeat in range(options.repeats + 1):
         # The first is not timed, but compared.
         times = measured if repeat else Measured(side.case, wrong_bytes=measured.wrong_bytes)
-        _compute_alone(side, compute, times)
-        for name, call in runs:
+        for name, call in in_turns(runs, repeat):
+            if call is None:
+                _compute_alone(side, compute, times)
+                continue
             for given in (None, compute):
                 if given is None and name in ("at the end", "graph"):
                     continue  # the same as by layer, or signals

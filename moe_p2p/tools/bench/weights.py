@@ -1,8 +1,8 @@
 """`python -m moe_p2p bench --api weights`: trainers in bf16 write into generators in fp8.
 
 Shapes: a public model's, with its layers scaled down. Every byte is compared before a figure
-counts. Beside an update, in the same run: a peer copy of 64 MiB, and what trainers do today: gather
-each parameter, broadcast whole tensors from rank 0 in buckets (NCCL; gloo on CPUs), and load them.
+counts. In turns with updates: a peer copy of 64 MiB, and what trainers do today: gather each
+parameter, broadcast whole tensors from rank 0 in buckets (NCCL; gloo on CPUs), and load them.
 `--decode` times pairs of dispatch and combine while weights move (weights_decode.py).
 """
 
@@ -22,6 +22,7 @@ from moe_p2p import version
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import weights_decode, weights_ranks
 from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.bench.turns import Alone
 from moe_p2p.tools.bench.weights_ranks import Measured, Options
 from moe_p2p.tools.option_types import above_zero, at_least_1, output_file
 from moe_p2p.weights.models import MODELS
@@ -36,6 +37,7 @@ class Figures:
 
     update_ms: float
     least_update_ms: float
+    spread_ms: float  # how far updates are apart
     stages_ms: dict[str, float]  # of trainers
     thread_ms: dict[str, float]  # of a trainer's thread, while bytes move
     generator_ms: dict[str, float]
@@ -128,7 +130,8 @@ def figures(options: Options, measured: Sequence[Measured]) -> Figures:
     rate = busiest.sent.link / crossing / 1e9 if crossing else None
     both = (busiest.sent.link + busiest.sent.local) / moving / 1e9 if moving else None
     joiner = max(measured, key=lambda each: each.join_s or 0.0)
-    peer = next((each.peer_copy_gbytes_per_s for each in sources), None)
+    copies = next((each.peer_copies for each in sources if each.peer_copies), None)
+    peer = statistics.median(copies) if copies else None
     loads = [each.baseline_s for each in everybody if each.baseline_s]
     baseline = statistics.median(map(max, zip(*loads, strict=True))) if loads else None
     update = statistics.median(updates)
@@ -145,6 +148,7 @@ def figures(options: Options, measured: Sequence[Measured]) -> Figures:
     return Figures(
         update_ms=update * 1e3,
         least_update_ms=min(updates) * 1e3,
+        spread_ms=Alone.of(updates).spread * 1e3,
         stages_ms=stages,
         thread_ms=_slowest([each.thread_s for each in sources]),
         generator_ms=theirs,
@@ -197,7 +201,8 @@ def text(options: Options, found: Figures) -> str:
         lines.append("stage of a generator that joins")
         lines += [f"  {name:22}{ms:>10.2f}" for name, ms in found.joiner_ms.items()]
     rows = [
-        ("update", f"{found.update_ms:.1f} ms (least {found.least_update_ms:.1f})"),
+        ("update", f"{found.update_ms:.1f} ms (least {found.least_update_ms:.1f}, "
+         f"{found.spread_ms:.1f} apart)"),
         ("pause_ms", f"{found.pause_ms:.2f} ({found.pause_ms_per_8gb:.1f} per 8 GB)"),
         ("join_ms", _cell(found.join_ms, ".1f")),
         ("with its plan and memory", _cell(sum(found.joiner_ms.values()) or None, ".1f")),

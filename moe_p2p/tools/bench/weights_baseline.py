@@ -30,59 +30,59 @@ def peer_copy(device: torch.device) -> float | None:
         other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
     source = torch.ones(PEER_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(PEER_BYTES, dtype=torch.uint8, device=other)
-    best = 0.0
-    for _ in range(3):
-        target.copy_(source)
-        for each in {device, other}:
-            if each.type == "cuda":
-                torch.cuda.synchronize(each)
-        began = time.monotonic()
-        for _ in range(PEER_COPIES):
-            target.copy_(source, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = max(best, PEER_COPIES * PEER_BYTES / (time.monotonic() - began) / 1e9)
-    return best
+    target.copy_(source)
+    for each in {device, other}:
+        if each.type == "cuda":
+            torch.cuda.synchronize(each)
+    began = time.monotonic()
+    for _ in range(PEER_COPIES):
+        target.copy_(source, non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return PEER_COPIES * PEER_BYTES / (time.monotonic() - began) / 1e9
 
 
-def run(side: Any) -> None:
+class Baseline:
     """Gather, broadcast of whole tensors from rank 0 in buckets, and the loader.
 
-    NCCL takes one rank a GPU: where ranks share GPUs, trainers load what generators would.
+    NCCL takes one rank a GPU: where ranks share GPUs, trainers load what generators would. All
+    ranks make one; joiners have no part in it.
     """
-    options, on_gpu = side.options, side.device.type == "cuda"
-    ranks = list(range(options.trainers + options.generators))
-    shares = on_gpu and launch.num_gpus() < len(ranks)
-    if shares:
-        ranks = ranks[: options.trainers]
-    enough = not shares or options.generators <= options.trainers <= launch.num_gpus()
-    if not enough:
-        side.measured.notes.append("no baseline: NCCL takes one rank a GPU, and there are too few")
-        return
-    backend = "nccl" if on_gpu else "gloo"
-    everybody = dist.new_group(ranks, backend=backend)
-    gathers = dist.new_group(range(options.trainers), backend=backend)
-    loader = None
-    number = side.rank if shares else side.rank - options.trainers
-    if side.rank in ranks and 0 <= number < options.generators:
-        loader = Loader(side.layouts[1], number, side.device)
-    version = options.repeats + 1
-    for repeat in range(options.repeats + 1):
-        side.synchronize()
-        dist.barrier()
-        began = time.monotonic()
-        if side.rank in ranks:
-            _broadcast(side, loader, everybody, gathers)
-            side.synchronize()
-        if repeat:
-            side.measured.baseline_s.append(time.monotonic() - began)
-        dist.barrier()
-    if loader is not None:
-        wanted = Loader(side.layouts[1], number, side.device)
+
+    def __init__(self, side: Any) -> None:
+        self._side = side
+        options, on_gpu = side.options, side.device.type == "cuda"
+        ranks = list(range(options.trainers + options.generators))
+        shares = on_gpu and launch.num_gpus() < len(ranks)
+        if shares:
+            ranks = ranks[: options.trainers]
+        self.runs = not shares or options.generators <= options.trainers <= launch.num_gpus()
+        if not self.runs:
+            note = "no baseline: NCCL takes one rank a GPU, and there are too few"
+            side.measured.notes.append(note)
+            return
+        backend = "nccl" if on_gpu else "gloo"
+        self._everybody = dist.new_group(ranks, backend=backend)
+        self._gathers = dist.new_group(range(options.trainers), backend=backend)
+        self._has_part = side.rank in ranks
+        self._loader: Loader | None = None
+        self._number = side.rank if shares else side.rank - options.trainers
+        if self._has_part and 0 <= self._number < options.generators:
+            self._loader = Loader(side.layouts[1], self._number, side.device)
+
+    def run(self) -> None:
+        if self._has_part:
+            _broadcast(self._side, self._loader, self._everybody, self._gathers)
+
+    def check(self, version: int) -> None:
+        side, loader = self._side, self._loader
+        if loader is None:
+            return
+        wanted = Loader(side.layouts[1], self._number, side.device)
         reference = wanted.load_all(side.layouts[0].params, version)
         for name, tensor in loader.tensors.items():
             if not torch.equal(_bytes(tensor), _bytes(reference[name])):
-                side.measured.wrong.append(f"baseline, generator {number}: {name} differs")
+                side.measured.wrong.append(f"baseline, generator {self._number}: {name} differs")
 
 
 def _broadcast(side: Any, loader: Loader | None, everybody: Any, gathers: Any) -> None:

@@ -5,12 +5,15 @@ it, weights are class 2, or class 0 too ("same class": what happens without prio
 timed NIC carries weights, pairs of a second engine show what the link alone does to them: weights
 of class 2 take their time on it and are not copied ("not copied"). Each pair is timed from before
 dispatch until its stream is done: a wait for the device would be one for copies of weights, too.
-Ways take turns, in rounds; a way whose pairs take so long that its time is up ends with fewer.
+Ways take turns, in rounds, and begin a round each; a way whose pairs take so long that its time is
+up ends with fewer. `more`: of the p99 alone, or `nothing` where it is within the spread of the p99
+of rounds alone, which is printed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +29,7 @@ from moe_p2p.nics.transport import TIMED
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.bench.options import NICS_OF_A_GPU
+from moe_p2p.tools.bench.turns import Alone, in_turns
 from moe_p2p.transfers import Request
 
 HIDDEN, TOPK, EXPERTS, TOKENS = 7168, 8, 256, 32
@@ -60,6 +64,8 @@ class Way:
     gbytes_per_s: float
     pairs: int
     allowed_us: float | None = None  # p99 alone, and 10% or 10 us more, whichever is more
+    spread_us: float = 0.0  # of the p99 of rounds alone
+    seen: bool = True  # its p99 is further from that alone than that
     wrong: int = 0
 
 
@@ -190,7 +196,7 @@ class _Decode:
 
 
 def _ways(rank: int, sides: dict[str, tuple[_Decode, int | None]]) -> list[Way]:
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[list[float]]] = {name: [] for name in sides}
     rates: dict[str, list[float]] = {name: [] for name in sides}
     wrong = dict.fromkeys(sides, 0)
     each_once = {id(side): side for side, _ in sides.values()}.values()
@@ -198,19 +204,20 @@ def _ways(rank: int, sides: dict[str, tuple[_Decode, int | None]]) -> list[Way]:
         for _ in range(50):  # warm-up
             side.pair()
     for number in range(ROUNDS):
-        for name, (side, priority) in sides.items():
+        for name, (side, priority) in in_turns(list(sides.items()), number):
             side.target.zero_()
             side.synchronize()
             dist.barrier()
             side.sent, began = 0, time.monotonic()
-            out = side.round(times[name], priority)
+            times[name].append([])
+            out = side.round(times[name][-1], priority)
             moved, took = side.sent, time.monotonic() - began
             rates[name].append(moved / took / 1e9)
             side.stop()
             dist.barrier()
             wrong[name] += side.wrong(out, priority)
             if rank == 0:
-                text = f"{len(times[name]):,} pairs, {time.monotonic() - began:.1f} s"
+                text = f"{len(times[name][-1]):,} pairs, {time.monotonic() - began:.1f} s"
                 text = f"round {number + 1} of {ROUNDS}, {name}: {text}"
                 print(text, file=sys.stderr, flush=True)
     for side in each_once:
@@ -219,24 +226,32 @@ def _ways(rank: int, sides: dict[str, tuple[_Decode, int | None]]) -> list[Way]:
 
 
 def _figures(
-    times: dict[str, list[float]], rates: dict[str, list[float]], wrong: dict[str, int]
+    times: dict[str, list[list[float]]], rates: dict[str, list[float]], wrong: dict[str, int]
 ) -> list[Way]:
+    """times: of each round of a way."""
     found: list[Way] = []
-    for name, each in times.items():
-        ordered = sorted(each)
-        alone = found[0].p99_us if found else None
+    spread = Alone.of([_p99(each) for each in times["alone"]]).spread
+    for name, rounds in times.items():
+        every = [us for each in rounds for us in each]
+        alone, p99 = found[0].p99_us if found else None, _p99(every)
         found.append(
             Way(
                 name,
-                ordered[len(ordered) // 2],
-                ordered[(len(ordered) - 1) * 99 // 100],
+                statistics.median_low(every),
+                p99,
                 sum(rates[name]) / len(rates[name]),
-                len(each),
+                len(every),
                 None if alone is None else alone + max(0.1 * alone, 10.0),
+                spread,
+                alone is not None and Alone(alone, spread).is_seen(p99),
                 wrong[name],
             )
         )
     return found
+
+
+def _p99(times: list[float]) -> float:
+    return sorted(times)[(len(times) - 1) * 99 // 100]
 
 
 def text(options: Options, ways: list[Way]) -> str:
@@ -244,15 +259,19 @@ def text(options: Options, ways: list[Way]) -> str:
         f"pairs of dispatch and combine beside weights, 2 nodes of 1 rank, T {TOKENS}, "
         f"H {options.hidden}, up to {options.pairs:,} of each way, transport {options.transport} "
         f"{options.transport_settings}",
-        f"{'weights':18}{'pairs':>8}{'p50, us':>12}{'p99, us':>12}{'allowed p99':>14}"
-        f"{'weights, GB/s':>16}",
+        f"{'weights':18}{'pairs':>8}{'p50, us':>12}{'p99, us':>12}{'more, us':>12}"
+        f"{'allowed p99':>14}{'weights, GB/s':>16}",
     ]
     for way in ways:
-        allowed = "-" if way.allowed_us is None else f"{way.allowed_us:.1f}"
+        allowed, more = "-", "-"
+        if way.allowed_us is not None:
+            allowed = f"{way.allowed_us:.1f}"
+            more = f"{way.p99_us - ways[0].p99_us:.1f}" if way.seen else "nothing"
         lines.append(
-            f"{way.name:18}{way.pairs:>8,}{way.p50_us:>12.1f}{way.p99_us:>12.1f}{allowed:>14}"
-            f"{way.gbytes_per_s:>16.2f}"
+            f"{way.name:18}{way.pairs:>8,}{way.p50_us:>12.1f}{way.p99_us:>12.1f}{more:>12}"
+            f"{allowed:>14}{way.gbytes_per_s:>16.2f}"
         )
+    lines.append(f"p99 of rounds alone are {ways[0].spread_us:.1f} us apart")
     return "\n".join(lines)
 
 

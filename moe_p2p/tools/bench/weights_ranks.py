@@ -11,9 +11,10 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe_p2p.errors import ProtocolError, require
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import weights_baseline
 from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.bench.turns import in_turns
 from moe_p2p.tools.bench.weights_loader import Loader, fill, shards
 from moe_p2p.tools.bench.weights_watched import Posted, Watched
 from moe_p2p.weights import WeightGenerator, WeightLayout, WeightTrainer, agree_in
@@ -123,7 +125,7 @@ class Measured:
     high_water: int = 0
     watermark: int = 0
     host_bytes: int = 0  # of tensors on the host, of a GPU; resident memory that updates added
-    peer_copy_gbytes_per_s: float | None = None
+    peer_copies: list[float] = field(default_factory=list)  # GB/s
     join_s: float | None = None  # since its descriptors were known
     joined_s: dict[str, float] = field(default_factory=dict)  # by stage, from its begin
     wrong: list[str] = field(default_factory=list)
@@ -141,9 +143,10 @@ def run(options: Options) -> list[Measured]:
         side = _Trainer if rank < options.trainers else _Generator if rank < first else _Joiner
         with _store(rank) as store, _engine(rank, device) as engine:
             mine = side(options, rank, engine, device)
+            baseline = weights_baseline.Baseline(mine) if options.baseline else None
             mine.at_rest = mine.memory()
             mine.open(store)
-            _measure(mine)
+            _measure(mine, baseline if baseline and baseline.runs else None)
             if options.join:
                 _join(mine, options.repeats + 2)
             mine.close()
@@ -379,43 +382,58 @@ def spans(stages: dict[str, float]) -> dict[str, float]:
     return {name: end - begin for (name, end), begin in zip(ends, begins, strict=False)}
 
 
-def _measure(side: _Side) -> None:
-    options, measured = side.options, side.measured
-    if isinstance(side, _Joiner):
-        for _ in range(2 * (options.repeats + 1) + 1):
+def _measure(side: _Side, baseline: weights_baseline.Baseline | None) -> None:
+    """Updates, the baseline and peer copies take turns; the first turn is a warm-up."""
+    measured, last = side.measured, side.options.repeats + 1
+    ways: list[Callable[[int], None]] = [partial(_update, side), partial(_peer_copy, side)]
+    if baseline is not None:
+        ways.append(partial(_baseline, side, baseline))
+    for version in range(1, last + 1):
+        if not isinstance(side, _Joiner):
+            side.prepare(version)
+        for way in in_turns(ways, version):
+            side.synchronize()
             dist.barrier()
-        if options.baseline:
-            weights_baseline.run(side)
-        return
-    resident = 0
-    for version in range(1, options.repeats + 2):
-        side.prepare(version)
-        side.synchronize()
-        dist.barrier()
-        if version == 2:
-            resident = _resident()
-        if side.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(side.device)
-        measured.began.append(time.monotonic())
-        side.update(version)
-        side.synchronize()
-        measured.ended.append(time.monotonic())
-        measured.high_water = max(measured.high_water, _beside(side))
-        dist.barrier()
-        if version in (1, options.repeats + 1):
-            if version > 1:
-                measured.host_bytes = max(_resident() - resident, 0)
-            side.check(version)
-        if version == 1:  # a warm-up
-            warm: list[list[Any]] = [measured.began, measured.ended, measured.spans_s]
-            for each in (*warm, measured.thread_s, measured.pause_s, measured.posted):
+            way(version)
+            dist.barrier()
+        if version in (1, last):
+            if not isinstance(side, _Joiner):
+                side.check(version)
+            if baseline is not None:
+                baseline.check(version)
+        if version == 1:
+            measured.host_bytes = 0
+            for each in (measured.began, measured.ended, measured.spans_s, measured.thread_s,
+                         measured.pause_s, measured.posted, measured.baseline_s,
+                         measured.peer_copies):  # fmt: skip
                 each.clear()
     measured.watermark = side.allowed()
-    if side.rank == 0:
-        measured.peer_copy_gbytes_per_s = weights_baseline.peer_copy(side.device)
-    dist.barrier()
-    if options.baseline:
-        weights_baseline.run(side)
+
+
+def _update(side: _Side, version: int) -> None:
+    measured, resident = side.measured, _resident()
+    if isinstance(side, _Joiner):
+        return
+    if side.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(side.device)
+    measured.began.append(time.monotonic())
+    side.update(version)
+    side.synchronize()
+    measured.ended.append(time.monotonic())
+    measured.high_water = max(measured.high_water, _beside(side))
+    measured.host_bytes += max(_resident() - resident, 0)
+
+
+def _peer_copy(side: _Side, _: int) -> None:
+    if side.rank == 0 and (rate := weights_baseline.peer_copy(side.device)):
+        side.measured.peer_copies.append(rate)
+
+
+def _baseline(side: _Side, baseline: weights_baseline.Baseline, _: int) -> None:
+    began = time.monotonic()
+    baseline.run()
+    side.synchronize()
+    side.measured.baseline_s.append(time.monotonic() - began)
 
 
 def _beside(side: _Side) -> int:
