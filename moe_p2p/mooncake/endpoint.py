@@ -15,10 +15,10 @@ import torch
 from moe_p2p import env, errors
 from moe_p2p.config import EngineConfig
 from moe_p2p.engine import Engine
-from moe_p2p.mooncake import codes, handshake, memory
+from moe_p2p.mooncake import codes, handshake, memory, peers, transfer
 from moe_p2p.mooncake.codes import instead_of_errors
 from moe_p2p.nics import topology
-from moe_p2p.transfers import Memory, Region, Request
+from moe_p2p.transfers import Memory
 
 _TRANSPORTS = {"rdma": "auto", "tcp": "auto", "efa": "libfabric", "": "auto"}
 
@@ -29,10 +29,10 @@ class Endpoint:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._service: handshake.Service | None = None
+        self._peers: peers.Peers | None = None
         self._lock = threading.RLock()  # of what follows
         self._memory = memory.Table()  # values: Memory
         self._first: list[int] = []  # addresses in the order of their registration
-        self._remotes: dict[str, memory.Remote] = {}
         self._notifies: list[codes.TransferNotify] = []
         self._managed: dict[int, Any] = {}
 
@@ -69,6 +69,7 @@ class Endpoint:
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         gpu = torch.cuda.current_device() if on_gpu else None
         self._engine = Engine(config, label=f"mooncake engine of {local_hostname}", gpu=gpu)
+        self._peers = peers.Peers(self._engine)
         self._service = handshake.Service(_host_of(local_hostname), _answering(self))
         weakref.finalize(self, _close, self._engine, self._service)
         return 0
@@ -117,7 +118,7 @@ class Endpoint:
 
         0; -7 where it overlaps registered memory. location is ignored: the memory says where it is.
         """
-        engine = self._opened()
+        engine, _ = self._connections()
         errors.require(buffer_addr > 0, f"buffer_addr is {buffer_addr}, must be an address")
         errors.require(capacity > 0, f"capacity is {capacity}, must be positive")
         with self._lock:
@@ -142,11 +143,12 @@ class Endpoint:
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        """register_memory of each; ends at the first that fails, with its code."""
+        """register_memory of each, or of none: the code of the first that fails."""
         if len(buffer_addresses) != len(capacities):
             return codes.REGISTERED  # as the wheel
-        for address, capacity in zip(buffer_addresses, capacities, strict=True):
-            if (code := self.register_memory(address, capacity, location)) != 0:
+        for number, address in enumerate(buffer_addresses):
+            if (code := self.register_memory(address, capacities[number], location)) != 0:
+                self.batch_unregister_memory(buffer_addresses[:number])
                 return code
         return 0
 
@@ -158,7 +160,8 @@ class Endpoint:
     @instead_of_errors(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
         """Address of what the engine at host:port registered first; 0: nothing, or no engine."""
-        return self._remote(segment_name, asks=True).first
+        with self._peer(segment_name) as remote:
+            return remote.first
 
     @instead_of_errors(0)
     def allocate_managed_buffer(self, length: int) -> int:
@@ -206,90 +209,44 @@ class Endpoint:
     @instead_of_errors(codes.FAILED)
     def warmup_efa_segment(self, segment_name: str) -> int:
         """Connects to the engine at host:port before its first transfer."""
-        self._remote(segment_name)
-        return 0
+        with self._peer(segment_name):
+            return 0
 
     # --- inside ---
 
-    def _opened(self) -> Engine:
-        if self._engine is None:
-            raise errors.make(errors.InvalidArgumentError, "call initialize() first")
-        return self._engine
-
     def _host_memory(self, address: int, length: int) -> int:
-        with self._lock:
-            found = self._memory.find(address, length)
+        found = self._find(address, length)
         errors.require(
             found is not None and length >= 0 and not found[0].tensor.is_cuda,
             f"{length} bytes at {address:#x} are not registered host memory",
         )
         return address
 
-    def _remote(self, session: str, *, asks: bool = False) -> memory.Remote:
-        """Returns the peer; asks: with the memory that it has registered by now."""
-        engine = self._opened()
-        with self._lock:
-            known = self._remotes.get(session)
-        if known is not None and not asks:
-            return known
-        answer = handshake.ask(session, {"memory": True})
-        with self._lock:
-            if known is None or self._remotes.get(session) is not known:
-                known = self._remotes.setdefault(session, memory.Remote(engine, answer))
-            known.update(answer)
-        return known
+    def _begin(
+        self, session: str, pieces: Sequence[tuple[int, int, int]], opcode: codes.TransferOpcode
+    ) -> transfer.Transfer:
+        """pieces: (address here, address there, bytes)."""
+        engine, peers = self._connections()
+        named = [transfer.Piece(*piece) for piece in pieces]
+        return transfer.Transfer(engine, peers, self._find, session, named, opcode)
 
     @contextlib.contextmanager
-    def _dropping(self, session: str) -> Iterator[None]:
-        """Forgets a peer with which a transfer failed: the next one looks for it again."""
+    def _peer(self, session: str) -> Iterator[peers.Remote]:
+        _, known = self._connections()
+        remote = known.take(session, asks=True)
         try:
-            yield
-        except errors.InvalidArgumentError:
-            raise  # nothing was sent
-        except errors.MoeP2pError:
-            with self._lock:
-                remote = self._remotes.pop(session, None)
-            if remote is not None:
-                remote.disconnect()
-            raise
+            yield remote
+        finally:
+            known.give_back(remote)
 
-    def _submit(
-        self, session: str, pieces: Sequence[tuple[int, int, int]], opcode: codes.TransferOpcode
-    ) -> list[Request]:
-        """pieces: (address here, address there, bytes). One request for all of one size."""
-        engine, remote, asked = self._opened(), self._remote(session), False
-        groups: dict[tuple[Memory, Region, int], tuple[list[int], list[int]]] = {}
-        for here, there, nbytes in pieces:
-            if nbytes == 0:
-                continue
-            with self._lock:
-                local = self._memory.find(here, nbytes)
-                far = remote.find(there, nbytes)
-            errors.require(
-                local is not None, f"{nbytes} bytes at {here:#x} are not registered memory"
-            )
-            if far is None and not asked:
-                remote, asked = self._remote(session, asks=True), True
-                far = remote.find(there, nbytes)
-            if local is None or far is None:
-                memory.refuse_unknown(session, there, nbytes)
-                continue
-            offsets, far_offsets = groups.setdefault((local[0], far[0], nbytes), ([], []))
-            offsets.append(local[1])
-            far_offsets.append(far[1])
-        move = engine.write_pages if opcode is codes.TransferOpcode.Write else engine.read_pages
-        return [
-            move(
-                registered,
-                region,
-                page_bytes=nbytes,
-                stride=1,  # pages are offsets
-                region_stride=1,
-                pages=torch.tensor(offsets, dtype=torch.int64, device="cpu"),
-                region_pages=torch.tensor(far_offsets, dtype=torch.int64, device="cpu"),
-            )
-            for (registered, region, nbytes), (offsets, far_offsets) in groups.items()
-        ]
+    def _connections(self) -> tuple[Engine, peers.Peers]:
+        if self._engine is None or self._peers is None:
+            raise errors.make(errors.InvalidArgumentError, "call initialize() first")
+        return self._engine, self._peers
+
+    def _find(self, address: int, nbytes: int) -> tuple[Memory, int] | None:
+        with self._lock:
+            return self._memory.find(address, nbytes)
 
 
 def _host_of(name: str) -> str:

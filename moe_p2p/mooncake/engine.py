@@ -15,7 +15,7 @@ from moe_p2p import errors
 from moe_p2p.mooncake import codes, handshake
 from moe_p2p.mooncake.codes import TransferNotify, TransferOpcode, instead_of_errors
 from moe_p2p.mooncake.endpoint import Endpoint
-from moe_p2p.transfers import Request
+from moe_p2p.mooncake.transfer import Transfer
 
 __all__ = ["Read", "TransferEngine", "TransferNotify", "TransferOpcode", "Write"]
 
@@ -34,7 +34,7 @@ class TransferEngine(Endpoint):
 
     def __init__(self) -> None:
         super().__init__()
-        self._batches: dict[int, tuple[str, list[Request]]] = {}
+        self._batches: dict[int, Transfer] = {}
         self._numbers = itertools.count(1)
 
     # --- transfers that are waited for: 0, or a negative number ---
@@ -115,9 +115,7 @@ class TransferEngine(Endpoint):
     ) -> int:
         """Any number of pieces; runs that follow each other on both sides travel as one."""
         pieces = list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
-        with self._dropping(target_hostname):
-            for request in self._submit(target_hostname, pieces, opcode):
-                request.wait()
+        self._begin(target_hostname, pieces, opcode).wait()
         if notify is not None:
             handshake.ask(target_hostname, {"notify": [notify.name, notify.msg]})
         return 0
@@ -175,10 +173,9 @@ class TransferEngine(Endpoint):
     ) -> int:
         """Returns a number for get_batch_transfer_status; 0 on failure."""
         pieces = list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
-        with self._dropping(target_hostname):
-            requests = self._submit(target_hostname, pieces, opcode)
+        begun = self._begin(target_hostname, pieces, opcode)
         number = next(self._numbers)
-        self._batches[number] = (target_hostname, requests)
+        self._batches[number] = begun
         return number
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
@@ -189,16 +186,15 @@ class TransferEngine(Endpoint):
     @instead_of_errors(codes.FAILED)
     def transfer_check_status(self, batch_id: int) -> int:
         """0: under way, 1: done, negative: failed. Asked again until it is not 0."""
-        _, requests = self._batches.get(batch_id, ("", []))
-        if not all(request.done() for request in requests):
+        transfer = self._batches.get(batch_id)
+        if transfer is not None and not transfer.done():
             return codes.PENDING
         return codes.COMPLETED if self._wait_batch(batch_id) == 0 else codes.FAILED
 
     @instead_of_errors(codes.FAILED)
     def _wait_batch(self, number: int) -> int:
-        session, requests = self._batches.pop(number, ("", None))
-        errors.require(requests is not None, f"{number} is no transfer, or was asked for before")
-        with self._dropping(session):
-            for request in requests or ():
-                request.wait()
+        transfer = self._batches.pop(number, None)
+        errors.require(transfer is not None, f"{number} is no transfer, or was asked for before")
+        if transfer is not None:
+            transfer.wait()
         return 0

@@ -1,4 +1,4 @@
-"""Memory that is known by its address: registered, found again, and named to peers."""
+"""Memory that is known by its address: registered, found again, and described to peers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
-from moe_p2p.engine import Engine
 from moe_p2p.gpu import driver
-from moe_p2p.transfers import Memory, Peer, Region
+from moe_p2p.transfers import Memory
 
 
 def tensor_at(address: int, nbytes: int) -> Tensor:
@@ -87,39 +85,6 @@ class Table:
         return list(self._entries)
 
 
-class Remote:
-    """A peer's memory by address, as it was when the peer was asked."""
-
-    def __init__(self, engine: Engine, answer: dict[str, Any]) -> None:
-        self.first = 0
-        self._engine = engine
-        self._peer: Peer = engine.connect(bytes.fromhex(answer["address"]))
-        self._regions: dict[str, Region] = {}  # by descriptor
-        self.update(answer)
-
-    def update(self, answer: dict[str, Any]) -> None:
-        """Takes a newer answer; regions that are known stay resolved."""
-        table = Table()
-        for address, nbytes, descriptor in answer["memory"]:
-            table.add(address, nbytes, descriptor)
-        self._table = table
-        self.first = answer["first"]
-
-    def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
-        found = self._table.find(address, nbytes)
-        if found is None:
-            return None
-        descriptor, offset = found
-        region = self._regions.get(descriptor)
-        if region is None:
-            region = self._engine.resolve(bytes.fromhex(descriptor), self._peer)
-            self._regions[descriptor] = region
-        return region, offset
-
-    def disconnect(self) -> None:
-        self._peer.disconnect()
-
-
 def described(entries: list[_Entry]) -> list[tuple[int, int, str]]:
     """What a peer is told of this side's memory."""
     made = []
@@ -127,11 +92,3 @@ def described(entries: list[_Entry]) -> list[tuple[int, int, str]]:
         memory: Memory = entry.value
         made.append((entry.address, entry.nbytes, memory.descriptor.hex()))
     return made
-
-
-def refuse_unknown(session: str, address: int, nbytes: int) -> None:
-    raise errors.make(
-        errors.InvalidArgumentError,
-        f"{nbytes} bytes at {address:#x} are not within memory that the engine at {session} has "
-        "registered",
-    )

@@ -30,6 +30,7 @@ PINNED = {
     "sgl-deep-ep": "0.1.2.post1",  # DeepEP 2.1.0
     "verl": "0.9.1",
     "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
+    "checkpoint-engine": "0.4.2",
 }
 WHOLE = ("mooncake-transfer-engine-non-cuda",)  # its compiled part runs without CUDA and torch
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")

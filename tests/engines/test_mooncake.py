@@ -1,4 +1,5 @@
-"""The real Mooncake wheel over its tcp, and SGLang's wrapper of it, against moe_p2p.mooncake."""
+"""The real Mooncake wheel over its tcp, SGLang's wrapper of it and checkpoint-engine's store, beside
+moe_p2p.mooncake."""
 
 from __future__ import annotations
 
@@ -112,3 +113,48 @@ def test_sglangs_own_engine_works() -> None:
     assert folder is not None
     paths = Path(f"{folder}{os.pathsep}{packages.dependencies()}")
     assert run_with(paths, "-c", SGLANG) == [0, 0, 0, 0, 119, -1, 0, 0]
+
+
+STORE = """
+import json, logging, os, sys, types
+import torch
+
+def module(name, **names):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(names)
+
+os.environ["RANK"] = "0"
+module("loguru", logger=logging.getLogger("store"))
+module("checkpoint_engine", __path__=[os.path.join(sys.argv[1], "checkpoint_engine")])
+module("checkpoint_engine.device_utils", DeviceManager=object, get_ip=lambda: "127.0.0.1")
+from checkpoint_engine.p2p_store import P2PStore
+
+class Devices:
+    transfer_engine_protocol = "tcp"
+    device_module = types.SimpleNamespace(device_count=lambda: 8)
+    rdma_device = staticmethod(lambda number: "")
+
+source, reader = P2PStore(Devices()), P2PStore(Devices())
+weights, target = torch.arange(4096, dtype=torch.float32), torch.zeros(4096)
+reader.register_named_tensors({"target": target})
+got = []
+for update in range(3):
+    weights += 1
+    source.register_named_tensors({"weights": weights})
+    target.zero_()
+    places = [target.data_ptr()], [weights.data_ptr()], [target.nbytes]
+    reader.batch_transfer_sync_read(source.addr, *places)
+    got.append(bool(torch.equal(target, weights)))
+    source.unregister_named_tensors(["weights"])
+print("RESULT " + json.dumps(got), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.engine("checkpoint-engine")
+@pytest.mark.parametrize("wheel", [False, True], ids=["ours", "wheel"])
+def test_checkpoint_engines_store_reads_three_updates(wheel: bool) -> None:
+    """Its tensors are registered anew for each, at the same addresses."""
+    path = real() if wheel else mooncake.installation.PATH
+    folder = packages.find("checkpoint-engine")
+    assert run_with(path, "-c", STORE, str(folder)) == [True] * 3

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, PeerDeadError, mooncake
+from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, mooncake
 from moe_p2p.mooncake import TransferEngine, handshake
 from tests.support import mooncake_calls, warm
 
@@ -86,6 +86,7 @@ def test_calls_return_what_the_real_one_returned() -> None:
         "beyond the peer's": -1,
         "unknown to the peer": -1,
         "registered later": [0, 0],
+        "registered anew": [0, 0, 0, 0],
         "nobody there": -1,
         "no peer's name": -1,
         "status": [True, 0],
@@ -99,6 +100,7 @@ def test_calls_return_what_the_real_one_returned() -> None:
         "notifies": [[("name", "text")], []],
         "managed": [True, 0, "hello", 0],
         "unregister": [0, -3],
+        "batch that fails": [-7, -3],
         "batch of memory": [0, -7, 0, -3, 0],
     }
 
@@ -222,6 +224,110 @@ def test_memory_that_was_registered_anew_is_found(pair: Any) -> None:
     assert b.register_memory(target.address, SIZE) == 0
     assert a.transfer_sync_write(name_of(b), source.address, target.address, 7) == 0
     assert sum(target.bytes) == 49
+
+
+def check_status(engine: TransferEngine, number: int) -> int:
+    deadline = time.monotonic() + 30
+    while (state := engine.transfer_check_status(number)) == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return 0 if state == 1 else -1
+
+
+@pytest.mark.parametrize("way", ["write", "read", "batch", "asynchronous", "submit"])
+def test_memory_registered_anew_between_two_transfers_is_found_at_once(pair: Any, way: str) -> None:
+    """As checkpoint-engine at each update, and vLLM around sleep."""
+    a, b, source, target = pair
+    name, here, there = name_of(b), source.address, target.address
+
+    def move() -> int:
+        if way == "write":
+            return a.transfer_sync_write(name, here, there, 8)
+        if way == "read":
+            return a.transfer_sync_read(name, here, there, 8)
+        if way == "batch":
+            return a.batch_transfer_sync_write(name, [here, here], [there, there + 9], [8, 7])
+        if way == "submit":
+            return check_status(a, a.transfer_submit_write(name, here, there, 8))
+        number = a.batch_transfer_async_write(name, [here], [there], [8])
+        return a.get_batch_transfer_status([number])
+
+    for _ in range(3):
+        assert move() == 0
+        assert b.unregister_memory(there) == 0
+        assert b.register_memory(there, SIZE) == 0
+    assert move() == 0
+    assert b.unregister_memory(there) == 0
+    assert b.register_memory(there + 4, 100) == 0  # another one, which holds only a part
+    assert move() == -1
+    assert b.unregister_memory(there + 4) == 0
+
+
+def test_a_transfer_that_fails_leaves_those_of_other_threads_alone(pair: Any) -> None:
+    a, b, source, target = pair
+    removed = Buffer()
+    name, stop, codes = name_of(b), threading.Event(), list[int]()
+
+    def work(at: int) -> None:
+        while not stop.is_set():
+            codes.append(a.transfer_sync_write(name, source.address, target.address + at, 4096))
+
+    threads = [threading.Thread(target=work, args=(4096 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    found = []
+    for _ in range(10):
+        b.register_memory(removed.address, SIZE)
+        found.append(a.transfer_sync_write(name, source.address, removed.address, 64))
+        b.unregister_memory(removed.address)
+        found.append(a.transfer_sync_write(name, source.address, removed.address, 64))
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == [0, -1] * 10
+    assert set(codes) == {0}
+
+
+def test_rounds_of_registration_keep_nothing(pair: Any) -> None:
+    a, b, source, _ = pair
+    buffers = [Buffer(64) for _ in range(150)]
+    for buffer in buffers:
+        assert b.register_memory(buffer.address, 64) == 0
+        assert a.transfer_sync_read(name_of(b), source.address, buffer.address, 64) == 0
+        assert b.unregister_memory(buffer.address) == 0
+    assert a._peers is not None
+    (remote,) = a._peers._remotes.values()
+    assert len(remote._regions) < 70
+    assert remote.users == 0
+
+
+class StuckRequest:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cancelled = False
+
+    def done(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def wait(self, timeout_s: float | None) -> None:
+        raise TimeoutError("waited in vain")
+
+
+def test_nothing_is_under_way_after_a_transfer_that_ran_out_of_time(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not done when it was cancelled ends with its connection."""
+    a, b, source, target = pair
+    assert a.transfer_sync_write(name_of(b), source.address, target.address, 8) == 0
+    (remote,) = a._peers._remotes.values()
+    stuck = StuckRequest()
+    with monkeypatch.context() as patch:
+        patch.setattr(a._engine, "write_pages", lambda *_, **__: stuck)
+        assert a.transfer_sync_write(name_of(b), source.address, target.address, 8) == -1
+    assert stuck.cancelled
+    assert not remote._connected
+    assert a.transfer_sync_write(name_of(b), source.address, target.address, 8) == 0
 
 
 @pytest.mark.parametrize(

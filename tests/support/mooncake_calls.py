@@ -46,6 +46,12 @@ def calls(module: Any) -> dict[str, Any]:
         b.register_memory(late, KIB),
         a.transfer_sync_write(peer, here, late, 8),
     ]
+    got["registered anew"] = [
+        b.unregister_memory(late),
+        b.register_memory(late, KIB),
+        a.transfer_sync_write(peer, here, late, 8),
+        a.transfer_sync_read(peer, here, late, 8),
+    ]
     got["nobody there"] = a.transfer_sync_write("127.0.0.1:1", here, there, 20)
     got["no peer's name"] = a.transfer_sync_write("nonsense", here, there, 20)
     number = a.batch_transfer_async_write(peer, [here], [there], [64])
@@ -75,6 +81,10 @@ def calls(module: Any) -> dict[str, Any]:
         a.free_managed_buffer(managed, 100),
     ]
     got["unregister"] = [a.unregister_memory(here), a.unregister_memory(here)]
+    got["batch that fails"] = [
+        a.batch_register_memory([here, here], [KIB, KIB]),
+        a.unregister_memory(here),
+    ]
     got["batch of memory"] = [
         a.batch_register_memory([here], [KIB]),
         a.batch_register_memory([here], [1, 2]),

@@ -1,0 +1,115 @@
+"""Engines by host:port: what each has registered, and a connection to it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from moe_p2p import errors
+from moe_p2p.engine import Engine
+from moe_p2p.mooncake import handshake
+from moe_p2p.mooncake.memory import Table
+from moe_p2p.transfers import Region
+
+# Regions of memory that is gone stay with a connection; above this many it is made anew.
+_MOST_GONE = 64
+
+
+class Remote:
+    """A peer's memory by address, as it was when the peer was asked."""
+
+    def __init__(self, engine: Engine, answer: dict[str, Any]) -> None:
+        self.address: str = answer["address"]
+        self.users = 0  # of this and `dropped`: Peers
+        self.dropped = False
+        self.first = 0
+        self._engine = engine
+        self._peer = engine.connect(bytes.fromhex(self.address))
+        self._connected = True
+        self._regions: dict[str, Region] = {}  # by descriptor
+        self.update(answer)
+
+    def update(self, answer: dict[str, Any]) -> None:
+        """Takes a newer answer; regions that are known stay resolved."""
+        table = Table()
+        for address, nbytes, descriptor in answer["memory"]:
+            table.add(address, nbytes, descriptor)
+        self._table = table
+        self.first = answer["first"]
+
+    def is_outdated_by(self, answer: dict[str, Any]) -> bool:
+        """Returns whether it holds more regions that are gone than are worth a connection."""
+        registered = {descriptor for _, _, descriptor in answer["memory"]}
+        return len(self._regions.keys() - registered) > _MOST_GONE
+
+    def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
+        found = self._table.find(address, nbytes)
+        if found is None:
+            return None
+        descriptor, offset = found
+        region = self._regions.get(descriptor)
+        if region is None:
+            region = self._engine.resolve(bytes.fromhex(descriptor), self._peer)
+            self._regions[descriptor] = region
+        return region, offset
+
+    def key_of(self, address: int, nbytes: int) -> str:
+        """Returns the descriptor of the memory that holds this; empty: none does."""
+        found = self._table.find(address, nbytes)
+        return found[0] if found else ""
+
+    def disconnect(self) -> None:
+        """What is under way to it fails; calling it again changes nothing."""
+        if self._connected:
+            self._connected = False
+            with contextlib.suppress(errors.ClosedError):
+                self._peer.disconnect()
+
+
+class Peers:
+    """Peers by host:port, each connected while a transfer uses it or the next one may."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.RLock()  # of what follows, and of the remotes' counts
+        self._remotes: dict[str, Remote] = {}
+
+    def take(self, session: str, *, asks: bool = False) -> Remote:
+        """Returns the peer, until give_back; asks: with what it has registered by now."""
+        with self._lock:
+            known = self._remotes.get(session)
+            if known is not None and not asks:
+                known.users += 1
+                return known
+        answer = handshake.ask(session, {"memory": True})
+        with self._lock:
+            known = self._remotes.get(session)
+            if known is not None and (
+                known.address != answer["address"] or known.is_outdated_by(answer)
+            ):
+                self.drop(session, known)
+                known = None
+            if known is None:
+                known = self._remotes[session] = Remote(self._engine, answer)
+            known.update(answer)
+            known.users += 1
+            return known
+
+    def give_back(self, remote: Remote) -> None:
+        with self._lock:
+            remote.users -= 1
+            self._disconnect_unused(remote)
+
+    def drop(self, session: str, remote: Remote) -> None:
+        """The next transfer asks the peer again; those that use it go on."""
+        with self._lock:
+            if self._remotes.get(session) is remote:
+                del self._remotes[session]
+            remote.dropped = True
+            self._disconnect_unused(remote)
+
+    @staticmethod
+    def _disconnect_unused(remote: Remote) -> None:
+        if remote.dropped and remote.users == 0:
+            remote.disconnect()
