@@ -9,7 +9,8 @@
 In shadow mode vLLM generates while bytes move; `finish_weight_update`, which vLLM runs on all
 workers between the same two passes, copies. Where several data-parallel engines share experts,
 pause them around it (`/pause?mode=keep`). In place, pause before `send_weights`; vLLM refuses to
-resume while a worker's tensors are a mix. Classes get their bases from vLLM at first use.
+resume while a worker's tensors are a mix. `prefix_cache="reset"` makes vLLM forget KV of older
+weights at each update. Classes get their bases from vLLM at first use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, We
 from moe_p2p.weights import dtype_name as name_of
 
 NAME = "moe_p2p"
+PrefixCache = Literal["keep", "reset"]
 _BASE = "vllm.distributed.weight_transfer.base"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
 _CORE = "vllm.v1.engine.core"
@@ -44,6 +46,8 @@ class Init:
 
     direct: True: trainers write into vLLM's tensors. False: parameters are received in checkpoint
     layout, and vLLM reloads them. "auto": True where no layer is quantized.
+    prefix_cache: "reset": with each update vLLM forgets the KV that older weights computed, also of
+    running requests, which it computes anew. "keep": prompts go on with it.
     """
 
     host: str
@@ -53,6 +57,7 @@ class Init:
     replica: str = ""
     timeout_s: float = 120.0
     direct: bool | Literal["auto"] = "auto"
+    prefix_cache: PrefixCache = "keep"
 
 
 @dataclass
@@ -64,7 +69,8 @@ class Update:
 
 @dataclass(kw_only=True)
 class TrainerInit:
-    """world_size: of the trainers. host, port: where trainer 0 serves the store."""
+    """world_size: of the trainers. host, port: where trainer 0 serves the store. prefix_cache: as
+    `Init`'s."""
 
     backend: ClassVar[str] = NAME
     rank: int
@@ -75,6 +81,7 @@ class TrainerInit:
     mode: Literal["shadow", "in_place"] = "shadow"
     timeout_s: float = 120.0
     watermark: int | None = None
+    prefix_cache: PrefixCache = "keep"
 
     @property
     def is_sender(self) -> bool:
@@ -95,10 +102,14 @@ class Receiver:
     device: Any
     parse_update_info: Callable[[dict[str, Any]], Any]
     weights: EngineWeights | None = None
+    resets_prefix_cache = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
         given, parallel = asdict(init_info), self.parallel_config
-        direct = given.pop("direct")
+        direct, prefix_cache = given.pop("direct"), given.pop("prefix_cache")
+        ways = get_args(PrefixCache)
+        require(prefix_cache in ways, f"prefix_cache is {prefix_cache!r}, must be one of {ways}")
+        self.resets_prefix_cache = prefix_cache == "reset"
         if direct == "auto":
             direct = getattr(self.vllm_config, "quant_config", None) is None
         replicas = 1 if init_info.replica else getattr(parallel, "data_parallel_size", 1)
@@ -179,7 +190,7 @@ class Sender:
         self.engine = Engine(
             label=f"trainer {self.rank}", gpu=first.device.index if first.is_cuda else None
         )
-        with self._workers_set_up(given):
+        with self._workers_set_up(given | {"prefix_cache": init.prefix_cache}):
             self.trainer = WeightTrainer(
                 self.engine,
                 self._store,
@@ -301,12 +312,13 @@ def plugin() -> None:
         register()
     core = sys.modules.get(_CORE)  # in the process that has it, it is imported before plugins
     if core is not None:
-        guard_resume(core.EngineCore)
+        guard(core.EngineCore)
 
 
-def guard_resume(core: Any) -> None:
-    """core: vLLM's EngineCore. Its resume raises while a worker is dirty."""
-    resume = core.resume_scheduler
+def guard(core: Any) -> None:
+    """core: vLLM's EngineCore. Its resume raises while a worker is dirty; where `prefix_cache` says
+    so, it forgets older KV in the call in which its workers take a version."""
+    resume, call = core.resume_scheduler, core.collective_rpc
     if hasattr(resume, "guarded"):
         return
 
@@ -315,14 +327,26 @@ def guard_resume(core: Any) -> None:
         self.model_executor.collective_rpc(require_clean)
         resume(self)
 
+    @functools.wraps(call)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        found = call(self, method, *args, **kwargs)
+        if method == "finish_weight_update" and any(call(self, resets_prefix_cache)):
+            self.reset_prefix_cache(reset_running_requests=True)
+        return found
+
     resume_scheduler.guarded = True  # type: ignore[attr-defined]
-    core.resume_scheduler = resume_scheduler
+    core.resume_scheduler, core.collective_rpc = resume_scheduler, collective_rpc
 
 
 def require_clean(worker: Any) -> None:
     check = getattr(getattr(worker, "weight_transfer_engine", None), "require_clean", None)
     if check is not None:
         check()
+
+
+def resets_prefix_cache(worker: Any) -> bool:
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return getattr(engine, "resets_prefix_cache", False)
 
 
 _OURS: dict[str, tuple[type, str, dict[str, str]]] = {

@@ -1,5 +1,5 @@
-"""The real Mooncake wheel over its tcp, SGLang's wrapper of it and checkpoint-engine's store, beside
-moe_p2p.mooncake."""
+"""The real Mooncake wheel over its tcp beside moe_p2p.mooncake; SGLang's and checkpoint-engine's
+classes over both."""
 
 from __future__ import annotations
 

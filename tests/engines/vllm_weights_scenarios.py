@@ -219,7 +219,11 @@ def core_of(client: Client) -> Any:
 
     vllm.plugin()  # the entry point
     made = core.EngineCore.__new__(core.EngineCore)
-    made.model_executor = client
+    made.model_executor = types.SimpleNamespace(
+        collective_rpc=lambda method, timeout=None, args=(), kwargs=None: client.collective_rpc(
+            method, *args
+        )
+    )
     made.scheduler = types.SimpleNamespace(set_pause_state=lambda state: states.append(state))
     states: list[Any] = []
     made.states = states
@@ -243,6 +247,57 @@ def in_place_vllm_refuses_to_resume_while_a_worker_is_dirty() -> None:
     assert len(core.states) == 2
     assert fleet.client.hold(2)
     fleet.close()
+
+
+class Prompts:
+    """vLLM's scheduler with its KV cache manager; what it computes of a prompt is counted."""
+
+    def __init__(self) -> None:
+        from moe_p2p.integrations.vllm_kv import MoeP2pConnector  # noqa: F401  of the engine
+        from tests.engines.vllm_kv_engine import Engine
+
+        self.engine = Engine("kv_producer", f"127.0.0.1:{free_port()}")
+        self.names = iter("abcdefgh")
+
+    def computed(self, tokens: list[int]) -> int:
+        """Returns the number of tokens of the prompt that were not in the prefix cache."""
+        name = next(self.names)
+        self.engine.add(name, tokens)
+        for _ in range(20):
+            self.engine.step()
+            if name in self.engine.finished:
+                return sum(end - begin for each, begin, end in self.engine.computed if each == name)
+        raise AssertionError(f"{name} has not ended")
+
+
+def computes_after_an_update(prefix_cache: str) -> tuple[int, int]:
+    """Returns tokens computed of a prompt that an older version has cached, and how often a request
+    that runs meanwhile is computed from its first token on."""
+    fleet, prompts = Fleet(prefix_cache=prefix_cache), Prompts()
+    core = core_of(fleet.client)
+    core.scheduler = prompts.engine.scheduler
+    fleet.client.finish_weight_update = lambda weight_version: core.collective_rpc(
+        "finish_weight_update"
+    )
+    tokens = list(range(40))
+    fleet.send(1)
+    assert prompts.computed(tokens) == 40
+    assert prompts.computed(tokens) == 4  # its last block, for the logits of the next token
+    prompts.engine.add("running", tokens[::-1], max_tokens=50)
+    prompts.engine.step()
+    fleet.send(2)
+    assert fleet.client.hold(2)
+    computed = prompts.computed(tokens)
+    begun = [begin for name, begin, _ in prompts.engine.computed if name == "running"].count(0)
+    prompts.engine.close()
+    fleet.close()
+    return computed, begun
+
+
+@scenario
+def a_prompt_after_an_update_does_not_go_on_with_kv_of_older_weights() -> None:
+    assert computes_after_an_update("keep") == (4, 1)
+    assert computes_after_an_update("reset") == (40, 2)
 
 
 @scenario
