@@ -2,7 +2,8 @@
 
     sglang.launch_server ... --custom-weight-loader moe_p2p.integrations.sglang_weights.load
 
-    updates = SglangUpdates(engine, fleet, tp=8)     beside trainer 0; engine: sglang.Engine
+    updates = SglangUpdates(engine, fleet, tp=8)     beside trainer 0; engine: sglang.Engine, or
+                                                     "http://host:port" of a server
     updates.open()                                   while trainers make their WeightTrainer
     updates.send(version, lambda: trainer.update(version), requests="keep")
 
@@ -23,21 +24,19 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.errors import ProtocolError, make, require
 from moe_p2p.fleet.board import Board, Deadline
-from moe_p2p.integrations import required
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
+from moe_p2p.integrations.sglang_calls import Call, in_process, over_http, payload
 from moe_p2p.weights.job import prefix_of
 
 LOADER = f"{__name__}.load"
 # Requests in flight: what becomes of them, and SGLang's word for it.
 Requests = Literal["keep", "retract", "abort"]
 PAUSES: dict[str, str] = {"keep": "in_place", "retract": "retract", "abort": "abort"}
-_STRUCTS = "sglang.srt.managers.io_struct"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
@@ -136,7 +135,8 @@ def plugin() -> None:
 
 
 class SglangUpdates:
-    """One SGLang engine. engine: has `loop` and `tokenizer_manager`, as sglang.Engine.
+    """One SGLang engine. engine: has `loop` and `tokenizer_manager`, as sglang.Engine; or a str:
+    where its server is, http://host:port. api_key: the server's admin key, where it has one.
 
     tp: its ranks. first, world_size: where they are among generators of the fleet. direct: False
     where layers are quantized: SGLang's session restores and repacks them, and so loads all.
@@ -151,11 +151,16 @@ class SglangUpdates:
         first: int = 0,
         world_size: int | None = None,
         direct: bool = True,
+        api_key: str = "",
     ) -> None:
-        self._engine, self.fleet, self._ranks = engine, fleet, range(first, first + tp)
+        self.fleet, self._ranks = fleet, range(first, first + tp)
         self._world_size, self._direct = world_size or tp, direct
         self._number = 0
-        self._structs = required(_STRUCTS, "sglang")
+        self._call: Call = (
+            over_http(engine, api_key, 2 * fleet.timeout_s)
+            if isinstance(engine, str)
+            else in_process(engine)
+        )
 
     def open(self) -> None:
         """Returns when trainers and all ranks of the engine are connected."""
@@ -192,24 +197,14 @@ class SglangUpdates:
     def resume(self) -> None:
         """Raises ProtocolError, and SGLang stays paused, while a rank's tensors are a mix."""
         self._session("check")
-        structs = self._structs
-        self._run(self._manager.continue_generation(
-            structs.ContinueGenerationReqInput(torch_empty_cache=False)))  # fmt: skip
+        self._call("continue_generation", torch_empty_cache=False)
 
     @functools.cached_property
     def _answers(self) -> Board:
         return _board(self.fleet, self.fleet.store())
 
-    @property
-    def _manager(self) -> Any:
-        return self._engine.tokenizer_manager
-
-    def _run(self, coroutine: Any) -> Any:
-        return self._engine.loop.run_until_complete(coroutine)
-
     def _pause(self, requests: Requests) -> None:
-        mode = PAUSES[requests]
-        self._run(self._manager.pause_generation(self._structs.PauseGenerationReqInput(mode=mode)))
+        self._call("pause_generation", mode=PAUSES[requests])
 
     def _paused(self, do: str) -> None:
         """Without a pause SGLang waits for requests in flight."""
@@ -221,39 +216,30 @@ class SglangUpdates:
 
     def _session(self, do: str, *, version: int | None = None, flush: bool = False) -> None:
         """`load` on every rank, in a session where SGLang has to restore and repack layers."""
-        structs, self._number = self._structs, self._number + 1
-        serializer = required("sglang.srt.utils", "sglang").MultiprocessingSerializer
-        held = [self._payload(do, rank) for rank in self._ranks]  # until the call has returned
-        payloads = [serializer.serialize([("moe_p2p", each)]) for each in held]
+        self._number += 1
         with self._opened():
-            good, text = self._run(self._manager.update_weights_from_tensor(
-                structs.UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=payloads,
-                    load_format=LOADER,
-                    flush_cache=flush,
-                    weight_version=None if version is None else str(version),
-                    selector="target",
-                ), None))[:2]  # fmt: skip
+            self._call(
+                "update_weights_from_tensor",
+                serialized_named_tensors=[self._payload(do, rank) for rank in self._ranks],
+                load_format=LOADER,
+                flush_cache=flush,
+                weight_version=None if version is None else str(version),
+                selector="target",
+            )
         self._raise_errors(do)
-        if not good:
-            raise make(ProtocolError, f"SGLang's {do}: {text}")
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
-        structs = self._structs
-        self._run(self._manager.begin_weight_update(
-            structs.BeginWeightUpdateReqInput(selector="target"), None))  # fmt: skip
+        self._call("begin_weight_update", selector="target")
         try:
             yield
         finally:
-            self._run(self._manager.end_weight_update(structs.EndWeightUpdateReqInput(), None))
+            self._call("end_weight_update")
 
-    def _payload(self, do: str, rank: int) -> Tensor:
+    def _payload(self, do: str, rank: int) -> bytes:
         call = {"do": do, "number": self._number, "rank": rank, "world_size": self._world_size,
                 "direct": self._direct, "fleet": asdict(self.fleet)}  # fmt: skip
-        # SGLang sends tensors of GPUs to its processes; its pickler may refuse others.
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.tensor(list(json.dumps(call).encode()), dtype=torch.uint8, device=device)
+        return payload(json.dumps(call).encode())
 
     def _raise_errors(self, do: str) -> None:
         keys = {f"{self._number} {rank}": f"generator {rank}" for rank in self._ranks}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
+import json
+import re
 import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_p2p.integrations import sglang_calls
 from tests.engines import absent, packages
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.support.store_clients import clients_of
@@ -142,6 +147,54 @@ class Manager:
         return [rank.scheduler._engine_paused for rank in self.ranks]
 
 
+class Server:
+    """SGLang's HTTP server, as far as weights go: its paths, its requests' schemas, answers."""
+
+    def __init__(self, manager: Manager, key: str) -> None:
+        import sglang
+        from pydantic import TypeAdapter
+        from sglang.srt.managers import io_struct
+
+        entry = Path(sglang.__path__[0], "srt/entrypoints/http_server.py").read_text()
+        found = re.findall(
+            r'app.post\("/(\w+)"\)\n@auth_level\(AuthLevel.ADMIN_OPTIONAL\)\n'
+            r"async def \w+\(\n    obj: Annotated\[(\w+), Body\(\)\], request",
+            entry,
+        )
+        schemas = {path: TypeAdapter(getattr(io_struct, name)) for path, name in found}
+        self.loop, self.refused = asyncio.new_event_loop(), list[str]()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(handler) -> None:  # noqa: N805
+                path, length = handler.path[1:], int(handler.headers["Content-Length"])
+                body = json.loads(handler.rfile.read(length))
+                if handler.headers["Authorization"] != f"Bearer {key}":
+                    self.refused.append(path)
+                    return handler.send_error(401)
+                status, content = self.answer(getattr(manager, path), schemas[path], body)
+                handler.send_response(status)
+                handler.end_headers()
+                handler.wfile.write(json.dumps(content).encode())
+                return None
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, method: Any, schema: Any, body: Any) -> tuple[int, Any]:
+        obj = schema.validate_python(body)
+        alone = "generation" in method.__name__
+        found = self.loop.run_until_complete(method(obj) if alone else method(obj, None))
+        good, text = found or (True, "")
+        return 200 if good else 400, {"success": good, "message": text}
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
 class World:
     """One trainer with whole tensors, and one SGLang engine of two ranks."""
 
@@ -152,6 +205,7 @@ class World:
         from moe_p2p.weights import Param, WeightLayout, WeightTrainer
 
         direct, manager = how.pop("direct", True), how.pop("manager", None)
+        key = how.pop("http", "")
         how.setdefault("port", free_port())
         self.fleet = fleet = Fleet(host="127.0.0.1", timeout_s=HANG_S, **how)
         self.store = fleet.store(serves=True)
@@ -159,7 +213,9 @@ class World:
         engine = types.SimpleNamespace(
             loop=asyncio.new_event_loop(), tokenizer_manager=self.manager
         )
-        self.updates = sglang_weights.SglangUpdates(engine, fleet, tp=TP, direct=direct)
+        self.server = Server(self.manager, key) if key else None
+        at = self.server.url if self.server else engine
+        self.updates = sglang_weights.SglangUpdates(at, fleet, tp=TP, direct=direct, api_key=key)
         opened = sglang_weights.in_thread(self.updates.open)
         self.values = checkpoint(0)
         layout = WeightLayout(
@@ -191,6 +247,8 @@ class World:
             worker.close()
         sglang_weights._workers.clear()
         sglang_weights._stores.clear()
+        if self.server:
+            self.server.close()
         self.end_trainer()
 
     def end_trainer(self) -> None:
@@ -252,6 +310,34 @@ def requests_are_kept_retracted_or_aborted() -> None:
             assert w.manager.hold(version)
         assert [len(rank.flushed) for rank in w.manager.ranks] == [2, 2]  # not where kept
         refused(lambda: w.send(4, "drop"), "must be one of keep, retract, abort")
+
+
+@scenario
+def a_server_is_updated_over_http() -> None:
+    with world(http="secret") as w:
+        for version, requests in enumerate(("keep", "retract"), 1):
+            w.send(version, requests)
+            assert w.manager.hold(version)
+        assert [rank.versions for rank in w.manager.ranks] == [["1", "2"]] * TP
+        refused(lambda: w.fail(3), "none of this trainer's")
+        assert w.manager.hold(2)
+        assert w.manager.paused == [False] * TP
+        stranger = sglang_calls.over_http(w.server.url, "guessed", HANG_S)
+        refused(lambda: stranger("pause_generation", mode="abort"), "status 401", w.server.url)
+        assert w.server.refused == ["pause_generation"]
+        nobody = sglang_calls.over_http("http://127.0.0.1:1", "", HANG_S)
+        refused(lambda: nobody("end_weight_update"), "does not answer end_weight_update")
+
+
+@scenario
+def a_session_that_sglang_refuses_is_an_error() -> None:
+    with world(http="secret") as w:
+
+        async def refuses(obj: Any, _: Any) -> tuple[bool, str]:
+            return False, "another session is open"
+
+        w.manager.begin_weight_update = refuses
+        refused(lambda: w.send(1), "refuses begin_weight_update", "another session is open")
 
 
 @scenario
