@@ -41,14 +41,16 @@ def main(arguments: list[str]) -> int:
         return 2
     sums = totals(plan)
     prediction = predict(sums, model.layers, rates)
-    print("\n\n".join([
+    parts = [
         size(plan, described, planned),
         table(sums, given.nics),
         gathered(plan),
         stages(prediction),
         memory(sums, model.layers),
-        published(paper(models.MODELS["kimi-k2"], 256, 128, rates)),
-    ]))  # fmt: skip
+    ]
+    if (model, source.world_size, target.world_size) == (models.MODELS["kimi-k2"], 256, 128):
+        parts.append(published(paper(model, 256, 128, rates)))
+    print("\n\n".join(parts))
     if given.plot:
         reason = picture(Path(given.plot), given, sums, prediction)
         print(f"no plot: {reason}" if reason else f"plot: {given.plot}")
@@ -150,10 +152,13 @@ def stages(prediction: Prediction) -> str:
 
 def memory(sums: Totals, layers: int) -> str:
     """Extra device memory on both sides."""
-    copies = 2 * max(sums.copied_bytes) / layers / GB
+    copies = max(sums.copied_bytes)
+    two_layers = 2 * copies / layers
     return (
-        f"memory: copies of two layers at a trainer, about {copies:.2f} GB; at a generator "
-        f"{max(sums.target_bytes) / GB:.2f} GB for an update beside the weights in use, 0 in place"
+        f"memory: copies at a trainer, {copies / GB:.2f} GB, all at once as watermark=None has it; "
+        f"of two layers with watermark={two_layers:.0f}, about {two_layers / GB:.2f} GB\n"
+        f"        at a generator {max(sums.target_bytes) / GB:.2f} GB for an update beside the "
+        "weights in use, 0 in place"
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from moe_p2p import log
 from moe_p2p.errors import InvalidArgumentError, require, require_type
 from moe_p2p.kv.strides import Rows
 from moe_p2p.weights import stored
@@ -267,8 +268,9 @@ def weight_plan(
 ) -> WeightPlan:
     """Returns the plan from `source` to `target`.
 
-    cache: folder of plans by a hash of both layouts; a plan that is there is read. Raises
-    InvalidArgumentError with the parameter that one side lacks or that cannot be converted.
+    cache: folder of plans by a hash of both layouts; a plan that is there, whole, is read; a folder
+    that cannot be used is logged. Raises InvalidArgumentError with the parameter that one side
+    lacks or that cannot be converted.
     """
     require_type("weight_plan: source", source, WeightLayout, "a WeightLayout")
     require_type("weight_plan: target", target, WeightLayout, "a WeightLayout")
@@ -276,10 +278,13 @@ def weight_plan(
         return _plan(source, target)
     key = hashlib.sha256(f"{FORMAT} {source.digest} {target.digest}".encode()).hexdigest()
     file = Path(cache) / f"{key[:32]}.weights"
-    with contextlib.suppress(OSError, InvalidArgumentError):  # missing, or torn: made anew
-        return WeightPlan(source, target, *stored.unpack(file.read_bytes()))
+    with contextlib.suppress(OSError, InvalidArgumentError):  # missing, or not ours: made anew
+        return WeightPlan(source, target, *stored.unpack(stored.read(file, key)))
     plan = _plan(source, target)
-    stored.replace(file, stored.pack(plan.templates, plan.numbers))
+    try:
+        stored.write(file, key, stored.pack(plan.templates, plan.numbers))
+    except OSError as error:
+        log.warning(f"weight_plan: cache={str(cache)!r} does not keep the plan: {error}")
     return plan
 
 

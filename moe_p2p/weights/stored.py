@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -9,10 +10,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from moe_p2p.errors import InvalidArgumentError, make
+from moe_p2p.errors import InvalidArgumentError, make, require
 from moe_p2p.kv.strides import Rows
 from moe_p2p.weights.flows import Exchange, Flow, Stage, Template
 
+_SUM_BYTES = 32
 Stored = tuple[tuple[Template, ...], tuple[int, ...]]
 
 
@@ -48,10 +50,23 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-def replace(file: Path, data: bytes) -> None:
+def read(file: Path, key: str) -> bytes:
+    """Returns what was written for that key. Raises OSError, or InvalidArgumentError where the file
+    holds anything else."""
+    whole = file.read_bytes()
+    data = whole[_SUM_BYTES:]
+    require(whole[:_SUM_BYTES] == _sum(key, data), f"{file} is not the plan of {key}")
+    return data
+
+
+def write(file: Path, key: str, data: bytes) -> None:
     """Others see the old file or the whole new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(number, "wb") as out:
-        out.write(data)
+        out.write(_sum(key, data) + data)
     os.replace(name, file)
+
+
+def _sum(key: str, data: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + data).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,10 @@ def test_bytes_time_and_memory_are_printed(
     into = next(line for line in text.splitlines() if line.startswith("into a generator"))
     assert float(into.split()[-2]) == pytest.approx(3.624 + 0.906 + 1.27, abs=0.02)
     assert "predicted, not measured" in text
-    assert "memory: copies of two layers at a trainer" in text
+    assert re.search(
+        r"memory: copies at a trainer, \d+\.\d\d GB, all at once as watermark=None", text
+    )
+    assert "fabric-lib" not in text  # its figures are of another model
     if importlib.util.find_spec("matplotlib"):
         assert plot.stat().st_size > 10_000
     else:

@@ -253,6 +253,30 @@ def test_a_plan_travels_as_bytes_and_is_read_from_disk(
     assert weight_plan(source, target, cache=tmp_path) == plan
 
 
+def test_a_file_of_something_else_is_not_believed(tmp_path: Path) -> None:
+    source = WeightLayout([Param("w", (8, 4), BF16, range(2), placements=(Shard(0),))], 2)
+    targets = [WeightLayout([Param("w", (8, 4), BF16, (0,), offset=at)], 1) for at in (0, 4)]
+    plans = [weight_plan(source, target, cache=tmp_path / str(i)) for i, target in
+             enumerate(targets)]  # fmt: skip
+    (mine,), (other,) = ((tmp_path / str(i)).iterdir() for i in range(2))
+    flipped = bytearray(mine.read_bytes())
+    flipped[-1] ^= 1
+    for wrong in (other.read_bytes(), bytes(flipped), b""):
+        mine.write_bytes(wrong)
+        assert weight_plan(source, targets[0], cache=tmp_path / "0") == plans[0]
+
+
+def test_a_folder_that_cannot_be_used_is_logged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layout = WeightLayout([Param("w", (8, 4), BF16, (0,))], 1)
+    (tmp_path / "file").write_text("")
+    assert weight_plan(layout, layout, cache=tmp_path / "file" / "plans") == weight_plan(
+        layout, layout
+    )
+    assert "does not keep the plan" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("source", "target", "text"),
     [
