@@ -1,4 +1,5 @@
-"""Code of README and docs: blocks that begin with `python run`, `python torchrun` or `sh run`."""
+"""Code of README and docs: blocks that begin with `python run`, `python torchrun`, with a number of
+processes where it is not 2, or `sh run`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,23 @@ from tests.support.installation import copy_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
-BLOCK = re.compile(r"^```(python run|python torchrun|sh run)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```(python run|python torchrun(?: \d)?|sh run)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FOUND = [(found[1], found[2]) for page in PAGES for found in BLOCK.finditer(page.read_text())]
 BLOCKS = list(dict.fromkeys(FOUND))  # what stands on two pages runs once
+
+
+def torchrun(processes: str) -> list[str]:
+    options = ("--standalone", "--nproc-per-node", processes)
+    return ["-m", "torch.distributed.run", *options, "readme.py"]
+
+
 COMMANDS = {
     "python run": ["readme.py"],
-    "python torchrun": [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "readme.py"),
-    ],
+    "python torchrun": torchrun("2"),
+    "python torchrun 3": torchrun("3"),
 }
 # Sizes in docs are real ones: room for all tokens at each expert is 3.7 GiB with README's, and a
 # snippet that touches it is slow, or ends with its memory.
@@ -43,7 +52,7 @@ def test_readme_has_code_that_runs() -> None:
 @pytest.mark.parametrize(("kind", "code"), BLOCKS, ids=map(first_line, BLOCKS))
 def test_block(kind: str, code: str, installed: Path, tmp_path: Path) -> None:
     """Where a user is: in another folder, with the wheel and torch and nothing else."""
-    ends = TOUCHES_LITTLE if kind == "python torchrun" else ""
+    ends = TOUCHES_LITTLE if kind.startswith("python torchrun") else ""
     (tmp_path / "readme.py").write_text(code + ends)
     if kind in COMMANDS:
         arguments = COMMANDS[kind]
