@@ -2,6 +2,9 @@
 // of the compiler, and the faults that tests plant.
 #include "tests/emulation/launch.h"
 
+#include <fstream>
+#include <set>
+
 namespace moe_p2p::emulation {
 namespace {
 const std::string& mutation() {
@@ -11,20 +14,59 @@ const std::string& mutation() {
   }();
   return name;
 }
+// Of an atomic access. The compiler checks others (-fsanitize=alignment).
+template <size_t Bytes>
+void check_aligned(const void* at) {
+  if (reinterpret_cast<uintptr_t>(at) % Bytes != 0) moe_p2p_misaligned(at, Bytes);
+}
+// Lines that order memory and have run, by a hash of their place in the library of a kernel.
+struct Line {
+  const char* file;
+  unsigned number;
+};
+std::array<std::atomic<const Line*>, 1 << 16> ordered;
+void note(const std::source_location& site) {
+  size_t at = (reinterpret_cast<uintptr_t>(site.file_name()) >> 3) * 31 + site.line();
+  for (;; ++at) {
+    auto& place = ordered[at % ordered.size()];
+    const Line* known = place.load(std::memory_order_acquire);
+    if (!known) {
+      const auto* made = new Line{site.file_name(), site.line()};
+      if (place.compare_exchange_strong(known, made)) return;
+      delete made;
+    }
+    if (known->file == site.file_name() && known->number == site.line()) return;
+  }
+}
 }  // namespace
 
 extern "C" {
 
-bool moe_p2p_mutated(const char* name) { return !mutation().empty() && mutation() == name; }
-bool moe_p2p_leaves_out() {
-  static const bool leaves = mutation().find(':') != std::string::npos;
-  return leaves;
+void moe_p2p_misaligned(const void* at, size_t bytes) {
+  char text[80];
+  std::snprintf(text, sizeof text, "%zu bytes at %p are not aligned", bytes, at);
+  fail(text);
 }
-bool moe_p2p_left_out(const char* file, unsigned line) {
+
+bool moe_p2p_mutated(const char* name) { return !mutation().empty() && mutation() == name; }
+bool moe_p2p_orders(const std::source_location& site) {
+  note(site);
   static const size_t colon = mutation().find(':');
+  if (colon == std::string::npos) return true;
   static const unsigned at = static_cast<unsigned>(std::stoul(mutation().substr(colon + 1)));
   static const std::string name = "/" + mutation().substr(0, colon);
-  return line == at && std::string_view(file).ends_with(name);
+  return site.line() != at || !std::string_view(site.file_name()).ends_with(name);
+}
+void moe_p2p_write_ordered(const char* to) {
+  std::set<std::string> names;
+  for (const auto& place : ordered)
+    if (const Line* line = place.load()) {
+      const std::string_view file = line->file;
+      const size_t begin = file.rfind("kernels/") + std::string_view("kernels/").size();
+      names.insert(std::string(file.substr(begin)) + ":" + std::to_string(line->number));
+    }
+  std::ofstream file(to);
+  for (const std::string& name : names) file << name << "\n";
 }
 const Thread& moe_p2p_thread() { return current->fiber(); }
 void moe_p2p_pause() { current->pause(); }
@@ -123,22 +165,28 @@ void __tsan_write_range(void* at, size_t bytes) {
 }
 #define MOE_P2P_ATOMIC(bits)                                                                  \
   uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                   \
+    check_aligned<bits / 8>(p);                                                               \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                              \
   }                                                                                           \
   void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                \
+    check_aligned<bits / 8>(p);                                                               \
     __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                 \
   }                                                                                           \
   uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {   \
+    check_aligned<bits / 8>(p);                                                               \
     return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                       \
   }                                                                                           \
   uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t v, int) {  \
+    check_aligned<bits / 8>(p);                                                               \
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                        \
   }                                                                                           \
   uint##bits##_t __tsan_atomic##bits##_fetch_or(uint##bits##_t* p, uint##bits##_t v, int) {   \
+    check_aligned<bits / 8>(p);                                                               \
     return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                         \
   }                                                                                           \
   int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* old,   \
                                                     uint##bits##_t v, int, int) {             \
+    check_aligned<bits / 8>(p);                                                               \
     return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
   }
 MOE_P2P_ATOMIC(32)

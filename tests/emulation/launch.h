@@ -16,7 +16,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <list>
 #include <map>
 #include <memory>
@@ -34,23 +33,24 @@ using order::fail;
 using order::kStackBytes;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
-constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers: other threads of this machine
-constexpr unsigned kLate = 64;   // rounds in which some stores to shared memory are not seen
-constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it sleeps
+constexpr unsigned kIdleUs = 20;   // for peers: other threads of this machine
+constexpr unsigned kMostIdle = 8;  // times what a look at all threads took, while no peer releases
+constexpr unsigned kLate = 64;     // rounds in which some stores to shared memory are not seen
+constexpr unsigned kAwake = 64;    // turns of a warp, on average, until it sleeps
 constexpr auto kPatience = std::chrono::seconds(60);  // when no progress is possible
 
 // Stacks of threads, kept from launch to launch: mapping and unmapping one takes the host's kernel
-// longer than most threads run.
+// longer than most threads run. Not a power of two apart, or their ends, of which there are
+// thousands, would share a few lines of the host's caches.
 class Stacks {
  public:
   void take(size_t count, std::vector<char*>& to) {
     const std::lock_guard lock(mutex_);
     if (free_.size() < count) {
-      void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+      void* memory = mmap(nullptr, count * kApart, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory == MAP_FAILED) fail("no memory for the stacks of threads");
-      for (size_t i = 0; i < count; ++i)
-        free_.push_back(static_cast<char*>(memory) + i * kStackBytes);
+      for (size_t i = 0; i < count; ++i) free_.push_back(static_cast<char*>(memory) + i * kApart);
     }
     to.assign(free_.end() - static_cast<ptrdiff_t>(count), free_.end());
     free_.resize(free_.size() - count);
@@ -61,6 +61,7 @@ class Stacks {
   }
 
  private:
+  static constexpr size_t kApart = kStackBytes + 13 * 64;
   std::mutex mutex_;
   std::vector<char*> free_;
 };
@@ -102,13 +103,11 @@ struct Word {
 
 struct Block;
 struct Fiber : Thread {
-  void* stack = nullptr;
   order::Actor actor;
   Block* owner = nullptr;
-  bool blocked = false, ended = false;
-  std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
-  std::deque<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
-  std::unordered_map<const void*, uint32_t> seen;         // stores of a Word
+  std::vector<std::shared_ptr<Copy>> open;                 // stores that are not committed
+  std::vector<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
+  std::unordered_map<const void*, uint32_t> seen;          // stores of a Word
 };
 
 struct Meeting {
@@ -127,11 +126,13 @@ struct Warp {
     std::vector<Fiber*> waiting;
   };
   std::map<uint32_t, Gathering> by_mask;
-  bool asleep = false;  // until nothing else goes on
+  uint32_t ready = ~0u;  // lanes that can go on
+  bool asleep = false;   // until nothing else goes on
 };
 
 struct Block {
   std::vector<Fiber> fibers;
+  std::vector<void*> left_at;  // of their stacks
   std::vector<Warp> warps;
   std::array<Meeting, 16> meetings;
   std::vector<std::shared_ptr<Copy>> copies;  // under way
@@ -144,6 +145,11 @@ struct Block {
   size_t shared_bytes = 0;
   unsigned num_live = 0;
   bool lets_next_begin = false;
+
+  uint32_t& ready(unsigned thread) { return warps[thread / 32].ready; }
+  bool is_ready(unsigned thread) { return ready(thread) >> thread % 32 & 1; }
+  void wait(unsigned thread) { ready(thread) &= ~(1u << thread % 32); }
+  void go_on(unsigned thread) { ready(thread) |= 1u << thread % 32; }
 };
 
 class Launch;
@@ -168,7 +174,7 @@ class Launch {
   bool lets_next_begin() const;
   void ended(const Launch& launch);
 
-  void pause() { leave(/*blocked=*/false); }
+  void pause() { leave(); }
   const uint64_t* warp(uint32_t mask, uint64_t value, bool orders);
   Votes meet(int id, unsigned num_threads, bool vote);
   std::shared_ptr<Copy> copy(const Copy& given);
@@ -194,7 +200,8 @@ class Launch {
   bool turn(Block& block);
   void advance_copies(Block& block, bool all);
   void end(Block& block);
-  void leave(bool blocked);
+  void leave();
+  void wait();
   void wake(std::vector<Fiber*>& fibers);
   void settle(Meeting& meeting, unsigned num_threads);
 

@@ -58,7 +58,7 @@ bool Launch::lets_next_begin() const {
 void Launch::wait_for_kernels() {
   if (before_) {
     waiting_.push_back(fiber_);
-    leave(/*blocked=*/true);
+    wait();
   }
   actor().wait_for_kernels();
 }
@@ -77,6 +77,7 @@ void Launch::start(unsigned index) {
   std::fill_n(block.shared.get(), bytes, kGarbage);
   order::forget(block.shared.get(), bytes);  // the host used it for something else
   block.fibers = std::vector<Fiber>(count);
+  block.left_at.resize(count);
   block.warps.resize((count + 31) / 32);
   block.num_live = count;
   stacks.take(count, block.stacks);
@@ -97,7 +98,7 @@ void Launch::start(unsigned index) {
     void** top = reinterpret_cast<void**>(block.stacks[i] + kStackBytes) - 8;
     std::fill_n(top, 8, nullptr);
     top[6] = reinterpret_cast<void*>(&Launch::enter);
-    fiber.stack = top;
+    block.left_at[i] = top;
   }
 }
 
@@ -107,13 +108,12 @@ void Launch::enter() {
   Fiber& fiber = *launch.fiber_;
   Block& block = *fiber.owner;
   if (!fiber.open.empty()) fail("a thread ended with copies that belong to no group");
-  fiber.ended = true;
   fiber.actor.ends();
   --block.num_live;
   launch.progress_ = true;
   Meeting& meeting = block.meetings[0];
   if (meeting.come > 0) launch.settle(meeting, block.num_live);
-  launch.leave(/*blocked=*/true);
+  launch.wait();
 }
 
 // Runs each thread of the block that can go on, from a random one on, except threads of sleeping
@@ -121,29 +121,36 @@ void Launch::enter() {
 bool Launch::turn(Block& block) {
   for (Warp& warp : block.warps)
     warp.asleep = had_progress_ && (warp.asleep || random_() % kAwake == 0);
-  const size_t count = block.fibers.size(), first = random_() % count;
+  const auto count = static_cast<unsigned>(block.fibers.size());
+  const auto first = static_cast<unsigned>(random_() % count);
   const bool backwards = random_() % 2;
   bool any = false;
-  for (size_t i = 0; i < count; ++i) {
-    Fiber& fiber = block.fibers[(backwards ? count - 1 - i + first : i + first) % count];
-    if (fiber.blocked || fiber.ended) continue;
+  const auto thread_at = [&](unsigned i) {
+    const unsigned at = first + (backwards ? count - 1 - i : i);
+    return at < count ? at : at - count;
+  };
+  for (unsigned i = 0; i < count; ++i) {
+    const unsigned thread = thread_at(i), next = thread_at(i + 1 < count ? i + 1 : i);
+    if (!block.is_ready(thread)) continue;
     any = true;
-    if (block.warps[fiber.thread.x / 32].asleep) continue;
-    fiber_ = &fiber;
-    moe_p2p_switch(&scheduler_, fiber.stack);
+    if (block.warps[thread / 32].asleep) continue;
+    __builtin_prefetch(block.left_at[next]);
+    __builtin_prefetch(&block.fibers[next]);
+    fiber_ = &block.fibers[thread];
+    moe_p2p_switch(&scheduler_, block.left_at[thread]);
   }
   advance_copies(block, /*all=*/false);
   return any || !block.copies.empty();
 }
 
-void Launch::leave(bool blocked) {
-  Fiber& fiber = *fiber_;
-  fiber.blocked = blocked;
-  moe_p2p_switch(&fiber.stack, scheduler_);
+void Launch::leave() { moe_p2p_switch(&fiber_->owner->left_at[fiber_->thread.x], scheduler_); }
+void Launch::wait() {
+  fiber_->owner->wait(fiber_->thread.x);
+  leave();
 }
 
 void Launch::wake(std::vector<Fiber*>& fibers) {
-  for (Fiber* fiber : fibers) fiber->blocked = false;
+  for (Fiber* fiber : fibers) fiber->owner->go_on(fiber->thread.x);
   fibers.clear();
   progress_ = true;
 }
@@ -168,7 +175,7 @@ const uint64_t* Launch::warp(uint32_t mask, uint64_t value, bool orders) {
     wake(gathering.waiting);
   } else {
     gathering.waiting.push_back(&fiber);
-    leave(/*blocked=*/true);
+    wait();
   }
   if (orders) fiber.actor.leave(gathering.known[turn]);
   return values;
@@ -194,9 +201,9 @@ Votes Launch::meet(int id, unsigned num_threads, bool vote) {
   fiber.actor.arrive();
   meeting.joined.join(fiber.actor.knows);
   meeting.waiting.push_back(&fiber);
-  fiber.blocked = true;
+  block.wait(fiber.thread.x);
   settle(meeting, num_threads ? num_threads : block.num_live);
-  if (fiber.blocked) leave(/*blocked=*/true);
+  if (!block.is_ready(fiber.thread.x)) leave();
   fiber.actor.leave(meeting.known);
   return meeting.result;
 }
@@ -266,7 +273,7 @@ void Launch::wait_stores(unsigned num_left, bool written) {
     for (const auto& copy : fiber.groups[i])
       if (std::exchange(copy->may_be_read, false)) fiber.actor.has_read(copy->from, copy->bytes);
   if (!written) return;
-  for (; fiber.groups.size() > num_left; fiber.groups.pop_front())
+  for (; fiber.groups.size() > num_left; fiber.groups.erase(fiber.groups.begin()))
     for (const auto& copy : fiber.groups.front()) fiber.actor.ends(copy->target, copy->bytes);
 }
 
@@ -305,12 +312,27 @@ void Launch::end(Block& block) {
     fail("a block wrote behind its shared memory");
 }
 
+static std::chrono::nanoseconds cpu_time() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
+// Lets peers go on: as long as a look at all threads took, and then until one of them releases
+// something, or longer: what NICs and hosts write is not known here.
+static void idle(std::chrono::nanoseconds look, order::When released) {
+  using std::chrono::steady_clock;
+  const auto nap = std::max<std::chrono::nanoseconds>(look, std::chrono::microseconds(kIdleUs));
+  const auto until = steady_clock::now() + kMostIdle * nap;
+  do {
+    usleep(static_cast<useconds_t>(nap / std::chrono::microseconds(1)));
+  } while (order::released_so_far() == released && steady_clock::now() < until);
+}
+
 // A launch may begin early once all blocks of the launch before it allow that; otherwise it begins
 // when that has ended.
 void run(const std::vector<Work>& stream) {
   std::list<Launch> launches;
   size_t next = 0;
-  unsigned idle_us = kIdleUs;
   auto last_progress = std::chrono::steady_clock::now();
   while (next < stream.size() || !launches.empty()) {
     if (next < stream.size() &&
@@ -319,6 +341,8 @@ void run(const std::vector<Work>& stream) {
       launches.emplace_back(stream[next++], before);
     }
     bool any = false, progress = false;
+    const order::When released = order::released_so_far();
+    const std::chrono::nanoseconds began = cpu_time();
     for (Launch& launch : launches) {
       any = launch.round() || any;
       progress = progress || launch.made_progress();
@@ -334,12 +358,10 @@ void run(const std::vector<Work>& stream) {
     const auto now = std::chrono::steady_clock::now();
     if (progress) {
       last_progress = now;
-      idle_us = kIdleUs;
     } else {
       if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
       if (now - last_progress > kPatience) fail("nothing has happened for a minute");
-      usleep(idle_us);
-      idle_us = std::min(2 * idle_us, kMostIdleUs);
+      idle(cpu_time() - began, released);
     }
   }
 }

@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <source_location>
 #include <vector>
 
 namespace moe_p2p::emulation {
@@ -44,11 +45,16 @@ void run(const std::vector<Work>& stream);
 
 // What kernels call.
 extern "C" {
-// Whether this process has that mutation (MOE_P2P_MUTATION), or leaves out this line:
-// "device/wait.cuh:130".
+// Whether this process has that mutation (MOE_P2P_MUTATION), which may also be the name of a line
+// that orders memory: "device/wait.cuh:130".
 bool moe_p2p_mutated(const char* name);
-bool moe_p2p_leaves_out();  // whether the mutation names a line
-bool moe_p2p_left_out(const char* file, unsigned line);
+// Called by each line that orders memory. Returns false if the mutation names that line. Kernels
+// must not read a Site, where earlier there was memory that something else wrote to.
+bool moe_p2p_orders(const std::source_location& site);
+// Writes names of lines to a file that have run since the process began.
+void moe_p2p_write_ordered(const char* to);
+// Called where a GPU faults.
+[[noreturn]] void moe_p2p_misaligned(const void* at, size_t bytes);
 const Thread& moe_p2p_thread();
 // Called when nothing new was seen: others go on first.
 void moe_p2p_pause();

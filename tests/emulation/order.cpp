@@ -20,35 +20,36 @@ std::atomic<When> clock_now{1};
 
 // --- stamps: one for each four bytes ---
 
-constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
 struct Cell {
   std::atomic<uint64_t> wrote, read;  // last access of each kind
-  std::atomic<When> released, host;   // carried by the word that begins here
 };
+struct Carrying {  // of the word that begins there
+  std::atomic<When> released, host;
+};
+constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
 struct Page {
-  uintptr_t number;
-  Page* next;
-  std::array<Cell, kCells> cells{};
+  std::array<Cell, kCells> cells;
+  std::atomic<std::array<Carrying, kCells>*> carrying;
 };
-std::array<std::atomic<Page*>, 1 << 16> pages;
+constexpr size_t kLeafBits = 18, kAddressBits = 47;
+using Leaf = std::array<std::atomic<Page*>, size_t{1} << kLeafBits>;
+std::array<std::atomic<Leaf*>, size_t{1} << (kAddressBits - kPageBits - kLeafBits)> leaves;
 
-Page* find_page(uintptr_t number, bool add) {
-  thread_local std::array<Page*, 256> recent{};
-  Page*& known = recent[number % recent.size()];
-  if (known && known->number == number) return known;
-  std::atomic<Page*>& head = pages[(number * 0x9e3779b97f4a7c15u) >> 48];
-  Page* made = nullptr;
-  for (Page* first = head.load(std::memory_order_acquire);;) {
-    for (Page* page = first; page; page = page->next)
-      if (page->number == number) {
-        delete made;
-        return known = page;
-      }
-    if (!add) return nullptr;
-    if (!made) made = new Page{number, nullptr};
-    made->next = first;
-    if (head.compare_exchange_weak(first, made, std::memory_order_acq_rel)) return known = made;
-  }
+// Returns what `place` points at; if nothing, something of zeros with `add`. It stays.
+template <typename T>
+T* get(std::atomic<T*>& place, bool add) {
+  T* found = place.load(std::memory_order_acquire);
+  if (found || !add) return found;
+  auto* made = static_cast<T*>(std::calloc(1, sizeof(T)));  // of a leaf few pages are touched
+  if (!made) fail("no memory for stamps");
+  if (place.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return made;
+  std::free(made);
+  return found;
+}
+Page* find_page(uintptr_t address, bool add) {
+  const uintptr_t number = address >> kPageBits;
+  Leaf* const leaf = get(leaves[number >> kLeafBits], add);
+  return leaf ? get((*leaf)[number % leaf->size()], add) : nullptr;
 }
 
 // Calls f(cell) for all cells that these bytes touch.
@@ -57,7 +58,7 @@ void each_cell(const void* at, size_t bytes, bool add, const F& f) {
   auto address = reinterpret_cast<uintptr_t>(at);
   const uintptr_t end = address + bytes;
   for (address &= ~uintptr_t{3}; address < end;) {
-    Page* page = find_page(address >> kPageBits, add);
+    Page* page = find_page(address, add);
     const uintptr_t page_end = std::min(end, ((address >> kPageBits) + 1) << kPageBits);
     if (!page) {
       address = page_end;
@@ -69,6 +70,12 @@ void each_cell(const void* at, size_t bytes, bool add, const F& f) {
 void set_stamps(const void* at, size_t bytes, Stamp stamp, std::atomic<uint64_t> Cell::* which) {
   each_cell(at, bytes, /*add=*/true,
             [&](Cell& cell) { (cell.*which).store(stamp.bits, std::memory_order_relaxed); });
+}
+Carrying* find_carrying(const void* word, bool add) {
+  const auto address = reinterpret_cast<uintptr_t>(word);
+  Page* const page = find_page(address, add);
+  auto* const all = page ? get(page->carrying, add) : nullptr;
+  return all ? &(*all)[address / 4 % kCells] : nullptr;
 }
 
 // --- blocks, and how long they are remembered ---
@@ -133,18 +140,15 @@ bool is_visible(Stamp stamp, const Block& reader, const View& view, const void* 
 
 Carried carried(const void* word) {
   if (is_of_host(word)) return {clock_now.load(), clock_now.load()};
-  Carried found;
-  each_cell(word, 1, /*add=*/false, [&](Cell& cell) {
-    found = {cell.released.load(std::memory_order_relaxed),
-             cell.host.load(std::memory_order_relaxed)};
-  });
-  return found;
+  const Carrying* found = find_carrying(word, /*add=*/false);
+  if (!found) return {};
+  return {found->released.load(std::memory_order_relaxed),
+          found->host.load(std::memory_order_relaxed)};
 }
 void carry(const void* word, const Carried& what) {
-  each_cell(word, 1, /*add=*/true, [&](Cell& cell) {
-    cell.released.store(what.released, std::memory_order_relaxed);
-    cell.host.store(what.host, std::memory_order_relaxed);
-  });
+  Carrying& place = *find_carrying(word, /*add=*/true);
+  place.released.store(what.released, std::memory_order_relaxed);
+  place.host.store(what.host, std::memory_order_relaxed);
 }
 
 Block* new_block(unsigned num_threads, bool is_host = false) {
@@ -173,16 +177,18 @@ std::string name_of(const Actor& actor) {
   if (actor.block->is_host) return "a copy that the host has asked for, block " + number;
   return "thread " + std::to_string(actor.thread) + " of block " + number;
 }
-// How an access conflicts with an earlier one, by the stamps of one kind.
+// How an access conflicts with an earlier one, by the stamps of one kind, and leaves its own.
 struct Earlier {
   const char* does;  // the later access
   const char* did;
   const char* under_way;
-  std::atomic<uint64_t> Cell::* stamps;
+  std::atomic<uint64_t> Cell::*stamps, Cell::*own;
 };
-constexpr Earlier kReads{"reads", "wrote", "by a copy that nobody has waited for", &Cell::wrote};
-constexpr Earlier kCopies{"copies", "wrote", kReads.under_way, &Cell::wrote};
-constexpr Earlier kWrites{"writes", "read", "by a copy that may not have read it yet", &Cell::read};
+constexpr Earlier kReads{"reads", "wrote", "by a copy that nobody has waited for", &Cell::wrote,
+                         &Cell::read};
+constexpr Earlier kCopies{"copies", "wrote", kReads.under_way, &Cell::wrote, &Cell::read};
+constexpr Earlier kWrites{"writes", "read", "by a copy that may not have read it yet", &Cell::read,
+                          &Cell::wrote};
 
 [[noreturn]] void fail_unordered(const Actor& actor, const Earlier& what, const void* at,
                                  size_t bytes, Stamp stamp, const void* where) {
@@ -195,21 +201,24 @@ constexpr Earlier kWrites{"writes", "read", "by a copy that may not have read it
   fail(name_of(actor) + text + (where ? "\n  addr2line -ifCe " + place_of(where) : ""));
 }
 
-template <typename IsOrdered>
-void check(const Actor& actor, const Earlier& what, const void* at, size_t bytes, const void* where,
-           const IsOrdered& is_ordered) {
+// Checks an access and leaves its stamp.
+template <const Earlier& What, typename IsOrdered>
+void access(const Actor& actor, const void* at, size_t bytes, Stamp own, const void* where,
+            const IsOrdered& is_ordered) {
   uint64_t good = 0;
-  each_cell(at, bytes, /*add=*/false, [&](Cell& cell) {
-    const uint64_t bits = (cell.*what.stamps).load(std::memory_order_relaxed);
-    if (bits == good || bits == 0) return;
-    if (!is_ordered(Stamp{bits})) fail_unordered(actor, what, at, bytes, Stamp{bits}, where);
-    good = bits;
+  each_cell(at, bytes, /*add=*/true, [&](Cell& cell) {
+    const uint64_t bits = (cell.*What.stamps).load(std::memory_order_relaxed);
+    if (bits != good && bits != 0) {
+      if (!is_ordered(Stamp{bits})) fail_unordered(actor, What, at, bytes, Stamp{bits}, where);
+      good = bits;
+    }
+    (cell.*What.own).store(own.bits, std::memory_order_relaxed);
   });
 }
-// Checks accesses of the thread itself, which sees its own in their order.
-void check_own(const Actor& actor, const Earlier& what, const void* at, size_t bytes,
-               const void* where) {
-  check(actor, what, at, bytes, where, [&](Stamp stamp) {
+// The same of the thread itself, which sees its own accesses in their order.
+template <const Earlier& What>
+void access(const Actor& actor, const void* at, size_t bytes, Stamp own, const void* where) {
+  access<What>(actor, at, bytes, own, where, [&](Stamp stamp) {
     if (stamp.block() == actor.block->index && stamp.thread() == actor.thread)
       return stamp.time() != kUnderWay;
     return is_visible(stamp, *actor.block, actor.knows.own, at);
@@ -217,6 +226,8 @@ void check_own(const Actor& actor, const Earlier& what, const void* at, size_t b
 }
 
 }  // namespace
+
+When released_so_far() { return clock_now.load(); }
 
 Device*& own_device() {
   thread_local auto* device = new Device;  // as long as the process
@@ -288,7 +299,8 @@ void remove_shared_memory(const void* at, size_t bytes) {
 }
 
 void copy_for_host(void* to, const void* from, size_t bytes) {
-  thread_local Actor actor{.block = new_block(1, /*is_host=*/true)};
+  thread_local auto* const own = new Actor{.block = new_block(1, /*is_host=*/true)};  // for ever
+  Actor& actor = *own;
   actor.has({clock_now.load(), clock_now.load()});
   actor.read(from, bytes, nullptr);
   actor.wrote(to, bytes, nullptr);
@@ -304,14 +316,12 @@ Stamp Actor::stamp() const { return Stamp::of(block->index, thread, block->now);
 void Actor::wrote(const void* at, size_t bytes, const void* where) {
   if (is_own(at)) return;
   holds = true;
-  check_own(*this, kWrites, at, bytes, where);
-  set_stamps(at, bytes, stamp(), &Cell::wrote);
+  access<kWrites>(*this, at, bytes, stamp(), where);
 }
 
 void Actor::read(const void* at, size_t bytes, const void* where) const {
   if (is_own(at)) return;
-  check_own(*this, kReads, at, bytes, where);
-  set_stamps(at, bytes, stamp(), &Cell::read);
+  access<kReads>(*this, at, bytes, stamp(), where);
 }
 
 bool Actor::sees(Stamp stamp) const { return is_chained(stamp, *block, knows.own); }
@@ -391,13 +401,13 @@ void Actor::fence_shared() {
 }
 
 void Actor::copies_global(const void* from, size_t bytes) const {
-  check(*this, kCopies, from, bytes, nullptr,
-        [&](Stamp stamp) { return is_visible(stamp, *block, knows.copies, from); });
-  set_stamps(from, bytes, stamp(), &Cell::read);
+  access<kCopies>(*this, from, bytes, stamp(), nullptr,
+                  [&](Stamp stamp) { return is_visible(stamp, *block, knows.copies, from); });
 }
 
 void Actor::copies_shared(const void* from, size_t bytes) const {
-  check(*this, kCopies, from, bytes, nullptr, [&](Stamp stamp) {
+  const Stamp under_way = Stamp::of(block->index, thread, kUnderWay);
+  access<kCopies>(*this, from, bytes, under_way, nullptr, [&](Stamp stamp) {
     if (stamp.block() != block->index) return true;  // of a block that had this memory before
     const std::lock_guard lock(block->mutex);
     const Block::Thread& writer = block->threads[stamp.thread()];
@@ -408,15 +418,13 @@ void Actor::copies_shared(const void* from, size_t bytes) const {
     const uint32_t arrival = first_after(writer.arrivals, stamp.time());
     return arrival != 0 && arrival <= fenced[stamp.thread() / 32];
   });
-  set_stamps(from, bytes, Stamp::of(block->index, thread, kUnderWay), &Cell::read);
 }
 void Actor::has_read(const void* from, size_t bytes) const {
   set_stamps(from, bytes, stamp(), &Cell::read);
 }
 
 void Actor::begins(const void* to, size_t bytes) const {
-  check_own(*this, kWrites, to, bytes, nullptr);
-  set_stamps(to, bytes, Stamp::of(block->index, thread, kUnderWay), &Cell::wrote);
+  access<kWrites>(*this, to, bytes, Stamp::of(block->index, thread, kUnderWay), nullptr);
 }
 void Actor::ends(const void* to, size_t bytes) const {
   set_stamps(to, bytes, stamp(), &Cell::wrote);

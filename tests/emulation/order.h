@@ -37,6 +37,7 @@ namespace moe_p2p::emulation::order {
 
 using When = uint64_t;  // of the whole process: how much has been released
 inline constexpr When kNever = std::numeric_limits<When>::max();
+When released_so_far();
 
 inline constexpr uint32_t kUnderWay = (1u << 30) - 1;  // of a copy that no thread has waited for
 // The thread that accessed a word last, and the time by its block's clock; 0: none.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,15 @@ def cases_of(which: str, rest: bool) -> list[str]:
     return [case for case in CASES[which] if (case in REST) == rest]
 
 
+def ordering_lines(which: str) -> list[str]:
+    """Returns names of the lines that order memory and have to run in this group."""
+    return [
+        site.name
+        for site in kernel_mutations.sites()
+        if which == ("in bulk" if "bulk" in site.file else "calls")
+    ]
+
+
 GROUPS = [
     *(pytest.param(which, False, id=which) for which in CASES),
     *(
@@ -211,15 +221,18 @@ needs_an_emulated_gpu = pytest.mark.skipif(
 @pytest.mark.timeout(DEADLINE_S + 10)
 @needs_an_emulated_gpu
 @pytest.mark.parametrize(("which", "rest"), GROUPS)
-def test_kernels_on_an_emulated_gpu(which: str, rest: bool) -> None:
-    cases = cases_of(which, rest)
+def test_kernels_on_an_emulated_gpu(which: str, rest: bool, tmp_path: Path) -> None:
+    cases, ordered = cases_of(which, rest), tmp_path / "ordered"
     more = {"MOE_P2P_EMULATED_BLOCKS": "1"} if which == ONE_BLOCK else {}
+    more["MOE_P2P_EMULATED_ORDERED"] = str(ordered)
     limits = ("--durations=3", "-o", f"timeout={DEADLINE_S}")
     ran = emulated_runs.run(cases, *limits, deadline_s=DEADLINE_S, **more)
     assert ran.status == 0, ran.output
     passed = re.search(r"^(\d+) passed in", ran.output.splitlines()[-1])  # and none skipped
     assert passed is not None, ran.output
     assert int(passed[1]) >= len(cases), ran.output
+    if not rest:
+        assert set(ordering_lines(which)) <= set(ordered.read_text().splitlines())
 
 
 @pytest.mark.timeout(DEADLINE_S + 10)
@@ -267,3 +280,13 @@ def test_make_test_runs_the_cases_that_show_faults() -> None:
     }
     assert shown <= run
     assert set(REST) <= {case for cases in CASES.values() for case in cases}
+
+
+def test_make_test_catches_nine_of_ten_ordering_lines_of_each_file_but_one() -> None:
+    """Each line that UNSEEN does not list is caught by cases of `make test`, as shown above."""
+    sites = list(kernel_mutations.sites())
+    for file, text in kernel_mutations.UNSEEN:
+        assert len([site for site in sites if site.file == file and text in site.text]) == 1, text
+    unseen = Counter(site.file for site in sites if site.why_unseen)
+    lines = Counter(site.file for site in sites)
+    assert {file for file in unseen if unseen[file] > lines[file] / 10} == {"clean.cu"}

@@ -5,7 +5,9 @@ driver. As a pytest plugin it runs GPU tests whose ranks are threads (gpu_ranks.
 
     pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_bulk.py
 
-MOE_P2P_EMULATED_BLOCKS is the most blocks of a kernel that are resident at once. x86-64 only.
+MOE_P2P_EMULATED_BLOCKS is the most blocks of a kernel that are resident at once.
+MOE_P2P_EMULATED_ORDERED is a file, in which a run leaves the lines that ordered memory.
+x86-64 only.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -50,13 +54,16 @@ from moe_p2p.rendezvous.mirror import sharing_of
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC"]
-FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # misaligned: a GPU faults
-INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
+INCLUDED = (ROOT / "tests" / "emulation", ROOT)  # the first hides kernels/device/ptx.cuh
 # The machine is called before each access to memory (tests/emulation/order.h), and at no other
-# place. -O1: compiling takes longer than running, and -O2 of the kernels half as long again.
-WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-g1")
-WATCHED += ("-O1", "-fno-exceptions")
-KERNELS_HEADER = ROOT / "tests" / "emulation" / "cuda.h"  # compiled once for all kernels
+# place. -Og: compiling takes longer than running.
+WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-g1", "-Og")
+# Functions of libraries are those that the machine uses, not those of a sanitizer.
+WATCHED += ("-fno-exceptions", "-nodefaultlibs")
+WATCHED += ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")  # misaligned: a GPU faults
+# Most of the time of a run is the machine's.
+FAST = ("-O3", "-march=x86-64-v2", "-ftls-model=initial-exec", "-fno-semantic-interposition")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 MACHINE = ("order", "machine", "instructions", "driver")
 _PAGE = 65536  # of memory that GDRCopy maps
 RESIDENT_BLOCKS = 8  # of a kernel; more would only take longer
@@ -80,40 +87,35 @@ def why_not() -> str:
     return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not installed"
 
 
-def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
-    """Returns a library compiled from this text, built once per text, flags and included files.
-
-    arguments: of the linker. extra: of the compiler.
-    """
-    with _made_once(".so", source, arguments, extra) as (library, unfinished):
+def build(source: str, *options: str) -> Path:
+    """Returns a library of this text, built once for it, the options and what it includes."""
+    with _made_once(".so", source, *options) as (library, unfinished):
         if unfinished:
-            made, part = unfinished.with_suffix(".cpp"), unfinished.with_suffix(".o")
+            made = unfinished.with_suffix(".cpp")
             made.write_text(source)
-            _run_compiler("-c", *INCLUDE, *extra, str(made), "-o", str(part))
-            _run_compiler("-shared", str(part), *arguments, "-o", str(unfinished))
+            _run_compiler("-shared", str(made), *options, "-o", str(unfinished))
             made.unlink()
-            part.unlink()
     return library
 
 
 @functools.cache
-def _kernels_header() -> tuple[str, str]:
-    """Options that include KERNELS_HEADER, compiled: a tenth of what a kernel takes."""
-    with _made_once(".h.gch", KERNELS_HEADER.name) as (compiled, unfinished):
+def _ahead() -> tuple[str, str]:
+    """Options that include what is compiled ahead of kernels."""
+    source = '#include "tests/emulation/ahead.h"\n'
+    with _made_once(".h.gch", source, *WATCHED) as (compiled, unfinished):
         if unfinished:
-            options = (*INCLUDE, *WATCHED, "-x", "c++-header", str(KERNELS_HEADER))
-            _run_compiler(*options, "-o", str(unfinished))
+            made = unfinished.with_suffix("")
+            made.write_text(source)
+            _run_compiler(*WATCHED, "-x", "c++-header", str(made), "-o", str(unfinished))
+            made.unlink()
     return "-include", str(compiled.with_suffix(""))
 
 
 @contextmanager
-def _made_once(suffix: str, *of_what: object) -> Iterator[tuple[Path, Path | None]]:
+def _made_once(suffix: str, source: str, *options: str) -> Iterator[tuple[Path, Path | None]]:
     """Yields a file's path and, unless it exists, where to make it."""
-    text = hashlib.sha256(repr((of_what, FLAGS, WATCHED)).encode())
-    for folder in (ROOT / "kernels", ROOT / "tests" / "emulation"):
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            text.update(path.read_bytes())
-    file = FOLDER / f"{text.hexdigest()[:24]}{suffix}"
+    key = repr((_version(), source, FLAGS, options, _included(source)))
+    file = FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with _compiling, open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes want the same at the same time
@@ -125,8 +127,35 @@ def _made_once(suffix: str, *of_what: object) -> Iterator[tuple[Path, Path | Non
             unfinished.rename(file)
 
 
+def _included(source: str) -> dict[str, str]:
+    """Returns hashes of all files of this repository that a text includes, by their names."""
+    found: dict[str, str] = {}
+    queue = _INCLUDE.findall(source)
+    while queue:
+        if (name := queue.pop()) not in found:
+            found[name], names = _read(name)
+            queue += names
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _read(name: str) -> tuple[str, list[str]]:
+    """Returns an included file's hash, and what it includes."""
+    text = next(path for folder in INCLUDED if (path := folder / name).is_file()).read_text()
+    return hashlib.sha256(text.encode()).hexdigest(), _INCLUDE.findall(text)
+
+
+@functools.cache
+def _version() -> str:
+    """Of the compiler: another one cannot read what this one has compiled ahead."""
+    return subprocess.run(
+        [*_compiler(), "--version"], capture_output=True, text=True, check=True
+    ).stdout
+
+
 def _run_compiler(*arguments: str) -> None:
-    command = [*_compiler(), *FLAGS, *arguments]
+    include = [f"-I{folder}" for folder in INCLUDED]
+    command = [*_compiler(), *FLAGS, *include, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -137,13 +166,21 @@ def few_cpus() -> dict[str, str]:
     return {"LD_PRELOAD": str(naps), "OMP_NUM_THREADS": "1"}
 
 
+def machine_library() -> Path:
+    """The emulator's library, under the driver's name."""
+    source = "".join(f'#include "tests/emulation/{part}.cpp"\n' for part in MACHINE)
+    return build(source, "-Wl,-soname,libcuda.so.1", *FAST)
+
+
+def kernel_library(source: str) -> Path:
+    """A library of kernels from this text, which calls the machine's: load that before."""
+    return build(source, *WATCHED, *_ahead(), "-lubsan")
+
+
 @functools.cache
 def machine() -> Path:
-    """The emulator's library, loaded in this process under the driver's name."""
-    library = build(
-        "".join(f'#include "tests/emulation/{part}.cpp"\n' for part in MACHINE),
-        "-Wl,-soname,libcuda.so.1",
-    )
+    """The machine's library, loaded in this process."""
+    library = machine_library()
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return library
 
@@ -247,7 +284,8 @@ def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.
         f"  {entry}(*static_cast<const Params*>(params));\n}}\n"
         f"size_t moe_p2p_params_bytes = sizeof(moe_p2p::abi::{name.capitalize()}Params);\n"
     )
-    library = ctypes.CDLL(str(build(text, str(machine()), extra=(*WATCHED, *_kernels_header()))))
+    machine()
+    library = ctypes.CDLL(str(kernel_library(text)))
     address = ctypes.cast(library.moe_p2p_emulated, ctypes.c_void_p).value
     assert address is not None
     size = ctypes.c_size_t.in_dll(library, "moe_p2p_params_bytes")
@@ -261,7 +299,11 @@ _numbered: list[tuple[str, tuple[tuple[str, int], ...]]] = []  # kernels, from n
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint64)
 def _compile(number: int) -> int:
     """Called at each launch: most kernels that a communicator prepares are never launched."""
-    return _function(*_numbered[number - 1])[1]
+    try:
+        return _function(*_numbered[number - 1])[1]
+    except Exception:  # without a value the caller would jump anywhere
+        traceback.print_exc()
+        return 0
 
 
 def _meet(key: str, local: int, count: int, address: int, deadline: float) -> list[int]:
@@ -372,3 +414,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     install(pytest.MonkeyPatch())
     gpu_ranks.DEVICE = "cpu"
+
+
+def pytest_unconfigure() -> None:
+    if file := os.environ.get("MOE_P2P_EMULATED_ORDERED"):
+        _machine().moe_p2p_write_ordered(file.encode())

@@ -10,6 +10,7 @@ import functools
 import os
 import resource
 import subprocess
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from tests.support import emulated_gpu, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (*warm.MODULES, "tests.support.emulated_gpu", "tests.support.gpu_ranks")
+_starting = threading.Lock()  # one server, though several threads want one
 
 
 class Ran(NamedTuple):
@@ -48,7 +50,9 @@ def run(
     limit = functools.partial(
         resource.setrlimit, resource.RLIMIT_CPU, (cpu_s or 0, (cpu_s or 0) + 10)
     )
-    process = _server().popen(
+    with _starting:
+        server = _server()
+    process = server.popen(
         *("-m", "pytest", *options, *(f"tests/gpu/{case}" for case in cases)),
         cwd=ROOT,
         env=_environment() | more,

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <source_location>
 
 #include "kernels/abi/shape.h"
@@ -17,14 +15,17 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
+// Returns p, at which a GPU accesses so many bytes at once, and the code below some of them.
+template <u64 kBytes, typename T>
+T* aligned(T* p) {
+  if (reinterpret_cast<u64>(p) % kBytes != 0) emulation::moe_p2p_misaligned(p, kBytes);
+  return p;
+}
+
 // --- what orders memory. Any line of a kernel that calls it can be left out, as a mutation. ---
 
 using Site = std::source_location;
-// A Site is read only when needed: its memory may have been another thread's, which wrote there.
-inline bool orders(const Site& site) {
-  return !emulation::moe_p2p_leaves_out() ||
-         !emulation::moe_p2p_left_out(site.file_name(), site.line());
-}
+inline bool orders(const Site& site) { return emulation::moe_p2p_orders(site); }
 // Called before the word is written.
 inline void release(const void* word, bool to_system, const Site& site) {
   if (orders(site)) {
@@ -137,16 +138,17 @@ inline void st_na_v2(void* p, const Pair& v) { *static_cast<Pair*>(p) = v; }
 inline u32 ld_na_u32(const void* p) { return *static_cast<const u32*>(p); }
 inline void st_na_u32(void* p, u32 v) { *static_cast<u32*>(p) = v; }
 inline Pair ld_relaxed_sys_v2(const void* p) {
-  const auto* words = static_cast<const u32*>(p);
+  const auto* words = static_cast<const u32*>(aligned<8>(p));
   emulation::moe_p2p_pause();
   return {{ld_word(words), ld_word(words + 1)}};
 }
 inline void st_relaxed_sys_v2(void* p, const Pair& v) {
-  for (int i = 0; i < 2; ++i) st_word(static_cast<u32*>(p) + i, v.word[i]);
+  auto* const words = static_cast<u32*>(aligned<8>(p));
+  for (int i = 0; i < 2; ++i) st_word(words + i, v.word[i]);
 }
 
 inline Vec ld_relaxed_sys_v4(const void* p) {
-  const auto* words = static_cast<const u32*>(p);
+  const auto* words = static_cast<const u32*>(aligned<16>(p));
   emulation::moe_p2p_pause();
   return {{ld_word(words), ld_word(words + 1), ld_word(words + 2), ld_word(words + 3)}};
 }
@@ -156,7 +158,8 @@ inline Vec ld_acquire_sys_v4(const void* p, Site site = Site::current()) {
   return v;
 }
 inline void st_relaxed_sys_v4(void* p, const Vec& v) {
-  for (int i = 0; i < 4; ++i) st_word(static_cast<u32*>(p) + i, v.word[i]);
+  auto* const words = static_cast<u32*>(aligned<16>(p));
+  for (int i = 0; i < 4; ++i) st_word(words + i, v.word[i]);
 }
 
 // --- time, and kernels that overlap ---
@@ -241,10 +244,9 @@ inline void barrier_wait(u64* barrier, u32 parity) {
 // --- copies ---
 
 inline void check_aligned(const void* to, const void* from, u32 bytes) {
-  const auto bits = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes;
-  if (bits % 16 == 0) return;
-  std::fprintf(stderr, "a copy of %u bytes from %p to %p: not multiples of 16\n", bytes, from, to);
-  std::abort();
+  aligned<16>(to);
+  aligned<16>(from);
+  aligned<16>(static_cast<const char*>(to) + bytes);  // as long
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   check_aligned(to, from, bytes);
