@@ -48,7 +48,7 @@ def test_a_policy_learns_while_a_generator_joins() -> None:
 
 
 def test_ctrl_c_ends_it_without_a_traceback() -> None:
-    with program("moe_p2p.examples.rl", "--steps", "2000") as running:
+    with program("-m", "moe_p2p.examples.rl", "--steps", "2000") as running:
         running.wait_for("version   2")
         assert "Traceback (most recent" not in running.interrupt(100)
 
