@@ -213,7 +213,7 @@ class _Client:
             raise RefusedError("descriptors that are not named, or another user")
         if [os.fsdecode(each) for each in executables] != [self._python]:
             raise RefusedError(f"{executables} is not {self._python}")
-        if args[1:2] == ["-c"] and "resource_tracker" in args[2]:
+        if any("multiprocessing.resource_tracker" in each for each in args):
             raise RefusedError("the resource tracker imports little")
         status = Path("/proc/self/status").read_text()
         ignored = _field(status, "SigIgn", 16)

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import main
+from tests.support.programs import ignored, program, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = ("benchmarks/mirror_turns.py", "benchmarks/host_turns.py")
@@ -117,6 +119,33 @@ def test_steps_end_by_their_limits_and_failures_are_told(
     while _runs(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+STEP = """
+import pathlib, signal, sys, time
+pathlib.Path(sys.argv[1], "began").touch()
+try: time.sleep(60)
+except KeyboardInterrupt: pathlib.Path(sys.argv[1], "interrupted").touch()
+"""
+RUN = """
+import sys
+sys.path.insert(0, "benchmarks")
+import gpu_figures as figures
+step = figures.Step("waits", f"{sys.argv[1]}/step.py {sys.argv[1]}", 60, 0)
+figures._count, figures.steps = lambda: 0, lambda *_: iter([step])
+figures.handle_signals()
+figures.main(["--out", f"{sys.argv[1]}/out"])
+"""
+
+
+def test_sigterm_ends_a_step_too_where_sigint_is_ignored(tmp_path: Path) -> None:
+    """Such as under nohup."""
+    (tmp_path / "step.py").write_text(STEP)
+    with ignored(), program("-c", RUN, str(tmp_path)) as running:
+        until((tmp_path / "began").exists, "the step never begins")
+        running.process.terminate()
+        assert running.process.wait(15) == 128 + signal.SIGTERM  # not the 20 s of who ignores it
+    assert (tmp_path / "interrupted").exists()
 
 
 def _runs(pid: int) -> bool:

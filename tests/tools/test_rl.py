@@ -50,7 +50,7 @@ def test_a_policy_learns_while_a_generator_joins(output: str) -> None:
 
 
 def test_runs_are_alike_and_ctrl_c_ends_one_without_a_traceback(output: str) -> None:
-    with program("moe_p2p.examples.rl", "--steps", "2000") as running:
+    with program("-m", "moe_p2p.examples.rl", "--steps", "2000") as running:
         seen = running.wait_for("version   2")
         assert rewards(seen) == rewards(output)[:2]
         # One process has imported torch for all ranks.
