@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -109,11 +110,17 @@ def nobody_masked(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_error(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fault, "provoke", lambda *_: "")
+    error_is("", patch)
 
 
 def another_error(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fault, "provoke", lambda *_: "something else")
+    error_is("something else", patch)
+
+
+def error_is(error: str, patch: pytest.MonkeyPatch) -> None:
+    """Of the faults of these processes: others would start, import torch and be right."""
+    patch.setattr(Fault, "provoke", lambda *_: error)
+    patch.setattr(conformance_faults, "_killed", lambda _: [])
 
 
 def broken(patch: pytest.MonkeyPatch) -> None:
@@ -151,8 +158,11 @@ def gradients_changed(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_killed(patch: pytest.MonkeyPatch) -> None:
-    """Processes report that all went well."""
+    """Processes report that all went well, for which they need not import torch."""
     patch.setattr(conformance_faults, "_until_killed", healthy)
+    forked = multiprocessing.get_context("fork")
+    patch.setattr(conformance_faults.multiprocessing, "get_context", lambda _: forked)
+    patch.setattr(conformance_faults, "_reported", lambda *_: [])
 
 
 def healthy(_: Options, rank: int, pipe: Any) -> None:
@@ -167,10 +177,7 @@ def sabotaged(options: Options, sabotage: Sabotage, part: str) -> list[str]:
     with launch.process_group() as (rank, _):
         ranks = Ranks(options, rank)
         conformance.world(ranks)
-        patch = pytest.MonkeyPatch()
-        for module in (conformance, conformance_faults):
-            patch.setattr(module, "SOON_S", 1.5)
-        sabotage(patch)
+        sabotage(pytest.MonkeyPatch())
         getattr(conformance, part)(ranks)
         return ranks.wrong
 

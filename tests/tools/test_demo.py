@@ -16,7 +16,9 @@ from moe_p2p.tools.bench.options import Options
 
 def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, png = tmp_path / "routing.pt", tmp_path / "curves.png"
-    assert demo.main(["--steps", "4", "--save-trace", str(trace), "--plot", str(png)]) == 0
+    ranks = ["--ranks", "2", "--ranks-per-node", "1"]
+    given = [*ranks, "--steps", "4", "--save-trace", str(trace), "--plot", str(png)]
+    assert demo.main(given) == 0
     printed = capsys.readouterr().out
     assert ": equal" in printed
     assert "standard library; loss: nats per byte" in printed
@@ -30,14 +32,14 @@ def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert abs(first - 5.6) < 0.3  # nats: hardly better than 256 equally likely bytes, ln 256 = 5.5
 
     recorded = Trace.load(trace)
-    settings = demo.Settings()
+    settings = demo.Settings(ranks=2, ranks_per_node=1)
     tokens = settings.batch // settings.ranks * settings.sequence
     assert recorded.topk_idx.shape == (8, settings.ranks, tokens, settings.topk)
-    job = make_job(Options(trace=str(trace)))
+    job = make_job(Options(trace=str(trace), ranks=2, ranks_per_node=1))
     assert (job.topology.num_experts, job.topk) == (settings.experts, settings.topk)
-    topk_idx, topk_weights = job.routing(9, 2, 5)  # wraps around: the second record again
-    assert torch.equal(topk_idx, recorded.topk_idx[1, 2, :5])
-    assert torch.equal(topk_weights, recorded.topk_weights[1, 2, :5])
+    topk_idx, topk_weights = job.routing(9, 1, 5)  # wraps around: the second record again
+    assert torch.equal(topk_idx, recorded.topk_idx[1, 1, :5])
+    assert torch.equal(topk_weights, recorded.topk_weights[1, 1, :5])
 
 
 def test_judge_refuses_what_rounding_cannot_explain() -> None:
