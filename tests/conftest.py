@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ from tests.progress import (  # noqa: F401  (hooks)
     pytest_xdist_make_scheduler,
 )
 from tests.support import installation
+
+# Where this is started with SIGINT ignored, as by `nohup`, in a script's background and in some CI,
+# so would be programs of tests, and what waits for a signal would not end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ("tests.left_out", "tests.times")
 os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured changes no test

@@ -6,42 +6,55 @@ Ctrl-C's handler, or on signals that it blocks, would leave workers there.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import socket
+from typing import Any
 
 import pytest
 
 from moe_p2p.tools import launch
-from tests.support.programs import DEADLINE_S, ignored, program, until
+from tests.support import cells, warm
+from tests.support.programs import DEADLINE_S, handled, program, until
 
 SMALL = ("--ranks=2", "--ranks-per-node=1", "--tokens=4", "--hidden=256", "--device=cpu")
-BENCH = ("-m", "moe_p2p", "bench", *SMALL)
+BENCH = ("-m", "moe_p2p", "bench")
 DISAGGREGATED = ("-m", "moe_p2p.examples.disaggregated")
 SOAK = ("benchmarks/soak.py", "--over=loopback", "--minutes=10", "--replace-every-s=1")
-# A program, and a line that it prints once it has processes; without one: once two have memory.
+# A program, and a line that it prints in the middle of its work; without one: once two of its
+# processes have memory.
 PROGRAMS = {
     "demo": (("-m", "moe_p2p", "demo", "--steps=100000"), ""),
-    "bench": ((*BENCH, "--seconds=60", "--json=", "--plot="), ""),
-    "bench --check": ((*BENCH, "--check"), "padded, bf16"),
-    "store": (("-m", "moe_p2p", "store", "127.0.0.1:{port}"), "serving"),
-    "disaggregated, starting": ((*DISAGGREGATED, "--prefill=9"), "starts prefill-1"),
-    "disaggregated, serving": ((*DISAGGREGATED, "--serve"), "http://"),
+    "bench": ((*BENCH, *SMALL, "--seconds=60", "--json=", "--plot="), ""),
+    "bench --check": ((*BENCH, *SMALL, "--check"), "padded, bf16"),
+    "bench --api kv": ((*BENCH, "--api=kv", "--seconds=60", "--json=", "--plot="), ""),
+    "bench --api weights": ((*BENCH, "--api=weights", "--json=", "--plot="), ""),
+    "tune": (("-m", "moe_p2p", "tune", "--ranks=2"), ""),
+    "disaggregated": ((*DISAGGREGATED, "--serve"), "http://"),
+    "disaggregated, joins": ((*DISAGGREGATED, "--prefill=9"), "starts prefill-1"),
     "rl": (("-m", "moe_p2p.examples.rl", "--steps=2000"), "version   2"),
     "soak": (SOAK, "died in"),
     "kv_soak": (("benchmarks/kv_soak.py", "--requests=100000"), ""),
     "kv_reclaim": (("benchmarks/kv_reclaim.py", "--cancels=10000"), ""),
+    "kv_pack": (("benchmarks/kv_pack.py", "--pages=20000"), ""),
 }
+# What starts its processes as another one does, in launch.run_ranks or in kv_soak.
+ALIKE = ("bench --api kv", "bench --api weights", "tune", "kv_reclaim")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_it_ends_all_processes_where_sigint_is_ignored(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "starting", "sigint"),
+    cells.few(
+        itertools.product(PROGRAMS, (True, False), (signal.SIG_IGN, signal.default_int_handler)),
+        keep=lambda cell: cell[0] not in ALIKE and cell[2] is signal.SIG_IGN,
+    ),
+)
+def test_it_ends_all_processes(name: str, starting: bool, sigint: Any) -> None:
     arguments, line = PROGRAMS[name]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    arguments = tuple(each.format(port=port) for each in arguments)
-    with ignored(), program(*arguments) as running:
-        if line:
+    with handled(sigint), program(*arguments) as running:
+        if starting:  # its first process, beside itself and the server of its copies
+            until(lambda: len(running.processes()) >= 3, "it never begins")
+        elif line:
             running.wait_for(line)
         else:
             until(lambda: len(running.memory()) >= 2, "it never begins")
@@ -71,3 +84,17 @@ def test_a_signal_is_handled_when_a_process_has_started(number: int) -> None:
         assert signal.getsignal(number) is launch.exit_by_signal
     finally:
         signal.signal(number, before)
+
+
+def test_tests_handle_sigint() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_tests_handle_sigint_where_it_was_ignored() -> None:
+    with handled(signal.SIG_IGN):
+        one = f"{__file__}::{test_tests_handle_sigint.__name__}"
+        done = warm.run(
+            *("-m", "pytest", "-q", "-p", "no:cacheprovider", one),
+            cwd=warm.ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from tests.support import warm
 
@@ -99,9 +100,10 @@ def program(*arguments: str, stderr: int = subprocess.STDOUT) -> Iterator[Progra
 
 
 @contextmanager
-def ignored() -> Iterator[None]:
-    """SIGINT is ignored here, and in programs that are started meanwhile: as by `nohup`."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def handled(sigint: Any) -> Iterator[None]:
+    """SIGINT has this handler here. Programs that are started meanwhile ignore it where that is
+    signal.SIG_IGN, as under `nohup`; else they have Python's, wherever pytest itself runs."""
+    before = signal.signal(signal.SIGINT, sigint)
     try:
         yield
     finally:

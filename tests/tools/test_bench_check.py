@@ -150,8 +150,9 @@ def gradients_changed(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_killed(patch: pytest.MonkeyPatch) -> None:
-    """Processes report that all went well."""
+    """Spare processes report that all went well."""
     patch.setattr(Spare, "report", lambda _, rank: (f"all is well at rank {rank - 1}", 0.1))
+    patch.setattr(conformance_faults, "_reported", lambda *_: [])
 
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
@@ -162,10 +163,7 @@ def sabotaged(options: Options, sabotage: Sabotage, part: str) -> list[str]:
     with Spare(options) as spare, launch.process_group() as (rank, _):
         ranks = Ranks(options, rank)
         conformance.world(ranks)
-        patch = pytest.MonkeyPatch()
-        for module in (conformance, conformance_faults):
-            patch.setattr(module, "SOON_S", 1.5)
-        sabotage(patch)
+        sabotage(pytest.MonkeyPatch())
         more = (spare,) if part == "faults" else ()
         getattr(conformance, part)(ranks, *more)
         return ranks.wrong
