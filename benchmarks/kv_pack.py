@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from torch.distributed import TCPStore
 
 from moe_p2p import Engine, EngineConfig, kv
 from moe_p2p.kv.copies import Copier, Rows
-from moe_p2p.tools import launch
 from tests.support.kv_fakes import cache_of
 from tests.support.kv_workers import QUICK, random_bytes, random_cache, some_pages
 
@@ -185,5 +183,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, launch.exit_by_signal)
     sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,16 +28,15 @@ PROGRAMS = {
     "demo": (("-m", "moe_p2p", "demo", "--steps=100000"), ""),
     "bench": ((*BENCH, *SMALL, "--seconds=60", "--json=", "--plot="), ""),
     "bench --check": ((*BENCH, *SMALL, "--check"), "padded, bf16"),
-    "bench --api kv": ((*BENCH, "--api=kv", "--seconds=60", "--json=", "--plot="), ""),
+    "bench --api kv": ((*BENCH, "--api=kv", "--device=cpu", "--repeats=100000"), ""),
     "bench --api weights": ((*BENCH, "--api=weights", "--json=", "--plot="), ""),
-    "tune": (("-m", "moe_p2p", "tune", "--ranks=2"), ""),
+    "tune": (("-m", "moe_p2p", "tune", "--device=cpu", "--seconds=60", "--into={into}"), ""),
     "disaggregated": ((*DISAGGREGATED, "--serve"), "http://"),
     "disaggregated, joins": ((*DISAGGREGATED, "--prefill=9"), "starts prefill-1"),
     "rl": (("-m", "moe_p2p.examples.rl", "--steps=2000"), "version   2"),
     "soak": (SOAK, "died in"),
     "kv_soak": (("benchmarks/kv_soak.py", "--requests=100000"), ""),
     "kv_reclaim": (("benchmarks/kv_reclaim.py", "--cancels=10000"), ""),
-    "kv_pack": (("benchmarks/kv_pack.py", "--pages=20000"), ""),
 }
 # What starts its processes as another one does, in launch.run_ranks or in kv_soak.
 ALIKE = ("bench --api kv", "bench --api weights", "tune", "kv_reclaim")
@@ -49,8 +49,9 @@ ALIKE = ("bench --api kv", "bench --api weights", "tune", "kv_reclaim")
         keep=lambda cell: cell[0] not in ALIKE and cell[2] is signal.SIG_IGN,
     ),
 )
-def test_it_ends_all_processes(name: str, starting: bool, sigint: Any) -> None:
+def test_it_ends_all_processes(name: str, starting: bool, sigint: Any, tmp_path: Path) -> None:
     arguments, line = PROGRAMS[name]
+    arguments = tuple(each.format(into=tmp_path / "tuned.json") for each in arguments)
     with handled(sigint), program(*arguments) as running:
         if starting:  # its first process, beside itself and the server of its copies
             until(lambda: len(running.processes()) >= 3, "it never begins")
