@@ -27,7 +27,7 @@ from tests.support import installation
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ("tests.left_out", "tests.times")
+pytest_plugins = ("tests.left_out", "tests.times", "tests.torch_imports")
 os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured changes no test
 # torch looks up a name for each address that connects to a TCPStore, on both ends. A name server
 # that loses one of these questions costs 5 s, in which the store answers nobody; here 1 s, once.
