@@ -2,7 +2,7 @@
 
 Hooks of pytest, for conftest.py. The count stands in the summary. A whole `make test` fails where
 it is above MOST: programs that need no interpreter of their own are copies of a warm server
-(tests/support/warm.py). Not counted: an interpreter without PYTHONPATH and what it starts.
+(tests/support/warm.py). Not counted: an interpreter without this PYTHONPATH, and what it starts.
 """
 
 from __future__ import annotations
