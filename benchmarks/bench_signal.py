@@ -35,7 +35,8 @@ def answer(pipe: Connection, wait: str) -> None:
 
 @pytest.fixture(params=["sleep", "yield"])
 def other(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, bytes]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moe_p2p"])
     pipe, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, request.param), daemon=True)
     process.start()

@@ -267,6 +267,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def handle_signals() -> None:
+    """SIGTERM ends the step, too. Steps end by SIGINT, also where this program ignores it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     about, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -327,4 +334,5 @@ def _count() -> int:
 
 
 if __name__ == "__main__":
+    handle_signals()
     sys.exit(main())

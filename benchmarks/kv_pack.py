@@ -125,7 +125,7 @@ def requests(case: Case) -> float:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     case = replace(case, port=store.port)
     pipe, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # imports this file once
     process = context.Process(target=receive, args=(case, theirs), daemon=True)
     process.start()
     theirs.close()

@@ -26,6 +26,8 @@ import kv_soak  # noqa: E402
 import torch  # noqa: E402
 from kv_peer import Job, Result  # noqa: E402
 
+from moe_p2p.tools import launch  # noqa: E402
+
 HEALTHY_MS = 5.0
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
@@ -176,4 +178,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, launch.exit_by_signal)
     sys.exit(main())

@@ -39,11 +39,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
+import torch  # noqa: E402
 from kv_peer import LEASE_S, Cancel, Job, Result, Setting  # noqa: E402
 from kv_peer import main as peer_main  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 
 from moe_p2p import Engine, EngineConfig, UnavailableError, kv  # noqa: E402
+from moe_p2p.tools import launch  # noqa: E402
 
 OVER = {
     "loopback": ("loopback", "seed={seed}"),
@@ -120,7 +122,8 @@ class Soak:
         )
         ours, theirs = self.context.Pipe()
         handle = self.context.Process(target=peer_main, args=(setting, theirs), daemon=True)
-        handle.start()
+        with launch.signals_wait():
+            handle.start()
         theirs.close()
         if not ours.poll(START_S) or ours.recv() != "ready":
             raise FailedError(f"{setting.instance} did not start")
@@ -281,10 +284,10 @@ class Soak:
                 raise FailedError(f"{[p.instance for p in self.processes]} do not leave")
 
     def end(self) -> None:
-        for process in self.processes:
-            if process.handle.is_alive():
-                process.handle.kill()
-                process.handle.join(10)
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join(10)
+        torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
 
     def summary(self) -> dict[str, Any]:
         slowest = sorted(self.reusable_s)
@@ -362,4 +365,5 @@ def failure_of(arguments: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, launch.exit_by_signal)
     sys.exit(main())

@@ -18,8 +18,8 @@ replaces it.
 
 Exit status 1: a row was wrong, a rank failed, hung or noticed nothing, something is left in
 /dev/shm, or a rank holds more descriptors, threads or memory than after its first quarter; 2: it
-cannot run here; 130: interrupted. On failure all ranks print their stacks. Run for some seconds by
-tests/package/test_soak.py.
+cannot run here; 130 and 143: ended by Ctrl-C and SIGTERM. On failure all ranks print their stacks.
+Run for some seconds by tests/package/test_soak.py.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import soak_rank  # noqa: E402
+import torch  # noqa: E402
 from soak_options import OVER, parse, why_not, wrong  # noqa: E402
 from soak_rank import MOMENTS, Alive, Attempt, Connected, Failure, Report, Setting, Usage  # noqa: E402
 
@@ -98,8 +99,9 @@ class Run:
         self.witness = arguments.seed % self.world_size  # never killed
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["soak_rank"])
-        self.interrupted = False  # Ctrl-C; handled later: end() cannot end a half-started process
-        signal.signal(signal.SIGINT, self._interrupt)
+        self.ended_by = 0  # a signal; handled later: end() cannot end a half-started process
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._end_by)
         self.started: list[Process] = []
         self.ranks: list[Process] = []  # the living, by rank
         self.setup_s = 1.0  # set-up time of the last attempt
@@ -110,8 +112,8 @@ class Run:
         self.left_s: list[float] = []  # durations of closing
         self.back_s: list[float] = []  # times from a death until all are connected again
 
-    def _interrupt(self, *_: object) -> None:
-        self.interrupted = True
+    def _end_by(self, number: int, _: object) -> None:
+        self.ended_by = number
 
     # --- processes ---
 
@@ -168,6 +170,7 @@ class Run:
         for child in multiprocessing.active_children():
             child.kill()
             child.join()
+        torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
 
     # --- messages of ranks ---
 
@@ -177,8 +180,8 @@ class Run:
         """Yields messages of ranks in `pending`, from which the caller removes them; else None."""
         ends = time.monotonic() + timeout_s
         while pending:
-            if self.interrupted:
-                raise KeyboardInterrupt
+            if self.ended_by:
+                raise SystemExit(128 + self.ended_by)
             if time.monotonic() > ends:
                 self._fail(f"ranks {sorted(pending)} hang: nothing within {timeout_s:.0f} s")
             pipes = [self.ranks[rank].pipe for rank in pending]
@@ -401,9 +404,9 @@ def main() -> int:
         except FailedError as error:
             print(f"{error}\nFAILED after {run.num_steps} steps, {len(run.deaths)} deaths")
             return 1
-        except KeyboardInterrupt:
-            print(f"\ninterrupted after {run.num_steps} steps, {len(run.deaths)} deaths")
-            return 130
+        except SystemExit:
+            print(f"\nended after {run.num_steps} steps, {len(run.deaths)} deaths")
+            raise
         finally:
             run.end()
     print(json.dumps(summary))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,12 @@ from tests.progress import (  # noqa: F401  (hooks)
 )
 from tests.support import installation
 
-pytest_plugins = ("tests.left_out", "tests.times")
+# Where this is started with SIGINT ignored, as by `nohup`, in a script's background and in some CI,
+# so would be programs of tests, and what waits for a signal would not end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+pytest_plugins = ("tests.left_out", "tests.times", "tests.torch_imports")
 os.environ["MOE_P2P_TUNED"] = "none"  # what this machine's user has measured changes no test
 # torch looks up a name for each address that connects to a TCPStore, on both ends. A name server
 # that loses one of these questions costs 5 s, in which the store answers nobody; here 1 s, once.

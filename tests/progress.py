@@ -32,13 +32,11 @@ LONG = (
     "test_masks.py::test_a_slow_rank",
     "test_interrupt.py",
     "test_ambient.py",
-    "test_bench",
     "test_vllm.py",
     "test_sglang.py",
     "test_megatron.py",
     "test_deep_ep_frame.py",
     "test_libfabric.py",
-    "test_demo.py",
     "test_readme.py",
     "test_wheel.py::test_commands",
 )

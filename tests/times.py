@@ -4,11 +4,15 @@
     python -m tests.times times.jsonl   # the table of CONTRIBUTING.md, then the longest tests
 
 A test's CPU time is what the tree of processes below its worker has used while it ran, so servers
-that start ranks count where they work. What its worker compiles in threads counts too.
+that start ranks count where they work. What its worker compiles in threads counts too. The worker
+adopts processes whose parent has ended (a subreaper, prctl(2)): they would leave the tree. Those
+that have ended are waited for when a test has.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 TICK = os.sysconf("SC_CLK_TCK")
+PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 # A part of the table, and how ids of its tests begin, below tests/. The first that fits counts.
 PARTS = (
     ("lint", ("package/test_lint.py",)),
@@ -76,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Times:
     def __init__(self, file: Path) -> None:
         self._file = file
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
@@ -84,8 +90,16 @@ class _Times:
             return (yield)
         finally:
             wall_s, cpu_s = time.monotonic() - began, tree_cpu_s(os.getpid()) - before
+            _wait_for_ended()
             with self._file.open("a") as file:  # one write: workers share the file
                 file.write(json.dumps(Took(item.nodeid, round(wall_s, 3), round(cpu_s, 3))) + "\n")
+
+
+def _wait_for_ended() -> None:
+    """Whoever starts processes has waited for its own, in the test that it started them in."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def part_of(test: str) -> str:

@@ -24,15 +24,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +38,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_p2p.examples.small_model import MOST_TOKENS, SmallModel, generate
 from moe_p2p.examples.workers import Job
 from moe_p2p.examples.workers import main as worker_main
+from moe_p2p.tools import launch
 from moe_p2p.tools.bench.plot import NO_MATPLOTLIB
 from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
 
@@ -59,27 +57,13 @@ class Process:
     pipe: Connection
 
 
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C raises at the end: another thread takes what is blocked in this one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    late: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: late.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if late:
-        raise KeyboardInterrupt
-
-
 class Router:
     """Starts workers, gives them jobs, and hands tokens to whoever asked for them."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
+        # Ctrl-C is for this process, which ends the others: they are forked with it blocked.
+        launch.start_fork_server(worker_main.__module__)
+        self.context = multiprocessing.get_context("forkserver")
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.numbers, self.requests = itertools.count(1), itertools.count(1)
         self.processes: dict[str, list[Process]] = {"prefill": [], "decode": []}
@@ -98,18 +82,16 @@ class Router:
             args=(role, f"{role}-{number}", self.store.port, gpu, theirs),
             daemon=True,
         )
-        # Ctrl-C is for this process, which ends them: blocked signals are blocked in children, too.
-        resource_tracker.ensure_running()  # it would be started by `start`, and unblocks them
-        with _interrupts_wait():
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                handle.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
         process = Process(role, f"{role}-{number}", handle, ours)
-        if not ours.poll(START_S):
-            raise RuntimeError(f"{process.instance} did not start within {START_S} s")
+        try:
+            with launch.signals_wait():
+                handle.start()
+            theirs.close()
+            if not ours.poll(START_S):
+                raise RuntimeError(f"{process.instance} did not start within {START_S} s")
+        except BaseException:
+            ours.close()  # so that it ends
+            raise
         self.processes[role].append(process)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self._mark("joins", process.instance)
@@ -369,11 +351,6 @@ def main(arguments: list[str] | None = None) -> int:
         router.close()
 
 
-def _end(number: int, _: FrameType | None) -> None:
-    """Ends the workers too; by itself the signal would leave them until they notice."""
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, launch.exit_by_signal)
     sys.exit(main())

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import logging
 import multiprocessing
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from moe_p2p import AllToAll, DispatchOptions, direct, errors
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.pool import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
+from tests.support import warm
 from tests.support.cases import bits, make, make_tokens
 from tests.support.ranks import Rank, run_threads
 
@@ -423,7 +423,7 @@ with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as comm, torch.no_
 
 
 def test_without_them_calls_are_as_before() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=120)
+    warm.without_moe_p2p().run("-c", WITHOUT, check=True, timeout=120)
 
 
 def test_the_package_uses_them(alone: AllToAll, monkeypatch: pytest.MonkeyPatch) -> None:

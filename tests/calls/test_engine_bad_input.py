@@ -157,7 +157,8 @@ def test_what_a_request_names_is_not_removed_before_it_is_submitted() -> None:
     """Freed memory is overwritten here: what reads it crashes, or has a wrong number of NICs."""
     run = subprocess.run(
         [sys.executable, "-c", _RACE],
-        env=os.environ | {"MALLOC_PERTURB_": "165", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        env=os.environ | {"MALLOC_PERTURB_": "165"},
         capture_output=True,
         text=True,
         timeout=100,

@@ -25,8 +25,8 @@ import moe_p2p
 from moe_p2p import Engine, EngineConfig
 from moe_p2p.rendezvous import bootstrap
 from moe_p2p.tools import launch
-from tests.support import warm
 from tests.support.cases import make, make_tokens, steps
+from tests.support.programs import Program, program, until
 from tests.support.ranks import Rank, run_processes
 
 TICK_S = 0.05
@@ -234,51 +234,12 @@ def test_ctrl_c_ends_the_wait_for_an_immediate_which_may_be_waited_for_again() -
 # --- programs ---
 
 
-def objects_of(group: int) -> set[str]:
-    """Shared memory of living processes of a process group."""
-    found = set()
-    for name in os.listdir("/dev/shm"):
-        if name.startswith("moe_p2p.rank."):
-            try:
-                if os.getpgid(int(name.split(".")[2])) == group:
-                    found.add(name)
-            except ProcessLookupError:
-                continue
-    return found
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    ends = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < ends, what
-        time.sleep(0.05)
-
-
-def is_gone(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @contextmanager
-def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], set[str]]]:
+def running(*arguments: str) -> Iterator[tuple[Program, set[str]]]:
     """A command whose four ranks are connected, and their shared memory."""
-    program = warm.popen(
-        *("-m", "moe_p2p", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        until(lambda: len(objects_of(program.pid)) == 4, "no ranks")
-        yield program, objects_of(program.pid)
-    finally:
-        if not is_gone(program.pid):
-            os.killpg(program.pid, signal.SIGKILL)
-        program.communicate()
+    with program("-m", "moe_p2p", *arguments, stderr=subprocess.PIPE) as command:
+        until(lambda: sum(".rank." in name for name in command.memory()) == 4, "no ranks")
+        yield command, command.memory()
 
 
 LONG = {
@@ -289,11 +250,11 @@ LONG = {
 
 @pytest.mark.parametrize("command", LONG)
 def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
-    with running(*LONG[command]) as (program, objects):
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, printed = program.communicate(timeout=60)
-        assert (program.returncode, printed) == (130, f"{command}: interrupted\n")
-        until(lambda: is_gone(program.pid), "helpers that stay")
+    with running(*LONG[command]) as (started, objects):
+        os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        _, printed = started.process.communicate(timeout=60)
+        assert (started.process.returncode, printed) == (130, f"{command}: interrupted\n")
+        started.wait_until_gone()
         assert not objects & set(os.listdir("/dev/shm"))
 
 
@@ -312,23 +273,25 @@ def starts_ranks(pid: int) -> bool:
     [(imports_torch, "moe_p2p: interrupted\n"), (starts_ranks, "bench: interrupted\n")],
 )
 def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], line: str) -> None:
-    program = subprocess.Popen(
+    """An interpreter, not a copy: it imports torch."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "moe_p2p", *LONG["bench"]],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    command = Program(process)
     try:
-        until(lambda: when(program.pid), "it never begins")
-        os.killpg(program.pid, signal.SIGINT)
-        _, printed = program.communicate(timeout=60)
-        assert (program.returncode, printed) == (130, line)
-        until(lambda: is_gone(program.pid), "helpers that stay")
+        until(lambda: when(process.pid), "it never begins")
+        os.killpg(process.pid, signal.SIGINT)
+        _, printed = process.communicate(timeout=60)
+        assert (process.returncode, printed) == (130, line)
+        command.wait_until_gone()
     finally:
-        if not is_gone(program.pid):
-            os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
+        if command.processes():
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_ctrl_c_is_not_lost_while_the_fork_server_is_started(
@@ -342,7 +305,7 @@ def test_ctrl_c_is_not_lost_while_the_fork_server_is_started(
 
     monkeypatch.setattr(launch.forkserver, "ensure_running", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        launch._start_fork_server()
+        launch.start_fork_server("moe_p2p")
     assert signalled == [{signal.SIGINT}]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
@@ -356,11 +319,11 @@ def blocked_signals() -> list[int]:
 
 
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
-    with running(*LONG["bench"]) as (program, objects):
-        program.terminate()
-        _, printed = program.communicate(timeout=60)
-        assert (program.returncode, printed) == (143, "")
-        until(lambda: is_gone(program.pid), "helpers that stay")
+    with running(*LONG["bench"]) as (started, objects):
+        started.process.terminate()
+        _, printed = started.process.communicate(timeout=60)
+        assert (started.process.returncode, printed) == (143, "")
+        started.wait_until_gone()
         assert not objects & set(os.listdir("/dev/shm"))
 
 
@@ -371,8 +334,8 @@ def test_ranks_end_when_their_launcher_was_killed(monkeypatch: pytest.MonkeyPatc
 
 
 def ranks_end_with_their_launcher() -> None:
-    with running(*LONG["demo"]) as (program, objects):
-        program.kill()
-        program.wait()
-        until(lambda: is_gone(program.pid), "ranks that go on")
+    with running(*LONG["demo"]) as (started, objects):
+        started.process.kill()
+        started.process.wait()
+        started.wait_until_gone()
         assert not objects & set(os.listdir("/dev/shm"))

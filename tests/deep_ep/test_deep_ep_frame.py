@@ -48,14 +48,10 @@ def _installed() -> Iterator[None]:
     moe_p2p.deep_ep.uninstall()
 
 
-def interpreter(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
-    return subprocess.run([sys.executable, *arguments], **options)
-
-
 def run_python(
     *arguments: str, run: Callable[..., Any] = warm.run, path: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """run: warm.run, or interpreter. path: a folder where programs look for modules first."""
+    """run: warm.run, or another server's. path: a folder where programs look for modules first."""
     paths = [str(path) if path else "", str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | more
     done: subprocess.CompletedProcess[str] = run(
@@ -102,12 +98,13 @@ def test_install_refuses_next_to_the_real_one_and_can_be_forced(
 
 def test_the_environment_installs_when_moe_p2p_is_imported() -> None:
     program = "import moe_p2p\n" + BOTH_SPELLINGS
-    done = run_python("-c", program, run=interpreter, MOE_P2P_AS_DEEP_EP="1")
+    done = run_python("-c", program, run=warm.without_moe_p2p().run, MOE_P2P_AS_DEEP_EP="1")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_on_the_path_installs_where_it_is_imported() -> None:
-    done = run_python("-c", BOTH_SPELLINGS, run=interpreter, path=installation.PATH)
+    run = warm.without_moe_p2p().run
+    done = run_python("-c", BOTH_SPELLINGS, run=run, path=installation.PATH)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from moe_p2p.gpu import driver, jit, kernels
 from moe_p2p.gpu.prepared import usual_calls
 from moe_p2p.gpu.shape_macros import shape_macros
 from moe_p2p.gpu.variants import every_kernel
-from tests.support import ranks
+from tests.support import ranks, warm
 
 ARCHS = ("sm_90a", "sm_100a")
 # Kernels of the software NIC, and of calls without a communicator.
@@ -233,7 +232,8 @@ def test_importing_the_package_imports_nothing_of_cuda() -> None:
         "import moe_p2p, moe_p2p.gpu.jit, moe_p2p.gpu.memory\n"
         "print([m for m in set(sys.modules) - before if m.split('.')[0] == 'cuda'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = warm.without_moe_p2p().run
+    done = run("-c", code, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

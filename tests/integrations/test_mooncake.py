@@ -12,8 +12,6 @@ import json
 import multiprocessing
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -414,11 +412,11 @@ def test_a_program_finds_it(way: str, tmp_path: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if way == "environment":
             patch.setenv("MOE_P2P_AS_MOONCAKE", "1")
-            command = [sys.executable, "-c", f"import moe_p2p\n{program.read_text()}"]
-            ran = subprocess.run(command, **options)
+            text = f"import moe_p2p\n{program.read_text()}"
+            ran = warm.without_moe_p2p().run("-c", text, **options)
         elif way == "path":
             patch.setenv("PYTHONPATH", str(mooncake.installation.PATH), prepend=":")
-            ran = subprocess.run([sys.executable, str(program)], **options)
+            ran = warm.without_moe_p2p().run(str(program), **options)
         else:
             ran = warm.run("-m", "moe_p2p.mooncake", str(program), **options)
     assert ran.stdout.split() == ["moe_p2p.mooncake.engine", "0"], ran.stderr

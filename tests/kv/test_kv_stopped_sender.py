@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from moe_p2p import Engine, EngineConfig, kv
+from tests.support import warm
 from tests.support.kv_fakes import cache_of
 
 NBYTES = 64 << 20  # of the write; sockets hold some of it, never all
@@ -76,8 +76,8 @@ def test_a_stopped_sender_writes_nothing_later(over: str) -> None:
         engine(over), cache_of(LAYOUT, 0, 1), instance="d", timeouts=TIMEOUTS, verify="off"
     )
     memory = receiver.cache.tensors[0]
-    child = subprocess.Popen(
-        [sys.executable, "-c", SENDER, over, str(store.port)],
+    child = warm.popen(
+        *("-c", SENDER, over, str(store.port)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -84,21 +84,49 @@ def kept_of(params: list[object]) -> list[object]:
     return [param for param in params if not param.marks]  # type: ignore[attr-defined]
 
 
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    while time.process_time() < 0.5: pass
+    os.write(int(sys.argv[1]), str(os.getpid()).encode())
+"""
+TIMED = """
+import os, subprocess, sys
+from tests.support import warm
+
+def start(program, *more, **options):
+    subprocess.run([sys.executable, "-c", program, *more], check=True, **options)
+
+def test_child():
+    start({burn!r})
+
+def test_daemon():
+    warm.Server(modules=()).run("-c", "pass")
+    reader, writer = os.pipe()
+    start({daemon!r}, str(writer), pass_fds=[writer])
+    os.waitid(os.P_PID, int(os.read(reader, 20)), os.WEXITED | os.WNOWAIT)  # it is adopted
+
+def test_nothing():
+    children = open(f"/proc/self/task/{{os.getpid()}}/children").read().split()
+    states = [open(f"/proc/{{each}}/stat").read().rpartition(") ")[2][0] for each in children]
+    assert "Z" not in states
+"""
+
+
 def test_times_count_children_and_become_a_table(tmp_path: Path) -> None:
     file = tmp_path / "test_case.py"
     burn = "import time\nwhile time.process_time() < 0.5: pass"
-    file.write_text(
-        "import subprocess, sys\n"
-        f"def test_child(): subprocess.run([sys.executable, '-c', {burn!r}])\n"
-        "def test_nothing(): pass\n"
-    )
+    file.write_text(TIMED.format(burn=burn, daemon=DAEMON))
     options = ("-q", "-p", "tests.times", "--times", "times", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", *options, "-c", "/dev/null", str(file)]
     subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True)
     took = times.read([tmp_path / "times"])
-    assert [each.test.rpartition("::")[2] for each in took] == ["test_child", "test_nothing"]
+    assert [each.test.rpartition("::")[2] for each in took] == [
+        "test_child", "test_daemon", "test_nothing",
+    ]  # fmt: skip
     assert took[0].cpu_s > 0.4
-    assert took[1].cpu_s < 0.4
+    assert took[1].cpu_s > 0.4
+    assert took[2].cpu_s < 0.4
     printed = subprocess.run(
         [sys.executable, "-m", "tests.times", str(tmp_path / "times")],
         cwd=ROOT,
@@ -106,7 +134,7 @@ def test_times_count_children_and_become_a_table(tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout
-    assert f"| all | 2 | {sum(each.wall_s for each in took):.0f} |" in printed
+    assert f"| all | 3 | {sum(each.wall_s for each in took):.0f} |" in printed
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import moe_p2p
 from tests.support import hosts, warm
 
 ROOT = Path(__file__).resolve().parents[2]
+MOMENTS = ("dispatch", "between", "combine", "set-up", "connected", "closing", "masked")
 DEADLINE_S = 300  # of a run that takes 15 s on two cores with nothing else to do
 
 pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
@@ -48,6 +49,7 @@ def skip_without_hosts() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.more  # deaths are the next test's; what a lost link does is tests/nics/test_hosts.py's
 def test_links_flap_and_peers_are_replaced_over_tcp() -> None:
     skip_without_hosts()
     summary = soak(
@@ -58,7 +60,18 @@ def test_links_flap_and_peers_are_replaced_over_tcp() -> None:
 
 
 def test_peers_are_replaced_over_the_software_nic() -> None:
-    """Killed at any moment; else ranks leave one by one, while their last words are under way."""
+    """One killed at each moment; else ranks leave one by one, while last words are under way."""
+    summary = soak(
+        *("--over=loopback", "--minutes=0.02", f"--least-deaths={len(MOMENTS)}"),
+        *("--replace-every-s=0.5", "--keep-s=0.5", "--timeout-s=5"),
+    )
+    assert set(summary["deaths"]) == set(MOMENTS)
+    assert min(summary["deaths"].values()) >= 1, summary
+    assert summary["left_behind"] == []
+
+
+@pytest.mark.more  # fewer deaths than in the test before, and communicators that are kept
+def test_peers_are_replaced_at_any_moment_over_the_software_nic() -> None:
     summary = soak(
         *("--over=loopback", "--minutes=0.1", "--least-deaths=3"),
         *("--replace-every-s=1.2", "--timeout-s=5"),
@@ -67,6 +80,7 @@ def test_peers_are_replaced_over_the_software_nic() -> None:
     assert summary["left_behind"] == []
 
 
+@pytest.mark.more  # four deaths at a moment that the test before has once
 def test_the_rank_that_announces_a_round_never_dies() -> None:
     """Rank 0 said it, and the others waited in the store when it died right after set-up."""
     summary = soak(
@@ -76,6 +90,7 @@ def test_the_rank_that_announces_a_round_never_dies() -> None:
     assert summary["deaths"]["connected"] >= 4, summary
 
 
+@pytest.mark.more  # what a run that fails prints
 def test_a_rank_shows_where_it_is() -> None:
     program = """
 import sys

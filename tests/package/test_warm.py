@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import warm
+from tests.support.programs import Program
 
 DEADLINE_S = 60.0
 FINDS = """
@@ -197,11 +196,7 @@ def test_nothing_is_left_of_one_that_is_killed() -> None:
     process.stdout.readline()
     process.kill()
     process.communicate(timeout=DEADLINE_S)
-    until = time.monotonic() + DEADLINE_S
-    with suppress(ProcessLookupError):
-        while time.monotonic() < until:
-            os.killpg(process.pid, 0)
-        raise AssertionError("a process of its group is left")
+    Program(process).wait_until_gone()
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "MOE_P2P_AS_DEEP_EP", "PYTHONHASHSEED"])

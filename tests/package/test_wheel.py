@@ -18,6 +18,7 @@ import pytest
 
 import moe_p2p.version
 from moe_p2p import env
+from tests.support import cells
 from tests.support.installation import copy_installed, run_installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,13 +181,23 @@ def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: P
     )
     for run, command in (
         (run_installed, ["python", "-c", program]),
-        (copy_installed, ["-m", "moe_p2p", "demo", "--steps=2"]),
         (copy_installed, ["-m", "moe_p2p", "bench", "--quick", "--device=cpu", *tiny]),
     ):
         ran = run(installed, *command, cwd=tmp_path)
         assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
     assert "no plot: matplotlib is not installed (pip install 'moe-p2p[bench]')" in ran.stdout
     assert list(tmp_path.rglob("*.json"))
+
+
+# Ranks are the test's above, which start in the same way.
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("ranks", cells.few([["--control"], []], keep=[["--control"]]))
+def test_the_demo_runs_where_only_torch_is_installed(
+    installed: Path, tmp_path: Path, ranks: list[str]
+) -> None:
+    demo = ("-m", "moe_p2p", "demo", "--steps=2", *ranks)
+    ran = copy_installed(installed, *demo, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-4000:]
 
 
 FIRST_FIVE_MINUTES = """

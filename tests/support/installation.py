@@ -80,7 +80,10 @@ def _server(python: Path) -> warm.Server:
 
 def _environment() -> dict[str, str]:
     """Without the source tree."""
-    return {name: os.environ[name] for name in os.environ if not name.startswith("PYTHON")}
+    without = {name: os.environ[name] for name in os.environ if not name.startswith("PYTHON")}
+    if "TESTS_TORCH_IMPORTS" in os.environ:  # tests/torch_imports.py counts these, too
+        without["PYTHONPATH"] = str(ROOT / "tests/support/counted")
+    return without
 
 
 def _required_by(name: str, seen: set[str]) -> Iterator[metadata.Distribution]:

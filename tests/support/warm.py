@@ -52,7 +52,8 @@ MODULES = ("torch", "moe_p2p", "pytest", "moe_p2p.tools.launch")
 # interpreter, or when the modules above are imported.
 READ_AT_START = ("GLIBC_", "LD_", "MALLOC_", "MOE_P2P_AS_", "PYTHON", "TORCH_LOGS")
 READ_HERE = ("PYTHONPATH", "PYTHONUNBUFFERED")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+# <sys/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _ALL_SIGNALS = signal.valid_signals()
 _fork_exec = _posixsubprocess.fork_exec
 _starting = threading.RLock()
@@ -140,6 +141,12 @@ def _server() -> Server:
     return Server()
 
 
+@functools.cache
+def without_moe_p2p() -> Server:
+    """It has imported torch alone: for programs whose import of moe_p2p is tested."""
+    return Server(modules=("torch",))
+
+
 def popen(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
     """Starts `python ARGUMENTS`; options of subprocess.Popen."""
     return _server().popen(*arguments, **options)
@@ -213,7 +220,7 @@ class _Client:
             raise RefusedError("descriptors that are not named, or another user")
         if [os.fsdecode(each) for each in executables] != [self._python]:
             raise RefusedError(f"{executables} is not {self._python}")
-        if args[1:2] == ["-c"] and "resource_tracker" in args[2]:
+        if any("multiprocessing.resource_tracker" in each for each in args):
             raise RefusedError("the resource tracker imports little")
         status = Path("/proc/self/status").read_text()
         ignored = _field(status, "SigIgn", 16)
@@ -234,12 +241,14 @@ class _Client:
         }
         if restore_signals:
             request["ignored"] = set(request["ignored"]) - {signal.SIGPIPE, signal.SIGXFSZ}
+        before = ctypes.c_int()
+        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program's parent is the next such one above it
         try:
             _send(self._connection, request, list(fds.values()))
             answer, _ = _receive(self._connection)
         finally:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
         if isinstance(answer, str):
             raise RefusedError(answer)
         return int(answer)
@@ -335,6 +344,8 @@ def serve(connection: socket.socket, path: list[str]) -> list[str]:
 
 
 def _is_read_at_start(name: str) -> bool:
+    if name.startswith("MOE_P2P_AS_") and "moe_p2p" not in sys.modules:
+        return False
     return name.startswith(READ_AT_START) and name not in READ_HERE
 
 

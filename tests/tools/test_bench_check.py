@@ -21,7 +21,7 @@ from moe_p2p.tools.bench import (
     conformance_ranks,
     worker,
 )
-from moe_p2p.tools.bench.conformance_faults import Fault
+from moe_p2p.tools.bench.conformance_faults import Fault, Spare
 from moe_p2p.tools.bench.conformance_ranks import LAYOUTS, TYPES, Ranks
 from moe_p2p.tools.bench.gpu_calls import on_device
 from moe_p2p.tools.bench.options import Options, parse
@@ -150,12 +150,9 @@ def gradients_changed(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_killed(patch: pytest.MonkeyPatch) -> None:
-    """Processes report that all went well."""
-    patch.setattr(conformance_faults, "_until_killed", healthy)
-
-
-def healthy(_: Options, rank: int, pipe: Any) -> None:
-    pipe.send((f"all is well at rank {rank - 1}", 0.1))
+    """Spare processes report that all went well."""
+    patch.setattr(Spare, "report", lambda _, rank: (f"all is well at rank {rank - 1}", 0.1))
+    patch.setattr(conformance_faults, "_reported", lambda *_: [])
 
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
@@ -163,14 +160,12 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 def sabotaged(options: Options, sabotage: Sabotage, part: str) -> list[str]:
     """The names of lines that are wrong."""
-    with launch.process_group() as (rank, _):
+    with Spare(options) as spare, launch.process_group() as (rank, _):
         ranks = Ranks(options, rank)
         conformance.world(ranks)
-        patch = pytest.MonkeyPatch()
-        for module in (conformance, conformance_faults):
-            patch.setattr(module, "SOON_S", 1.5)
-        sabotage(patch)
-        getattr(conformance, part)(ranks)
+        sabotage(pytest.MonkeyPatch())
+        more = (spare,) if part == "faults" else ()
+        getattr(conformance, part)(ranks, *more)
         return ranks.wrong
 
 

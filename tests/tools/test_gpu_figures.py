@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import shlex
+import signal
+import subprocess
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import main
+from tests.support.programs import handled, program, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = ("benchmarks/mirror_turns.py", "benchmarks/host_turns.py")
@@ -78,12 +81,26 @@ def test_steps_end_by_their_limits_and_failures_are_told(
 ) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "works.py").write_text("print('a table')")
+    child = tmp_path / "child"
     (tmp_path / "hangs.py").write_text(
-        "import os, pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"pathlib.Path(r'{tmp_path}/child').write_text(str(child.pid))\n"
-        "time.sleep(60)"
+        "import pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"pathlib.Path(r'{child}').write_text(f'{{child.pid}}\\n')\n"
+        "child.wait()"
     )
+    wait, limit_s = subprocess.Popen.wait, 5.0
+
+    def wait_until_it_hangs(process: Any, timeout: float | None = None) -> int:
+        """The limit has passed once the child is there, however long that takes."""
+        if timeout != limit_s:
+            return wait(process, timeout)
+        ends = time.monotonic() + 60
+        while not child.exists() or not child.read_text().endswith("\n"):
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(figures.subprocess.Popen, "wait", wait_until_it_hangs)
     monkeypatch.setattr(figures, "_count", lambda: 1)
     monkeypatch.setattr(
         figures,
@@ -92,7 +109,7 @@ def test_steps_end_by_their_limits_and_failures_are_told(
             [
                 figures.Step("works", f"{tmp_path}/works.py", 60, 1),
                 figures.Step("fails", f"{tmp_path}/fails.py", 60, 1),
-                figures.Step("hangs", f"{tmp_path}/hangs.py", 5, 1),
+                figures.Step("hangs", f"{tmp_path}/hangs.py", limit_s, 1),
                 figures.Step("empty", f"-m pytest -q -p no:cacheprovider -k no {tmp_path}", 60, 1),
                 figures.Step("larger", f"{tmp_path}/works.py", 60, 2),
                 figures.Step("absent", f"{tmp_path}/works.py", 60, 1, needs="no_such_module"),
@@ -112,11 +129,37 @@ def test_steps_end_by_their_limits_and_failures_are_told(
     printed = capsys.readouterr().out
     assert "a table" in printed
     assert "not: fails, hangs" in printed
-    child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 20
-    while _runs(child):
+    while _runs(int(child.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+STEP = """
+import pathlib, signal, sys, time
+pathlib.Path(sys.argv[1], "began").touch()
+try: time.sleep(60)
+except KeyboardInterrupt: pathlib.Path(sys.argv[1], "interrupted").touch()
+"""
+RUN = """
+import sys
+sys.path.insert(0, "benchmarks")
+import gpu_figures as figures
+step = figures.Step("waits", f"{sys.argv[1]}/step.py {sys.argv[1]}", 60, 0)
+figures._count, figures.steps = lambda: 0, lambda *_: iter([step])
+figures.handle_signals()
+figures.main(["--out", f"{sys.argv[1]}/out"])
+"""
+
+
+def test_sigterm_ends_a_step_too_where_sigint_is_ignored(tmp_path: Path) -> None:
+    """Such as under nohup."""
+    (tmp_path / "step.py").write_text(STEP)
+    with handled(signal.SIG_IGN), program("-c", RUN, str(tmp_path)) as running:
+        until((tmp_path / "began").exists, "the step never begins")
+        running.process.terminate()
+        assert running.process.wait(15) == 128 + signal.SIGTERM  # not the 20 s of who ignores it
+    assert (tmp_path / "interrupted").exists()
 
 
 def _runs(pid: int) -> bool:

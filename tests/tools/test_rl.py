@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,15 +22,19 @@ pytestmark = pytest.mark.timeout(420)  # of two runs that take 10 s on two cores
 
 @pytest.fixture(name="output", scope="module")
 def output_of_a_run() -> str:
-    done = warm.run(
-        *("-m", "moe_p2p.examples.rl", "--steps", "20"),
+    done = run(20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run(steps: int) -> subprocess.CompletedProcess[str]:
+    return warm.run(
+        *("-m", "moe_p2p.examples.rl", "--steps", str(steps)),
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def rewards(output: str) -> list[str]:
@@ -50,13 +55,20 @@ def test_a_policy_learns_while_a_generator_joins(output: str) -> None:
 
 
 def test_runs_are_alike_and_ctrl_c_ends_one_without_a_traceback(output: str) -> None:
-    with program("moe_p2p.examples.rl", "--steps", "2000") as running:
+    with program("-m", "moe_p2p.examples.rl", "--steps", "2000") as running:
         seen = running.wait_for("version   2")
         assert rewards(seen) == rewards(output)[:2]
         # One process has imported torch for all ranks.
         servers = [Path(f"/proc/{child}/maps") for child in children(running.process.pid)]
         assert any("libtorch" in each.read_text() for each in servers)
         assert "Traceback (most recent" not in running.interrupt(100)
+
+
+@pytest.mark.more  # the tests before and behind this one see both halves, each in another run
+def test_a_short_run_begins_alike_and_has_learned_nothing(output: str) -> None:
+    again = run(4)
+    assert again.returncode == 1
+    assert rewards(again.stdout)[:2] == rewards(output)[:2], again.stdout + again.stderr
 
 
 @pytest.mark.parametrize(("right", "status"), [(0.49, 1), (0.51, 0)])
@@ -79,3 +91,10 @@ def test_fewer_versions_than_the_joiner_needs_are_refused(
     assert ended.value.code == 2
     reported = capsys.readouterr().err.splitlines()[-1]
     assert "argument --steps: '3' is not a whole number from 4 to" in reported
+
+
+@pytest.mark.more  # as the test before, as a program
+def test_a_program_of_fewer_versions_ends_in_one_line() -> None:
+    done = run(3)
+    assert done.returncode == 2
+    assert "argument --steps: '3' is not a whole number from 4 to" in done.stderr.splitlines()[-1]

@@ -23,7 +23,7 @@ from moe_p2p.options import COMBINE_DTYPES
 from moe_p2p.reference import Tokens
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.check import answer, answer_by_rank, beyond_rounding, bound_of
-from moe_p2p.tools.bench.conformance_faults import faults
+from moe_p2p.tools.bench.conformance_faults import Spare, faults
 from moe_p2p.tools.bench.conformance_halves import Halves
 from moe_p2p.tools.bench.conformance_ranks import LAYOUTS, SOON_S, TYPES, Call, Ranks, Wrong
 from moe_p2p.tools.bench.gpu_timing import captured
@@ -35,7 +35,7 @@ EXTRA_BYTES = 64  # of _with_extras: 24 and 20 bytes, each in units of 16
 
 def run(options: Options) -> Wrong:
     """Runs the whole check of one rank; returns the errors of all ranks, the same on each."""
-    with launch.process_group() as (rank, _):
+    with Spare(options) as spare, launch.process_group() as (rank, _):
         if options.device == "cuda":
             torch.cuda.set_device(launch.device_index())
         ranks = Ranks(options, rank)
@@ -50,7 +50,7 @@ def run(options: Options) -> Wrong:
                 graphs,
                 training,
                 masks,
-                faults,
+                functools.partial(faults, spare=spare),
             ):
                 part(ranks)
         finally:

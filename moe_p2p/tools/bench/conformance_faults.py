@@ -27,7 +27,46 @@ IN_TIME_S = 30.0  # latest error of any rank; well above SOON_S, for busy machin
 STARTED_S = 150.0  # until processes have imported torch, loaded kernels, and reported
 
 
-def faults(ranks: Ranks) -> None:
+class Spare:
+    """A process beside this rank that becomes a rank of another group, in which one is killed.
+
+    Forked before the rank has a group, an engine or a GPU, or else, as where torchrun has started
+    it, spawned: that imports torch anew. Ends with its rank.
+    """
+
+    def __init__(self, options: Options) -> None:
+        late = dist.is_initialized() or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        context: Any = multiprocessing.get_context("spawn" if late else "fork")
+        self._pipe, there = context.Pipe()
+        inherited = None if late else self._pipe
+        self._process = context.Process(
+            target=_until_killed, args=(options, there, inherited), daemon=True
+        )
+        self._process.start()
+        there.close()
+
+    def report(self, rank: int) -> tuple[str, float]:
+        """Makes it that rank; returns its error, and how long that took. Empty: it was killed."""
+        with contextlib.suppress(EOFError, ConnectionError):  # it ended without a report
+            self._pipe.send(rank)
+            if self._pipe.poll(STARTED_S):
+                error, took_s = self._pipe.recv()
+                return error, took_s
+        return "", 0.0
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def __enter__(self) -> Spare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def faults(ranks: Ranks, spare: Spare) -> None:
     if ranks.size == 1:
         ranks.skip("faults", "there is one rank")
         return
@@ -44,7 +83,7 @@ def faults(ranks: Ranks) -> None:
     }.items():
         with ranks.make(timeout_s=SOON_S) as comm:
             ranks.line(name, _reported, ranks, comm, fault)
-    ranks.line("a process that is killed is named", _killed, ranks)
+    ranks.line("a process that is killed is named", _killed, ranks, spare)
     name = "NICs that reorder or fail"
     if not ranks.is_software or ranks.nodes == 1:
         ranks.skip(name, "no software NIC is between these ranks")
@@ -101,30 +140,30 @@ def _judged(names: str, error: str, took: float, every: list[str]) -> Wrong:
     return found
 
 
-def _killed(ranks: Ranks) -> Wrong:
-    """Each rank starts a process, these are ranks of a group of their own, the last is killed."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_until_killed, args=(ranks.options, ranks.rank, there), daemon=True
-    )
-    process.start()
-    there.close()
-    error, took = "", 0.0
-    with contextlib.suppress(EOFError):  # it ended without a report
-        if here.poll(STARTED_S):
-            error, took = here.recv()
+def _killed(ranks: Ranks, spare: Spare) -> Wrong:
+    """The spare processes of all ranks are ranks of a group of their own, the last is killed."""
+    error, took = spare.report(ranks.rank)
     every = everyones(error)  # no process ends before all have reported
-    process.kill()
-    process.join()
+    spare.end()
     torch.ops.moe_p2p.remove_stale_memory.default()
     if ranks.rank == ranks.last:
         return [f"the process was not killed: {error}"] if error else []
     return _judged(f"rank {ranks.last}", error, took, every)
 
 
-def _until_killed(options: Options, rank: int, pipe: Connection) -> None:
-    """Makes calls as one rank. The last rank's process kills itself after the first pair."""
+def _until_killed(options: Options, pipe: Connection, inherited: Connection | None) -> None:
+    """Makes calls as one rank. The last rank's process kills itself after the first pair.
+
+    inherited: the other end of the pipe, which would keep it open when the rank has ended.
+    """
+    if inherited is not None:
+        inherited.close()
+    with contextlib.suppress(EOFError):
+        _make_calls(options, pipe.recv(), pipe)
+        pipe.recv()  # until this process is killed, too
+
+
+def _make_calls(options: Options, rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = PrefixStore(
         f"killed, nodes of {options.ranks_per_node}",
@@ -141,7 +180,6 @@ def _until_killed(options: Options, rank: int, pipe: Connection) -> None:
     began = time.monotonic()
     error = Fault(names="").provoke(ranks, comm)
     pipe.send((error, time.monotonic() - began))
-    signal.pause()  # until this process is killed, too
 
 
 @dataclass(frozen=True, kw_only=True)
