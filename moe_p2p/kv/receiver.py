@@ -1,7 +1,7 @@
 """The side that decodes: reserves pages, waits for their bytes, and gets the pages back.
 
-    reserve --> open --> layers --> tail --> complete           pages belong to the caller again
-       \\          \\________|________/
+    reserve --> open --> layers, tail --> complete              pages belong to the caller again
+       \\          \\________|
         \\__________________|_ cancel, deadline, a lost sender --> draining --> settled
                                                                     \\-- drain_s --> fence --/
 
@@ -24,7 +24,7 @@ from moe_p2p import errors, log
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_request, page_lists
-from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, wrong_sum
+from moe_p2p.kv.legs import Leg, LegState, pull_nonce, pull_pages, wrong_sum
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import counts
 from moe_p2p.kv.reservation import KVReservation, PageHolds
@@ -35,6 +35,7 @@ from moe_p2p.kv.verify import Verify
 from moe_p2p.kv.worker import KVWorker
 
 _SLICE_S = 0.05  # after which a waiter looks at deadlines again
+_LOOKS = 8  # in tail_s, at a request whose caller does not
 
 
 class KVReceiver(KVWorker):
@@ -129,8 +130,10 @@ class KVReceiver(KVWorker):
                 reservation.total,
                 source_nics=pair.theirs.num_nics,
             ).get(pair.worker.rank)
-            data = arriving.immediates if arriving else 0
-            leg.least = data + pair.theirs.num_nics  # and the tail; more where it comes in chunks
+            leg.least = pair.theirs.num_nics  # the tail's
+            if arriving:
+                leg.least += arriving.immediates
+                leg.nbytes = arriving.nbytes
 
     def _send_open(self, reservation: KVReservation, leg: Leg) -> None:
         names = [group.name for group in self.cache.layout.groups]
@@ -152,19 +155,25 @@ class KVReceiver(KVWorker):
 
     def poll(self, reservation: KVReservation) -> bool:
         with self.lock:
+            if not self._look(reservation):
+                return False
             if reservation.state != "open":
                 return True
-            try:
-                arrived = [self._arrived(reservation, leg) for leg in reservation.legs]
-            except MoeP2pError as error:
-                self._fail(reservation, error)
-                return True
-            if not all(arrived):
-                return False
-            if not reservation.verified:
-                self._complete(reservation)
-                return True
         return self._verify(reservation)  # without the lock: it reads all bytes
+
+    def _look(self, reservation: KVReservation) -> bool:
+        """Whether it has ended, or has all bytes, which are to be checked."""
+        if reservation.state != "open":
+            return True
+        reservation.looked_at = self.clock()
+        try:
+            arrived = [self._arrived(reservation, leg) for leg in reservation.legs]
+        except MoeP2pError as error:
+            self._fail(reservation, error)
+            return True
+        if all(arrived) and not reservation.verified:
+            self._complete(reservation)
+        return all(arrived)
 
     def _arrived(self, reservation: KVReservation, leg: Leg) -> bool:
         if leg.state is LegState.SETTLED:
@@ -176,15 +185,14 @@ class KVReceiver(KVWorker):
         now = self.clock()
         if value and reservation.stats.first_arrival_at is None:
             reservation.stats.first_arrival_at = now
-        leg.counted = value
+        reservation.saw(leg, value, now)
         if value < leg.least:
             return False
         if leg.tail is None:
-            reservation.tail_at = reservation.tail_at or now
             leg.tail = self._read_tail(reservation, leg)
             if leg.tail is None:
                 return False
-            leg.expected, leg.nbytes = count_expected(leg, self.cache.rank)
+            leg.expected = leg.tail.immediates
         if value < leg.expected or leg.grants:
             return False
         leg.state, reservation.stats.last_completion_at = LegState.SETTLED, now
@@ -201,26 +209,29 @@ class KVReceiver(KVWorker):
         return tail
 
     def _check_tail(self, reservation: KVReservation, leg: Leg, tail: Tail) -> None:
-        got = (tail.begin, tail.chunks[-1], tail.total)
-        want = (reservation.begin, reservation.total, reservation.total)
-        if got != want:
+        got = (tail.begin, tail.total)
+        want = (reservation.begin, reservation.total)
+        if got != want or not (reservation.pull or tail.immediates >= leg.least):
             raise make(
                 errors.ProtocolError,
                 f"{self.name}: request {reservation.request!r}: {leg.pair.name} has sent tokens "
-                f"{got[0]} to {got[1]} of {got[2]}, reserved are {want[0]} to {want[1]}",
+                f"{got[0]} to {got[1]} in {tail.immediates} immediates, reserved are {want[0]} to "
+                f"{want[1]}, which are at least {leg.least}",
             )
         reservation.user = tail.user
 
     def _pulled(self, reservation: KVReservation, leg: Leg) -> bool:
-        if leg.tail is None or not all(read.done() for read in leg.reads):
+        if leg.tail is None:
             return False
-        now, stats = self.clock(), reservation.stats
+        now, stats, done = self.clock(), reservation.stats, sum(read.done() for read in leg.reads)
+        reservation.saw(leg, done, now)
+        if done < len(leg.reads):
+            return False
         stats.first_arrival_at = stats.first_arrival_at or now
         reads, leg.reads = stats.take_done(leg.reads)
         for read in reads:
             read.wait(0)  # raises what went wrong
         if not leg.nonce_read:
-            reservation.tail_at = now
             leg.reads, leg.nonce_read = [pull_nonce(self.engine, leg, self.row_bytes)], True
             return False
         at = leg.slot.number * self.row_bytes
@@ -340,6 +351,8 @@ class KVReceiver(KVWorker):
                 self.wake.set()
             elif message.kind == "drained":
                 self._drained(reservation, leg, str(message.fields.get("why", "")))
+            elif message.kind == "moves":
+                reservation.moved_at = self.clock()
             elif message.kind == "offer" and leg.state is LegState.OPEN and leg.tail is None:
                 self._take_offer(reservation, leg, message)
 
@@ -360,6 +373,7 @@ class KVReceiver(KVWorker):
         self._free_if_settled(reservation)
 
     def _take_offer(self, reservation: KVReservation, leg: Leg, message: Message) -> None:
+        reservation.moved_at = self.clock()
         try:
             leg.tail = tail = Tail.parse(message.arrays[0])
             if tail is None or tail.nonce != leg.nonce:
@@ -418,15 +432,22 @@ class KVReceiver(KVWorker):
             super().pause(seconds)
 
     def _late(self, reservation: KVReservation, now: float) -> str:
-        limits, first = self.timeouts, reservation.stats.first_arrival_at
-        if reservation.tail_at:
-            phase, limit, since = "tail", limits.tail_s, reservation.tail_at
-        elif first is not None:
-            phase, limit, since = "layers", limits.layers_s, first
-        else:
-            phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
-        late = now - since > limit and not self.poll(reservation)
-        return self.text_of(reservation, f"waited {limit} s in phase {phase}") if late else ""
+        """Looks first: a worker that slept, or a caller that does not poll, has seen nothing of
+        what has arrived."""
+        unseen = now - reservation.looked_at >= self.timeouts.tail_s / _LOOKS
+        if unseen or self._waited(reservation, now):
+            self._look(reservation)
+        why = self._waited(reservation, now)
+        if not why or self.poll(reservation):
+            return ""
+        return self.text_of(reservation, why)
+
+    def _waited(self, reservation: KVReservation, now: float) -> str:
+        """Longer than it may, as far as the last look knows; else empty."""
+        phase, limit, since = "open", self.timeouts.open_s, reservation.stats.queued_at
+        if reservation.moved_at is not None:
+            phase, limit, since = "tail", self.timeouts.tail_s, reservation.moved_at
+        return f"waited {limit} s in phase {phase}" if now - since > limit else ""
 
     def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""

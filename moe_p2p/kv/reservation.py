@@ -33,8 +33,14 @@ class KVReservation:
         self.reusable = False  # its pages may be given to somebody else
         self.on_free: Callable[[], None] | None = None
         self.user = b""  # what the sender added to the tail
-        self.tail_at = 0.0
+        self.moved_at: float | None = None  # when more was seen to have arrived
+        self.looked_at = receiver.clock()
         self.stats = KVTransferStats(request, receiver.role, receiver.clock())
+
+    def saw(self, leg: Leg, counted: int, now: float) -> None:
+        """What has arrived of a leg by now: deadlines count from when that grows."""
+        if counted > leg.counted:
+            leg.counted, self.moved_at = counted, now
 
     def done(self) -> bool:
         """True once it is complete or failed; `wait` returns or raises accordingly."""

@@ -162,8 +162,8 @@ class KVSender(KVWorker):
         opened, units = flight.opened, flight.units
         assert opened is not None
         assert units is not None
-        if end != flight.end:
-            flight.begin_chunk(end, self.name)
+        if end != flight.end and not flight.begin_chunk(end, self):
+            flight.pair.send("moves", nonce=opened.nonce)
         chunk = flight.chunk
         layers = tuple(layer for layer in layers if layer in flight.pair.requests)
         if chunk is None or not layers:
@@ -208,7 +208,7 @@ class KVSender(KVWorker):
         if flight.tail_due:
             return
         flight.sum_layers(self.cache)
-        tail = flight.tail(sending.user)
+        tail = flight.tail(sending.user, self.engine.num_nics)
         at = slot.number * self.row_bytes
         flight.committed = True
         if opened.pull:

@@ -48,15 +48,16 @@ class KVTimeouts:
     """Deadlines in seconds; each has an error text of its own.
 
     connect_s: of a meeting of two workers. open_s: until the first byte of a request, or, at a
-    sender, until its receivers have opened it. layers_s: between the first byte and the last layer.
-    tail_s: from then on. drain_s: how long a cancelled request may drain before the pair is fenced.
-    lease_s: after which a worker that renews nothing is gone.
+    sender, until its receivers have opened it. tail_s: since something of the request last arrived.
+    layers_s: of a step, at a sender, until the signal of its last layer. drain_s: how long a
+    cancelled request may drain before the pair is fenced. lease_s: after which a worker that renews
+    nothing is gone.
     """
 
     connect_s: float = 10.0
     open_s: float = 30.0
     layers_s: float = 30.0
-    tail_s: float = 10.0
+    tail_s: float = 30.0
     drain_s: float = 0.25
     lease_s: float = 5.0
 
