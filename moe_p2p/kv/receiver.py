@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ class KVReceiver(KVWorker):
         super().__init__(*args, **more)
         self.verify = Verify(verify)
         self.reservations: list[KVReservation] = []  # not reusable yet
+        self._waiting: deque[KVReservation] = deque()  # for slots, in their order
         self._holds = PageHolds(self.cache.layout, self.cache.pages)
         self.slots = CountedSlots(self.slots.count, self.engine)
         self.unpacker = Unpacker(self.engine, self.cache, self.ring, (self.rows, self.row_bytes))
@@ -67,34 +69,30 @@ class KVReceiver(KVWorker):
         pull: bool = False,
         on_free: Callable[[], None] | None = None,
     ) -> KVReservation:
-        """Reserves pages for tokens `begin` to `total` of a request and opens it at `source`.
+        """Reserves pages for tokens `begin` to `total` of a request and opens it at `source`, once
+        no more than max_requests are under way.
 
         pages: per group, int32 [n], pages of the whole request from its first token on; those
         before `begin` are not touched. source: an instance. on_free: called once when the pages
         may be given to somebody else, from any thread.
         Raises UnavailableError unless connected to all its ranks, InvalidArgumentError for pages
-        that another reservation still holds.
+        that another reservation still holds, or more ranks than max_requests.
         """
         check_request(self.name, request, total)
         require(on_free is None or callable(on_free), f"on_free is {on_free!r}, must be a function")
         lists = page_lists(f"reserve {request!r}", self.cache.layout, pages)
         with self.lock:
-            reservation = KVReservation(self, request, lists)
+            reservation = KVReservation(self, request, source, lists)
             reservation.begin, reservation.total = begin, total
             reservation.pull = pull
             pairs = self._sources(source)
-            self._check_new(request, pairs)
+            self._check_new(request, source, pairs)
             plan = next(p.plan for p in self.pairs.values() if p.worker.instance == source)
             self._holds.take(plan, reservation, self.reservations)
-            try:
-                self._open_legs(reservation, pairs)
-            except BaseException:
-                self._free(reservation)
-                raise
             reservation.verified, reservation.on_free = self.verify.draw(), on_free
             self.reservations.append(reservation)
-            for leg in reservation.legs:
-                self._send_open(reservation, leg)
+            self._waiting.append(reservation)
+            self._open_waiting()
         self.wake.set()
         return reservation
 
@@ -105,18 +103,40 @@ class KVReceiver(KVWorker):
             for pair in self._sources(source):
                 pair.send("decline", request=request, why=why)
 
-    def _check_new(self, request: str, pairs: list[Pair]) -> None:
+    def _check_new(self, request: str, source: str, pairs: list[Pair]) -> None:
         """A source knows requests of a receiver by name."""
-        under_way = [each for each in self.reservations if each.request == request]
+        same = [each for each in self.reservations if each.request == request]
         require(
-            not any(leg.pair in pairs for each in under_way for leg in each.legs),
+            not any(each in self._waiting and each.source == source for each in same)
+            and not any(leg.pair in pairs for each in same for leg in each.legs),
             f"{self.name}: request {request!r} is reserved; a retry takes another name",
+        )
+        require(
+            len(pairs) <= self.slots.count,
+            f"{self.name}: {source} has {len(pairs)} ranks, each of which takes a slot of "
+            f"max_requests={self.slots.count}",
         )
 
     def _sources(self, source: str) -> list[Pair]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == source]
         ranks = self.ranks_of(known[0]) if known else [0]
         return [self.pair_with(source, rank) for rank in ranks]
+
+    def _open_waiting(self) -> None:
+        while self._waiting:
+            reservation = self._waiting[0]
+            try:
+                pairs = self._sources(reservation.source)
+                if len(pairs) > self.slots.num_free:
+                    return
+                self._open_legs(reservation, pairs)
+            except MoeP2pError as error:  # not all ranks are there any more
+                self._fail(reservation, error)
+                continue
+            self._waiting.popleft()
+            reservation.opened_at = self.clock()
+            for leg in reservation.legs:
+                self._send_open(reservation, leg)
 
     def _open_legs(self, reservation: KVReservation, pairs: list[Pair]) -> None:
         for pair in pairs:
@@ -166,6 +186,8 @@ class KVReceiver(KVWorker):
         if reservation.state != "open":
             return True
         reservation.looked_at = self.clock()
+        if reservation.opened_at is None:
+            return False
         try:
             arrived = [self._arrived(reservation, leg) for leg in reservation.legs]
         except MoeP2pError as error:
@@ -281,6 +303,8 @@ class KVReceiver(KVWorker):
                 self.changed.wait(min(left, 0.0005))
             return
         with self.lock:
+            if reservation in self._waiting:
+                self.changed.wait(left)
             legs = [leg for leg in reservation.legs if leg.state is LegState.OPEN]
             if not legs or reservation.state != "open":
                 return
@@ -300,6 +324,8 @@ class KVReceiver(KVWorker):
     def _fail(self, reservation: KVReservation, error: MoeP2pError) -> None:
         if reservation.state != "open":
             return
+        if reservation in self._waiting:
+            self._waiting.remove(reservation)
         reservation.state, reservation.error, now = "failed", error, self.clock()
         reservation.stats.failed, reservation.stats.ended_at = True, now
         drain_until = now + self.timeouts.drain_s
@@ -333,6 +359,7 @@ class KVReceiver(KVWorker):
         if reservation in self.reservations:
             self.reservations.remove(reservation)
             self.count(reservation.stats)
+        self.wake.set()  # of those that wait for its slots
         self.changed.notify_all()
         if reservation.on_free is not None:
             try:
@@ -390,6 +417,7 @@ class KVReceiver(KVWorker):
 
     def on_time(self, now: float) -> bool:
         draining = False
+        self._open_waiting()
         for reservation in list(self.reservations):
             if reservation.state == "open":
                 late = self._late(reservation, now)
@@ -445,6 +473,8 @@ class KVReceiver(KVWorker):
     def _waited(self, reservation: KVReservation, now: float) -> str:
         """Longer than it may, as far as the last look knows; else empty."""
         phase, limit, since = "open", self.timeouts.open_s, reservation.stats.queued_at
+        if reservation.opened_at is not None:
+            since = reservation.opened_at
         if reservation.moved_at is not None:
             phase, limit, since = "tail", self.timeouts.tail_s, reservation.moved_at
         return f"waited {limit} s in phase {phase}" if now - since > limit else ""
@@ -452,14 +482,19 @@ class KVReceiver(KVWorker):
     def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""
         legs = ", ".join(leg.text() for leg in reservation.legs) or "nobody"
+        what = f"arrived from {legs}"
+        if reservation.opened_at is None:
+            what = f"max_requests={self.slots.count} are under way before it"
         return (
             f"{self.name}: request {reservation.request!r}, tokens {reservation.begin} to "
-            f"{reservation.total}: {why}; arrived from {legs}"
+            f"{reservation.total}: {why}; {what}"
         )
 
     def on_lost(self, pair: Pair) -> None:
         for reservation in list(self.reservations):
-            if any(leg.pair is pair and leg.state is LegState.OPEN for leg in reservation.legs):
+            waits = reservation in self._waiting and reservation.source == pair.worker.instance
+            legs = [leg for leg in reservation.legs if leg.state is LegState.OPEN]
+            if waits or any(leg.pair is pair for leg in legs):
                 text = self.text_of(reservation, f"lost {pair.name}: {pair.lost}")
                 self._fail(reservation, make(PeerDeadError, text))
 

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 class KVReservation:
     """One request. Made by `KVReceiver.reserve`."""
 
-    def __init__(self, receiver: KVReceiver, request: str, pages: Mapping[str, Tensor]) -> None:
-        self.receiver, self.request, self.pages = receiver, request, dict(pages)
+    def __init__(
+        self, receiver: KVReceiver, request: str, source: str, pages: Mapping[str, Tensor]
+    ) -> None:
+        self.receiver, self.request, self.source = receiver, request, source
+        self.pages = dict(pages)
+        self.opened_at: float | None = None  # None: waits for slots
         self.begin = self.total = 0
         self.pull = self.verified = False
         self.held: dict[str, Tensor] = {}

@@ -97,6 +97,10 @@ class Flight:
                 units.of_layers(self.pair.layers[:1], (opened.begin, sending.total))
         return units
 
+    def where(self) -> str:
+        waits = self.state == "waiting" and self.opened is not None
+        return "waiting for one of max_requests to end" if waits else self.state
+
     def take_done(self, stats: KVTransferStats) -> list[Any]:
         """Removes the requests that are done, and returns them; `stats` gets their figures."""
         done, self.requests = stats.take_done(self.requests)
@@ -207,7 +211,7 @@ class KVSending:
 
     def progress(self) -> str:
         states = [
-            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
+            f"{flight.pair.name} {flight.where()}, {len(flight.requests)} writes under way"
             f"{flight.packing.text()}"
             for flight in self.flights
         ]

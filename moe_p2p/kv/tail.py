@@ -138,6 +138,10 @@ class Slots:
         self._free.insert(0, slot.number - self._first)  # the longest unused one is taken next
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_taken(self) -> int:
         return self.count - len(self._free)
 
