@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_p2p import env
 from moe_p2p.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.kv.leases import TorchLeases
 from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import Place
@@ -50,6 +51,9 @@ def serve_store(address: str) -> TCPStore | None:
         with suppress(RuntimeError):
             store = TCPStore(host, port, is_master=True, wait_for_workers=False)
             _SERVED[address] = store
+            warn_of_strangers(
+                f"the store {address}", host, "whoever reaches it may write to all KV memory"
+            )
             return store
     return None
 
