@@ -68,6 +68,7 @@ class Membership:
             worker.worker, host=host, port=listening.getsockname()[1], secret=drawn
         )
         self._stop = threading.Event()
+        self._left = threading.Event()  # and all pairs are lost
         self._beat = threading.Event()
         self._dialing: set[str] = set()
         self._known: dict[str, Worker] = {}
@@ -195,7 +196,7 @@ class Membership:
         self.worker.attach(pair)
         if self._stop.is_set():  # `close` may have ended all pairs before this one was there
             self.worker.lose(pair, "this worker leaves")
-            self.worker.step()
+            self._steps()
             return
         channel.start(
             f"{self.record.name} with {pair.name}",
@@ -211,7 +212,8 @@ class Membership:
     # --- deadlines and fences ---
 
     def _steps(self) -> None:
-        while not self._stop.is_set():
+        """Owns the fences: also after `close`, until all have succeeded or the engine is closed."""
+        while not self._left.is_set() or self.worker.is_fencing:
             self.worker.wake.clear()
             try:
                 pause = self.worker.step()
@@ -221,17 +223,24 @@ class Membership:
             self.worker.pause(pause)
 
     def close(self) -> None:
-        """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent."""
+        """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent.
+
+        A fence that does not succeed within connect_s is tried again afterwards, until the engine
+        is closed.
+        """
         if self._stop.is_set():
             return
         atexit.unregister(self.close)
         self._stop.set()
         self._beat.set()
+        self.worker.lose_all("this worker leaves")
+        self._left.set()
         self.worker.wake.set()
         self._listener.close()
+        self.worker.wait_fenced(self.worker.timeouts.connect_s)
         for thread in self._threads:
-            thread.join(self.worker.timeouts.connect_s)
-        self.worker.fence_all("this worker leaves", self.worker.timeouts.connect_s)
+            if thread is not self._threads[-1] or not self.worker.is_fencing:
+                thread.join(self.worker.timeouts.connect_s)
 
     def __enter__(self) -> Membership:
         return self

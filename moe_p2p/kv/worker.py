@@ -284,18 +284,19 @@ class KVWorker:
             return False
         return True
 
-    def fence_all(self, why: str, timeout_s: float) -> None:
-        """Ends all pairs and fences them; a fence that fails is tried again until timeout_s."""
-        self.lose_all(why)
+    @property
+    def is_fencing(self) -> bool:
+        return bool(self._losing)
+
+    def wait_fenced(self, timeout_s: float) -> None:
+        """Until all pairs that are lost are fenced, by whoever calls `step`; else warns."""
         deadline = time.monotonic() + timeout_s
-        self.step()
-        while self._losing and time.monotonic() < deadline:
-            with self.lock:
+        with self.lock:
+            while self._losing and time.monotonic() < deadline:
                 self.changed.wait(SLOW_S)
-            self.step()
-        if self._losing:
-            names = ", ".join(pair.name for pair in self._losing)
-            log.warning(f"{self.name}: pages stay held for {names} until the engine is closed")
+            if self._losing:
+                names = ", ".join(pair.name for pair in self._losing)
+                log.warning(f"{self.name}: pages stay held for {names} until a fence succeeds")
 
     def close_pair(self, pair: Pair) -> None:
         try:
