@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -83,15 +82,17 @@ def test_silent_connections_take_a_bounded_number_of_threads(
 @PORTS
 def test_a_byte_now_and_then_does_not_hold_a_connection(opens: Any) -> None:
     with opens(0.5) as (port, _), connect(port) as slow:
-        began = time.monotonic()
-        with suppress(OSError):
-            while time.monotonic() - began < 30:
+        slow.settimeout(0.1)
+        for _ in range(60):  # fewer than a proof has
+            try:
                 slow.sendall(b"x")
-                slow.settimeout(0.1)
-                with suppress(socket.timeout):
-                    if slow.recv(1 << 10) == b"":
-                        return  # closed
-        assert time.monotonic() - began < 30
+                if slow.recv(1 << 10) == b"":
+                    return
+            except TimeoutError:  # nothing to be read
+                continue
+            except OSError:
+                return
+        pytest.fail("it is held")
 
 
 def test_a_request_without_an_end_is_dropped() -> None:
@@ -99,8 +100,10 @@ def test_a_request_without_an_end_is_dropped() -> None:
         with suppress(OSError):
             for _ in range(64):
                 endless.sendall(b"x" * (1 << 16))
-        with suppress(OSError):
+        try:
             assert endless.recv(1) == b""
+        except ConnectionError:
+            return
 
 
 def test_a_listener_without_file_descriptors_goes_on() -> None:
