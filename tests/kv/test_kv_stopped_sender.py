@@ -24,7 +24,8 @@ OVER = {
 }
 GROUP = kv.KVGroup("kv", (0,), heads=1, k_bytes=PAGE_BYTES, v_bytes=0, page_size=1)
 LAYOUT = kv.KVLayout((GROUP,))
-TIMEOUTS = kv.KVTimeouts(open_s=60, drain_s=0.1, lease_s=60)
+# Leases are renewed each second, and last a minute.
+TIMEOUTS = kv.KVTimeouts(open_s=60, drain_s=0.1, lease_s=4)
 # Neighbours would travel as one write.
 ALL = {"kv": torch.tensor([*range(0, PAGES, 2), *range(1, PAGES, 2)], dtype=torch.int32)}
 
