@@ -24,6 +24,7 @@ PYTHONPATH                  extended for processes that this one starts
 MOE_P2P_KV_STORE            HOST:PORT where KV workers of SGLang find each other; SGLang moves KV
                             through moe_p2p where it is set
 MOE_P2P_KV_FENCE            key or queue_pair: how KV workers take memory back (default: key)
+MOE_P2P_KV_TIMEOUTS         open_s=300,tail_s=60: deadlines of KV workers in engines
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
@@ -69,6 +70,11 @@ def kv_store() -> str:
 def kv_fence() -> str:
     """How KV workers take memory back where their caller does not say."""
     return os.environ.get("MOE_P2P_KV_FENCE", "key")
+
+
+def kv_timeouts() -> str:
+    """Fields of KVTimeouts of KV workers in engines, "open_s=300,tail_s=60"; empty: none."""
+    return os.environ.get("MOE_P2P_KV_TIMEOUTS", "")
 
 
 def log_level() -> str:

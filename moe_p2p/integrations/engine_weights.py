@@ -32,6 +32,7 @@ from moe_p2p import log
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
 from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, record
 from moe_p2p.weights.job import prefix_of, source_of
@@ -53,7 +54,11 @@ class Fleet:
 
     def store(self, *, serves: bool = False) -> Any:
         limit = timedelta(seconds=self.timeout_s)
-        if not serves:
+        if serves:
+            warn_of_strangers(
+                f"the store of {self.name}", self.host, "whoever reaches it may write to weights"
+            )
+        else:
             self._wait_for_it()
         return TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False,
                         timeout=limit)  # fmt: skip

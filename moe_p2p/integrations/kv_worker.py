@@ -8,6 +8,7 @@ engine's end takes it away.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from moe_p2p import env
 from moe_p2p.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.kv.leases import TorchLeases
 from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import Place
@@ -48,6 +51,9 @@ def serve_store(address: str) -> TCPStore | None:
         with suppress(RuntimeError):
             store = TCPStore(host, port, is_master=True, wait_for_workers=False)
             _SERVED[address] = store
+            warn_of_strangers(
+                f"the store {address}", host, "whoever reaches it may write to all KV memory"
+            )
             return store
     return None
 
@@ -88,19 +94,41 @@ def regions_of(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Place]]:
     return tuple(flat for _, flat in found.values()), places
 
 
+def timeouts_of(settings: Mapping[str, Any], limit_s: float | None) -> KVTimeouts:
+    """The engine's limit, before it what MOE_P2P_KV_TIMEOUTS says, before that `settings`."""
+    found: dict[str, Any] = {} if limit_s is None else {"open_s": limit_s, "tail_s": limit_s}
+    for each in filter(None, env.kv_timeouts().split(",")):
+        name, _, value = each.partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            found[name.strip()] = value  # KVTimeouts refuses it by name
+    known = KVTimeouts.__dataclass_fields__
+    require(
+        found.keys() <= known.keys(),
+        f"MOE_P2P_KV_TIMEOUTS is {env.kv_timeouts()!r}, must be like open_s=300,tail_s=60, of "
+        f"{', '.join(known)}",
+    )
+    return KVTimeouts(**found | {name: settings[name] for name in known if name in settings})
+
+
 class EngineWorker:
     """A KVSender or KVReceiver of one rank of an engine, with its membership.
 
-    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts.
+    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts. limit_s: after which the
+    engine itself gives up a request that does not move.
     """
 
     def __init__(
-        self, kind: type[KVWorker], cache: KVCache, instance: str, store: str, settings: Any
+        self,
+        kind: type[KVWorker],
+        cache: KVCache,
+        instance: str,
+        store: str,
+        settings: Mapping[str, Any],
+        limit_s: float | None = None,
     ) -> None:
-        known = {
-            name: settings[name] for name in KVTimeouts.__dataclass_fields__ if name in settings
-        }
-        timeouts = KVTimeouts(**known)
+        timeouts = timeouts_of(settings, limit_s)
         wanted = ("fence", "verify") if kind is KVReceiver else ("fence",)
         more = {name: settings[name] for name in wanted if name in settings}
         device = cache.tensors[0].device

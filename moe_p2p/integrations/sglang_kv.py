@@ -156,7 +156,11 @@ class Manager:
         cache = sglang_cache(
             args, tp=this.attn_tp_size, rank=this.attn_tp_rank, mla=bool(is_mla_backend)
         )
-        self.own = EngineWorker(KVSender if prefills else KVReceiver, cache, name, store, {})
+        # SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, SGLANG_DISAGGREGATION_WAITING_TIMEOUT
+        limit_s = this.bootstrap_timeout if prefills else this.waiting_timeout
+        self.own = EngineWorker(
+            KVSender if prefills else KVReceiver, cache, name, store, {}, float(limit_s)
+        )
         self.worker: Any = self.own.worker
         self.reservations: dict[int, KVReservation] = {}  # by room, of this decoder
 

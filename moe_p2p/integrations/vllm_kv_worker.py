@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.errors import MoeP2pError, UnavailableError
+from moe_p2p.integrations import required
 from moe_p2p.integrations.kv_worker import EngineWorker, KVReceiver, KVSender
 from moe_p2p.integrations.vllm_kv_layout import VllmCache, vllm_cache
 from moe_p2p.integrations.vllm_kv_scheduler import Load, SendStep, StepMeta, attempt_name
@@ -68,8 +69,12 @@ class KVWorkerHalf:
 
     def register(self, tensors: Mapping[str, Tensor]) -> None:
         self._cache = vllm_cache(self._config, self._caches, tensors)
+        # Of vLLM's own connectors: how long a prefiller keeps blocks that nobody asks for.
+        limit_s = getattr(
+            required("vllm.envs", "vllm"), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", None
+        )
         self._own = EngineWorker(
-            self._kind, self._cache.cache, self._engine_id, self._store, self._settings
+            self._kind, self._cache.cache, self._engine_id, self._store, self._settings, limit_s
         )
         self._tensors = {number: tensors[name] for name, number in self._cache.layers.items()}
         if self._kind is KVSender:

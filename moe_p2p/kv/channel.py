@@ -21,6 +21,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from moe_p2p.errors import PeerDeadError, ProtocolError, make
+from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.listener import some
 
 MAX_MESSAGE = 64 << 20  # of a worker that has proved that it belongs here
 _LENGTHS = struct.Struct("<II")
@@ -59,8 +61,9 @@ class Message(NamedTuple):
 class Channel:
     """One end of a connection. `send` never waits: a thread writes what is queued."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connection: socket.socket, limit_s: float) -> None:
+        """limit_s: for the rest of a message that has begun."""
+        self._socket, self._limit_s = connection, limit_s
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -91,7 +94,7 @@ class Channel:
         why = "its connection ended"
         try:
             while True:
-                handle(receive(self._socket))
+                handle(receive(self._socket, limit_s=self._limit_s))
         except (OSError, PeerDeadError) as error:
             why = f"{why} ({error})" if isinstance(error, OSError) else why
         except Exception as error:  # a message that this build does not understand
@@ -101,37 +104,41 @@ class Channel:
         lost(why)
 
 
-def receive(connection: socket.socket) -> Message:
-    """Raises PeerDeadError at the end of the connection."""
-    size, header_bytes = _LENGTHS.unpack(exactly(connection, _LENGTHS.size))
+def receive(
+    connection: socket.socket, deadline: Deadline | None = None, *, limit_s: float | None = None
+) -> Message:
+    """Raises PeerDeadError at the end of the connection, OSError at the deadline: of all of it, or,
+    by limit_s, of what follows its first byte."""
+    head = exactly(connection, 1, deadline)
+    if limit_s is not None:
+        deadline = Deadline(limit_s)
+    head += exactly(connection, _LENGTHS.size - 1, deadline)
+    size, header_bytes = _LENGTHS.unpack(head)
     if size > MAX_MESSAGE or header_bytes > size:
         raise make(ProtocolError, f"a KV message of {size} bytes, {header_bytes} of them header")
-    return Message.parse(exactly(connection, size), header_bytes)
+    return Message.parse(exactly(connection, size, deadline), header_bytes)
 
 
-def exactly(connection: socket.socket, size: int) -> bytes:
+def exactly(connection: socket.socket, size: int, deadline: Deadline | None) -> bytes:
     parts = bytearray()
     while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise make(PeerDeadError, "the other worker closed the connection")
-        parts += part
+        parts += some(connection, size - len(parts), deadline)
     return bytes(parts)
 
 
-def prove(connection: socket.socket, secret: bytes, *, dials: bool) -> None:
-    """Both ends call it first, with a timeout set. Raises ProtocolError where the other one does
+def prove(connection: socket.socket, secret: bytes, deadline: Deadline, *, dials: bool) -> None:
+    """Both ends call it first. Raises ProtocolError where the other one does
     not know the secret."""
     ours = os.urandom(_NONCE_BYTES)
     if not dials:
         connection.sendall(ours)
-        theirs, proof = _split(exactly(connection, _NONCE_BYTES + _PROOF_BYTES))
+        theirs, proof = _split(exactly(connection, _NONCE_BYTES + _PROOF_BYTES, deadline))
         _check(proof, _proof(secret, b"dials", ours + theirs))
         connection.sendall(_proof(secret, b"accepts", theirs + ours))
         return
-    theirs = exactly(connection, _NONCE_BYTES)
+    theirs = exactly(connection, _NONCE_BYTES, deadline)
     connection.sendall(ours + _proof(secret, b"dials", theirs + ours))
-    _check(exactly(connection, _PROOF_BYTES), _proof(secret, b"accepts", ours + theirs))
+    _check(exactly(connection, _PROOF_BYTES, deadline), _proof(secret, b"accepts", ours + theirs))
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:

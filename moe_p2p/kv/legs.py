@@ -6,10 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_p2p.kv.checksum import add
 from moe_p2p.kv.copies import Placed
 from moe_p2p.kv.pair import KVCache, Pair
-from moe_p2p.kv.requests import counts
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot, Tail
 from moe_p2p.kv.units import Chunk, Pages, Units
@@ -25,14 +23,15 @@ class LegState(enum.Enum):
 @dataclass(eq=False)
 class Leg:
     """nonce: of this reservation at this sender; a message or a tail without it is of another one.
-    least: immediates, where the request comes as one chunk; expected: as its tail says."""
+    least: immediates, where the request comes as one chunk; expected: as its tail says. counted:
+    immediates, or reads that are done, at the last look."""
 
     pair: Pair
     slot: Slot
     nonce: int
     least: int = 0
     expected: int = 0
-    nbytes: int = 0  # of `expected`
+    nbytes: int = 0  # of all chunks
     counted: int = 0
     state: LegState = LegState.OPEN
     tail: Tail | None = None
@@ -52,8 +51,15 @@ class Leg:
 
     def text(self) -> str:
         layers, want = len(self.pair.layers), self.expected or self.least
-        at = min(self.counted * layers // want, layers) if want else layers
-        count = f"{self.counted} of {want} immediates (about layer {at} of {layers})"
+        if self.reads:
+            count = f"{self.counted} of {len(self.reads)} reads"
+        elif self.counted > want:
+            count = f"{self.counted} immediates, of more than one chunk, and no tail"
+        elif want > self.least:
+            count = f"{self.counted} of {want} immediates"
+        else:
+            at = min(self.counted * layers // want, layers) if want else layers
+            count = f"{self.counted} of {want} immediates (about layer {at} of {layers})"
         return f"{self.pair.name} {count}"
 
     def idle(self) -> bool:
@@ -80,26 +86,13 @@ class Leg:
         stats.fenced(self.pair.fenced_by, self.pair.fence_retries)
 
 
-def count_expected(leg: Leg, rank: int) -> tuple[int, int]:
-    """Immediates of all chunks and of the tail, and bytes of all chunks."""
-    assert leg.tail is not None
-    nics, source = leg.pair.theirs.num_nics, leg.pair.worker.rank
-    found, nbytes = nics, 0
-    for begin, end in leg.tail.spans():
-        arriving = counts(leg.pair.plan, rank, begin, end, leg.tail.total, source_nics=nics)
-        if source in arriving:
-            found += arriving[source].immediates
-            nbytes += arriving[source].nbytes
-    return found, nbytes
-
-
 def sum_of_layers(cache: KVCache, pages: Pages, leg: Leg) -> list[int]:
     """What arrived, in the order of `leg.pair.layers`."""
     assert leg.tail is not None
-    units = Units(leg.pair, leg.tail.total, target=pages)
+    begin, total = leg.tail.begin, leg.tail.total
+    units = Units(leg.pair, total, begin=begin, target=pages)
     return [
-        add(*(units.checksum(cache, layer, each, at_source=False) for each in leg.tail.spans()))
-        for layer in leg.pair.layers
+        units.checksum(cache, layer, (begin, total), at_source=False) for layer in leg.pair.layers
     ]
 
 
@@ -117,7 +110,7 @@ def wrong_sum(cache: KVCache, pages: Pages, leg: Leg) -> str:
 def pull_pages(engine: Any, leg: Leg, source: Pages, target: Pages) -> list[Any]:
     assert leg.tail is not None
     units = Units(leg.pair, leg.tail.total, source=source, target=target)
-    return [read for each in leg.tail.spans() for read in units.read(engine, each)]
+    return units.read(engine, (leg.tail.begin, leg.tail.total))
 
 
 def pull_nonce(engine: Any, leg: Leg, row_bytes: int) -> Any:

@@ -16,6 +16,7 @@ import dataclasses
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -29,12 +30,15 @@ from moe_p2p.errors import (
     require,
     require_type,
 )
+from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.listener import Listener, warn_of_strangers
 from moe_p2p.kv.channel import Channel, prove, receive
 from moe_p2p.kv.leases import Leases, Worker
 from moe_p2p.kv.pair import Hello, Pair, PairMemory
 from moe_p2p.kv.worker import KVWorker
 
 _BACKLOG = 64
+_WARN_S = 10.0  # between warnings of connections that were refused
 
 
 class Membership:
@@ -48,29 +52,36 @@ class Membership:
         require_type("Membership: host", host, str, "a str")
         self.worker, self.leases = worker, leases
         try:
-            self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+            listening = socket.create_server((host, 0), backlog=_BACKLOG)
         except OSError as error:
             text = f"{worker.name}: host={host!r} is no address of this machine: {error}"
             raise make(UnavailableError, text) from error
         secret = env.secret()
         drawn = "" if secret else secrets.token_hex(32)
         self._secret = (secret or drawn).encode()
+        warn_of_strangers(
+            worker.name,
+            host,
+            "whoever reaches the store of leases may write to all of its KV memory",
+        )
         self.record = dataclasses.replace(
-            worker.worker, host=host, port=self._listener.getsockname()[1], secret=drawn
+            worker.worker, host=host, port=listening.getsockname()[1], secret=drawn
         )
         self._stop = threading.Event()
+        self._left = threading.Event()  # and all pairs are lost
         self._beat = threading.Event()
         self._dialing: set[str] = set()
         self._known: dict[str, Worker] = {}
         self._unread: set[bytes] = set()
+        self._warned_at = float("-inf")
         # Before engines are closed at exit: a thread that is in a call of ours when the interpreter
         # ends would end the process by std::terminate.
         atexit.register(self.close)
         self._threads = [
             self._thread("lease", self._heartbeat),
             self._thread("step", self._steps),
-            self._thread("accept", self._accept),
         ]
+        self._listener = Listener(worker.name, listening, self._answer, worker.timeouts.connect_s)
 
     def _thread(self, name: str, run: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(
@@ -131,10 +142,10 @@ class Membership:
 
     def _dial(self, other: Worker) -> None:
         try:
-            limit = self.worker.timeouts.connect_s
-            connection = socket.create_connection((other.host, other.port), limit)
+            deadline = Deadline(self.worker.timeouts.connect_s)
+            connection = socket.create_connection((other.host, other.port), deadline.left)
             secret = other.secret.encode() if other.secret else self._secret
-            self._meet(connection, secret, dials=True)
+            self._meet(connection, secret, deadline)
         except (OSError, MoeP2pError) as error:
             if not self._stop.is_set():
                 # Mostly a worker that has just ended, whose lease is not over yet.
@@ -142,33 +153,37 @@ class Membership:
         finally:
             self._dialing.discard(other.name)
 
-    def _accept(self) -> None:
-        while not self._stop.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            self._thread("meets", self._answer, connection)
-
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(
+        self, connection: socket.socket, deadline: Deadline, proved: Callable[[], None]
+    ) -> None:
         try:
-            self._meet(connection, self._secret, dials=False)
+            self._meet(connection, self._secret, deadline, proved)
         except (OSError, MoeP2pError) as error:
-            if not self._stop.is_set():
+            now = time.monotonic()
+            if not self._stop.is_set() and now - self._warned_at > _WARN_S:
+                self._warned_at = now  # strangers do not fill a log
                 log.warning(f"{self.record.name}: refused a connection: {error}")
 
-    def _meet(self, connection: socket.socket, secret: bytes, *, dials: bool) -> None:
-        """Both ends: proof, hello, and a pair that requests may use."""
+    def _meet(
+        self,
+        connection: socket.socket,
+        secret: bytes,
+        deadline: Deadline,
+        proved: Callable[[], None] | None = None,
+    ) -> None:
+        """Both ends: proof, hello, and a pair that requests may use. proved: where it answers."""
         memory: PairMemory | None = None
         try:
-            connection.settimeout(self.worker.timeouts.connect_s)
-            prove(connection, secret, dials=dials)
+            connection.settimeout(deadline.timeout_s)  # of what is sent
+            prove(connection, secret, deadline, dials=proved is None)
+            if proved is not None:
+                proved()
             memory = self.worker.register()
             connection.sendall(self.worker.hello(memory, self.record).to_message().to_bytes())
-            theirs = Hello.from_message(receive(connection))
+            theirs = Hello.from_message(receive(connection, deadline))
             if theirs.worker.role == self.worker.role:
                 raise make(ProtocolError, f"{theirs.worker.name} is a {theirs.worker.role} too")
-            channel = Channel(connection)
+            channel = Channel(connection, deadline.timeout_s)
             pair = self.worker.meet(memory, theirs, channel)
         except BaseException:
             connection.close()
@@ -181,7 +196,7 @@ class Membership:
         self.worker.attach(pair)
         if self._stop.is_set():  # `close` may have ended all pairs before this one was there
             self.worker.lose(pair, "this worker leaves")
-            self.worker.step()
+            self._steps()
             return
         channel.start(
             f"{self.record.name} with {pair.name}",
@@ -197,7 +212,8 @@ class Membership:
     # --- deadlines and fences ---
 
     def _steps(self) -> None:
-        while not self._stop.is_set():
+        """Owns the fences: also after `close`, until all have succeeded or the engine is closed."""
+        while not self._left.is_set() or self.worker.is_fencing:
             self.worker.wake.clear()
             try:
                 pause = self.worker.step()
@@ -207,19 +223,24 @@ class Membership:
             self.worker.pause(pause)
 
     def close(self) -> None:
-        """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent."""
+        """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent.
+
+        A fence that does not succeed within connect_s is tried again afterwards, until the engine
+        is closed.
+        """
         if self._stop.is_set():
             return
         atexit.unregister(self.close)
         self._stop.set()
         self._beat.set()
+        self.worker.lose_all("this worker leaves")
+        self._left.set()
         self.worker.wake.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self.worker.wait_fenced(self.worker.timeouts.connect_s)
         for thread in self._threads:
-            thread.join(self.worker.timeouts.connect_s)
-        self.worker.fence_all("this worker leaves", self.worker.timeouts.connect_s)
+            if thread is not self._threads[-1] or not self.worker.is_fencing:
+                thread.join(self.worker.timeouts.connect_s)
 
     def __enter__(self) -> Membership:
         return self

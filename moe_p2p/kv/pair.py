@@ -44,7 +44,7 @@ from moe_p2p.kv.plan import KVMove, KVPlan, kv_plan
 from moe_p2p.kv.ring import Parts, Ring
 from moe_p2p.transfers import LayerPlace
 
-VERSION = 4  # of the messages; another one is refused
+VERSION = 5  # of the messages; another one is refused
 # The two fences. QUEUE_PAIR: of verbs alone, faster where deregistration takes long.
 KEY, QUEUE_PAIR = "key", "queue_pair"
 SEVER_S = 1.0  # after which a fence by queue pair gives up, and the key is withdrawn

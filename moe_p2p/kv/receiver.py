@@ -1,7 +1,7 @@
 """The side that decodes: reserves pages, waits for their bytes, and gets the pages back.
 
-    reserve --> open --> layers --> tail --> complete           pages belong to the caller again
-       \\          \\________|________/
+    reserve --> open --> layers, tail --> complete              pages belong to the caller again
+       \\          \\________|
         \\__________________|_ cancel, deadline, a lost sender --> draining --> settled
                                                                     \\-- drain_s --> fence --/
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from moe_p2p import errors, log
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_request, page_lists
-from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, wrong_sum
+from moe_p2p.kv.legs import Leg, LegState, pull_nonce, pull_pages, wrong_sum
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import counts
 from moe_p2p.kv.reservation import KVReservation, PageHolds
@@ -35,6 +36,7 @@ from moe_p2p.kv.verify import Verify
 from moe_p2p.kv.worker import KVWorker
 
 _SLICE_S = 0.05  # after which a waiter looks at deadlines again
+_LOOKS = 8  # in tail_s, at a request whose caller does not
 
 
 class KVReceiver(KVWorker):
@@ -49,6 +51,7 @@ class KVReceiver(KVWorker):
         super().__init__(*args, **more)
         self.verify = Verify(verify)
         self.reservations: list[KVReservation] = []  # not reusable yet
+        self._waiting: deque[KVReservation] = deque()  # for slots, in their order
         self._holds = PageHolds(self.cache.layout, self.cache.pages)
         self.slots = CountedSlots(self.slots.count, self.engine)
         self.unpacker = Unpacker(self.engine, self.cache, self.ring, (self.rows, self.row_bytes))
@@ -66,34 +69,30 @@ class KVReceiver(KVWorker):
         pull: bool = False,
         on_free: Callable[[], None] | None = None,
     ) -> KVReservation:
-        """Reserves pages for tokens `begin` to `total` of a request and opens it at `source`.
+        """Reserves pages for tokens `begin` to `total` of a request and opens it at `source`, once
+        no more than max_requests are under way.
 
         pages: per group, int32 [n], pages of the whole request from its first token on; those
         before `begin` are not touched. source: an instance. on_free: called once when the pages
         may be given to somebody else, from any thread.
         Raises UnavailableError unless connected to all its ranks, InvalidArgumentError for pages
-        that another reservation still holds.
+        that another reservation still holds, or more ranks than max_requests.
         """
         check_request(self.name, request, total)
         require(on_free is None or callable(on_free), f"on_free is {on_free!r}, must be a function")
         lists = page_lists(f"reserve {request!r}", self.cache.layout, pages)
         with self.lock:
-            reservation = KVReservation(self, request, lists)
+            reservation = KVReservation(self, request, source, lists)
             reservation.begin, reservation.total = begin, total
             reservation.pull = pull
             pairs = self._sources(source)
-            self._check_new(request, pairs)
+            self._check_new(request, source, pairs)
             plan = next(p.plan for p in self.pairs.values() if p.worker.instance == source)
             self._holds.take(plan, reservation, self.reservations)
-            try:
-                self._open_legs(reservation, pairs)
-            except BaseException:
-                self._free(reservation)
-                raise
             reservation.verified, reservation.on_free = self.verify.draw(), on_free
             self.reservations.append(reservation)
-            for leg in reservation.legs:
-                self._send_open(reservation, leg)
+            self._waiting.append(reservation)
+            self._open_waiting()
         self.wake.set()
         return reservation
 
@@ -104,18 +103,40 @@ class KVReceiver(KVWorker):
             for pair in self._sources(source):
                 pair.send("decline", request=request, why=why)
 
-    def _check_new(self, request: str, pairs: list[Pair]) -> None:
+    def _check_new(self, request: str, source: str, pairs: list[Pair]) -> None:
         """A source knows requests of a receiver by name."""
-        under_way = [each for each in self.reservations if each.request == request]
+        same = [each for each in self.reservations if each.request == request]
         require(
-            not any(leg.pair in pairs for each in under_way for leg in each.legs),
+            not any(each in self._waiting and each.source == source for each in same)
+            and not any(leg.pair in pairs for each in same for leg in each.legs),
             f"{self.name}: request {request!r} is reserved; a retry takes another name",
+        )
+        require(
+            len(pairs) <= self.slots.count,
+            f"{self.name}: {source} has {len(pairs)} ranks, each of which takes a slot of "
+            f"max_requests={self.slots.count}",
         )
 
     def _sources(self, source: str) -> list[Pair]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == source]
         ranks = self.ranks_of(known[0]) if known else [0]
         return [self.pair_with(source, rank) for rank in ranks]
+
+    def _open_waiting(self) -> None:
+        while self._waiting:
+            reservation = self._waiting[0]
+            try:
+                pairs = self._sources(reservation.source)
+                if len(pairs) > self.slots.num_free:
+                    return
+                self._open_legs(reservation, pairs)
+            except MoeP2pError as error:  # not all ranks are there any more
+                self._fail(reservation, error)
+                continue
+            self._waiting.popleft()
+            reservation.opened_at = self.clock()
+            for leg in reservation.legs:
+                self._send_open(reservation, leg)
 
     def _open_legs(self, reservation: KVReservation, pairs: list[Pair]) -> None:
         for pair in pairs:
@@ -129,8 +150,10 @@ class KVReceiver(KVWorker):
                 reservation.total,
                 source_nics=pair.theirs.num_nics,
             ).get(pair.worker.rank)
-            data = arriving.immediates if arriving else 0
-            leg.least = data + pair.theirs.num_nics  # and the tail; more where it comes in chunks
+            leg.least = pair.theirs.num_nics  # the tail's
+            if arriving:
+                leg.least += arriving.immediates
+                leg.nbytes = arriving.nbytes
 
     def _send_open(self, reservation: KVReservation, leg: Leg) -> None:
         names = [group.name for group in self.cache.layout.groups]
@@ -152,19 +175,27 @@ class KVReceiver(KVWorker):
 
     def poll(self, reservation: KVReservation) -> bool:
         with self.lock:
+            if not self._look(reservation):
+                return False
             if reservation.state != "open":
                 return True
-            try:
-                arrived = [self._arrived(reservation, leg) for leg in reservation.legs]
-            except MoeP2pError as error:
-                self._fail(reservation, error)
-                return True
-            if not all(arrived):
-                return False
-            if not reservation.verified:
-                self._complete(reservation)
-                return True
         return self._verify(reservation)  # without the lock: it reads all bytes
+
+    def _look(self, reservation: KVReservation) -> bool:
+        """Whether it has ended, or has all bytes, which are to be checked."""
+        if reservation.state != "open":
+            return True
+        reservation.looked_at = self.clock()
+        if reservation.opened_at is None:
+            return False
+        try:
+            arrived = [self._arrived(reservation, leg) for leg in reservation.legs]
+        except MoeP2pError as error:
+            self._fail(reservation, error)
+            return True
+        if all(arrived) and not reservation.verified:
+            self._complete(reservation)
+        return all(arrived)
 
     def _arrived(self, reservation: KVReservation, leg: Leg) -> bool:
         if leg.state is LegState.SETTLED:
@@ -176,15 +207,14 @@ class KVReceiver(KVWorker):
         now = self.clock()
         if value and reservation.stats.first_arrival_at is None:
             reservation.stats.first_arrival_at = now
-        leg.counted = value
+        reservation.saw(leg, value, now)
         if value < leg.least:
             return False
         if leg.tail is None:
-            reservation.tail_at = reservation.tail_at or now
             leg.tail = self._read_tail(reservation, leg)
             if leg.tail is None:
                 return False
-            leg.expected, leg.nbytes = count_expected(leg, self.cache.rank)
+            leg.expected = leg.tail.immediates
         if value < leg.expected or leg.grants:
             return False
         leg.state, reservation.stats.last_completion_at = LegState.SETTLED, now
@@ -201,26 +231,29 @@ class KVReceiver(KVWorker):
         return tail
 
     def _check_tail(self, reservation: KVReservation, leg: Leg, tail: Tail) -> None:
-        got = (tail.begin, tail.chunks[-1], tail.total)
-        want = (reservation.begin, reservation.total, reservation.total)
-        if got != want:
+        got = (tail.begin, tail.total)
+        want = (reservation.begin, reservation.total)
+        if got != want or not (reservation.pull or tail.immediates >= leg.least):
             raise make(
                 errors.ProtocolError,
                 f"{self.name}: request {reservation.request!r}: {leg.pair.name} has sent tokens "
-                f"{got[0]} to {got[1]} of {got[2]}, reserved are {want[0]} to {want[1]}",
+                f"{got[0]} to {got[1]} in {tail.immediates} immediates, reserved are {want[0]} to "
+                f"{want[1]}, which are at least {leg.least}",
             )
         reservation.user = tail.user
 
     def _pulled(self, reservation: KVReservation, leg: Leg) -> bool:
-        if leg.tail is None or not all(read.done() for read in leg.reads):
+        if leg.tail is None:
             return False
-        now, stats = self.clock(), reservation.stats
+        now, stats, done = self.clock(), reservation.stats, sum(read.done() for read in leg.reads)
+        reservation.saw(leg, done, now)
+        if done < len(leg.reads):
+            return False
         stats.first_arrival_at = stats.first_arrival_at or now
         reads, leg.reads = stats.take_done(leg.reads)
         for read in reads:
             read.wait(0)  # raises what went wrong
         if not leg.nonce_read:
-            reservation.tail_at = now
             leg.reads, leg.nonce_read = [pull_nonce(self.engine, leg, self.row_bytes)], True
             return False
         at = leg.slot.number * self.row_bytes
@@ -270,6 +303,8 @@ class KVReceiver(KVWorker):
                 self.changed.wait(min(left, 0.0005))
             return
         with self.lock:
+            if reservation in self._waiting:
+                self.changed.wait(left)
             legs = [leg for leg in reservation.legs if leg.state is LegState.OPEN]
             if not legs or reservation.state != "open":
                 return
@@ -289,6 +324,8 @@ class KVReceiver(KVWorker):
     def _fail(self, reservation: KVReservation, error: MoeP2pError) -> None:
         if reservation.state != "open":
             return
+        if reservation in self._waiting:
+            self._waiting.remove(reservation)
         reservation.state, reservation.error, now = "failed", error, self.clock()
         reservation.stats.failed, reservation.stats.ended_at = True, now
         drain_until = now + self.timeouts.drain_s
@@ -322,6 +359,7 @@ class KVReceiver(KVWorker):
         if reservation in self.reservations:
             self.reservations.remove(reservation)
             self.count(reservation.stats)
+        self.wake.set()  # of those that wait for its slots
         self.changed.notify_all()
         if reservation.on_free is not None:
             try:
@@ -340,6 +378,8 @@ class KVReceiver(KVWorker):
                 self.wake.set()
             elif message.kind == "drained":
                 self._drained(reservation, leg, str(message.fields.get("why", "")))
+            elif message.kind == "moves":
+                reservation.moved_at = self.clock()
             elif message.kind == "offer" and leg.state is LegState.OPEN and leg.tail is None:
                 self._take_offer(reservation, leg, message)
 
@@ -360,6 +400,7 @@ class KVReceiver(KVWorker):
         self._free_if_settled(reservation)
 
     def _take_offer(self, reservation: KVReservation, leg: Leg, message: Message) -> None:
+        reservation.moved_at = self.clock()
         try:
             leg.tail = tail = Tail.parse(message.arrays[0])
             if tail is None or tail.nonce != leg.nonce:
@@ -376,6 +417,7 @@ class KVReceiver(KVWorker):
 
     def on_time(self, now: float) -> bool:
         draining = False
+        self._open_waiting()
         for reservation in list(self.reservations):
             if reservation.state == "open":
                 late = self._late(reservation, now)
@@ -418,27 +460,41 @@ class KVReceiver(KVWorker):
             super().pause(seconds)
 
     def _late(self, reservation: KVReservation, now: float) -> str:
-        limits, first = self.timeouts, reservation.stats.first_arrival_at
-        if reservation.tail_at:
-            phase, limit, since = "tail", limits.tail_s, reservation.tail_at
-        elif first is not None:
-            phase, limit, since = "layers", limits.layers_s, first
-        else:
-            phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
-        late = now - since > limit and not self.poll(reservation)
-        return self.text_of(reservation, f"waited {limit} s in phase {phase}") if late else ""
+        """Looks first: a worker that slept, or a caller that does not poll, has seen nothing of
+        what has arrived."""
+        unseen = now - reservation.looked_at >= self.timeouts.tail_s / _LOOKS
+        if unseen or self._waited(reservation, now):
+            self._look(reservation)
+        why = self._waited(reservation, now)
+        if not why or self.poll(reservation):
+            return ""
+        return self.text_of(reservation, why)
+
+    def _waited(self, reservation: KVReservation, now: float) -> str:
+        """Longer than it may, as far as the last look knows; else empty."""
+        phase, limit, since = "open", self.timeouts.open_s, reservation.stats.queued_at
+        if reservation.opened_at is not None:
+            since = reservation.opened_at
+        if reservation.moved_at is not None:
+            phase, limit, since = "tail", self.timeouts.tail_s, reservation.moved_at
+        return f"waited {limit} s in phase {phase}" if now - since > limit else ""
 
     def text_of(self, reservation: KVReservation, why: str) -> str:
         """What arrived, by worker."""
         legs = ", ".join(leg.text() for leg in reservation.legs) or "nobody"
+        what = f"arrived from {legs}"
+        if reservation.opened_at is None:
+            what = f"max_requests={self.slots.count} are under way before it"
         return (
             f"{self.name}: request {reservation.request!r}, tokens {reservation.begin} to "
-            f"{reservation.total}: {why}; arrived from {legs}"
+            f"{reservation.total}: {why}; {what}"
         )
 
     def on_lost(self, pair: Pair) -> None:
         for reservation in list(self.reservations):
-            if any(leg.pair is pair and leg.state is LegState.OPEN for leg in reservation.legs):
+            waits = reservation in self._waiting and reservation.source == pair.worker.instance
+            legs = [leg for leg in reservation.legs if leg.state is LegState.OPEN]
+            if waits or any(leg.pair is pair for leg in legs):
                 text = self.text_of(reservation, f"lost {pair.name}: {pair.lost}")
                 self._fail(reservation, make(PeerDeadError, text))
 

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 class KVReservation:
     """One request. Made by `KVReceiver.reserve`."""
 
-    def __init__(self, receiver: KVReceiver, request: str, pages: Mapping[str, Tensor]) -> None:
-        self.receiver, self.request, self.pages = receiver, request, dict(pages)
+    def __init__(
+        self, receiver: KVReceiver, request: str, source: str, pages: Mapping[str, Tensor]
+    ) -> None:
+        self.receiver, self.request, self.source = receiver, request, source
+        self.pages = dict(pages)
+        self.opened_at: float | None = None  # None: waits for slots
         self.begin = self.total = 0
         self.pull = self.verified = False
         self.held: dict[str, Tensor] = {}
@@ -33,8 +37,14 @@ class KVReservation:
         self.reusable = False  # its pages may be given to somebody else
         self.on_free: Callable[[], None] | None = None
         self.user = b""  # what the sender added to the tail
-        self.tail_at = 0.0
+        self.moved_at: float | None = None  # when more was seen to have arrived
+        self.looked_at = receiver.clock()
         self.stats = KVTransferStats(request, receiver.role, receiver.clock())
+
+    def saw(self, leg: Leg, counted: int, now: float) -> None:
+        """What has arrived of a leg by now: deadlines count from when that grows."""
+        if counted > leg.counted:
+            leg.counted, self.moved_at = counted, now
 
     def done(self) -> bool:
         """True once it is complete or failed; `wait` returns or raises accordingly."""

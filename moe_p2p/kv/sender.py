@@ -13,6 +13,7 @@ receiver that hears it may give its pages to somebody else.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -41,6 +42,7 @@ class KVSender(KVWorker):
         super().__init__(*args, **more)
         self.sendings: list[KVSending] = []  # not reusable yet
         self._openings = Openings()
+        self._waiting: deque[tuple[KVSending, Flight]] = deque()  # opened, and without a slot
         control = (self.rows, self.row_bytes)
         self.packer = Packer(self.engine, self.cache, self.ring, control)
 
@@ -104,7 +106,11 @@ class KVSender(KVWorker):
                 self._open(sending, flight, opened)
 
     def _open(self, sending: KVSending, flight: Flight, opened: Opened) -> None:
-        flight.opened, flight.state = opened, "open"
+        flight.opened = opened
+        if not self.slots.num_free:
+            self._waiting.append((sending, flight))
+            return
+        flight.state = "open"
         try:
             if opened.total != sending.total:
                 text = f"{opened.pair.name} expects {opened.total} tokens, here are {sending.total}"
@@ -120,6 +126,12 @@ class KVSender(KVWorker):
         except Exception as error:  # other requests of the pair go on
             text = self.text_of(sending, f"cannot be sent to {opened.pair.name}: {error!r}")
             self._fail(sending, make(errors.ProtocolError, text))
+
+    def _open_waiting(self) -> None:
+        while self._waiting and self.slots.num_free:
+            sending, flight = self._waiting.popleft()
+            if flight.state == "waiting" and flight.opened is not None:
+                self._open(sending, flight, flight.opened)
 
     def text_of(self, sending: KVSending, why: str) -> str:
         return f"{self.name}: request {sending.request!r}: {why}"
@@ -162,8 +174,8 @@ class KVSender(KVWorker):
         opened, units = flight.opened, flight.units
         assert opened is not None
         assert units is not None
-        if end != flight.end:
-            flight.begin_chunk(end, self.name)
+        if end != flight.end and not flight.begin_chunk(end, self):
+            flight.pair.send("moves", nonce=opened.nonce)
         chunk = flight.chunk
         layers = tuple(layer for layer in layers if layer in flight.pair.requests)
         if chunk is None or not layers:
@@ -208,7 +220,7 @@ class KVSender(KVWorker):
         if flight.tail_due:
             return
         flight.sum_layers(self.cache)
-        tail = flight.tail(sending.user)
+        tail = flight.tail(sending.user, self.engine.num_nics)
         at = slot.number * self.row_bytes
         flight.committed = True
         if opened.pull:
@@ -282,6 +294,7 @@ class KVSender(KVWorker):
         if flight.slot is not None:
             self.slots.give_back(flight.slot)
             flight.slot = None
+            self.wake.set()  # of those that wait for it
 
     def wait(self, sending: KVSending, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else self.deadline(timeout_s)
@@ -308,10 +321,10 @@ class KVSender(KVWorker):
         if not sending.flights:
             self._openings.give_up("", sending.request, why)
         for flight in sending.flights:
-            if flight.state == "waiting":
+            if flight.state == "waiting" and flight.opened is None:
                 self._openings.give_up(flight.pair.worker.instance, sending.request, why)
                 flight.state = "settled"
-            elif flight.state == "open":
+            elif flight.state in ("waiting", "open"):
                 flight.state, flight.drain_until = "draining", until
                 flight.packing.clear()
                 if flight.opened is not None and flight.opened.pull:
@@ -410,6 +423,7 @@ class KVSender(KVWorker):
 
     def on_time(self, now: float) -> bool:
         draining = False
+        self._open_waiting()
         for sending in list(self.sendings):
             if sending.state == "open":
                 self.poll(sending)

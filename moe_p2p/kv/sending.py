@@ -17,9 +17,9 @@ from moe_p2p.kv.checks import check_bounds, page_lists
 from moe_p2p.kv.checksum import add
 from moe_p2p.kv.packing import Packing
 from moe_p2p.kv.pair import KVCache, Pair
-from moe_p2p.kv.requests import aligned_begin
+from moe_p2p.kv.requests import aligned_begin, counts
 from moe_p2p.kv.stats import KVTransferStats
-from moe_p2p.kv.tail import MAX_CHUNKS, Slot, Tail
+from moe_p2p.kv.tail import Slot, Tail
 from moe_p2p.kv.units import Chunk, Step, Units, int32_tensor
 from moe_p2p.transfers import Gate, shut
 
@@ -69,7 +69,8 @@ class Flight:
     opened: Opened | None = None
     units: Units | None = None
     slot: Slot | None = None  # of the row that its tail, or its nonce, lies in
-    chunks: list[Chunk] = field(default_factory=list)
+    sent_to: int | None = None  # the end of the last chunk
+    immediates: int = 0  # of all chunks
     chunk: Chunk | None = None  # of `end`; None: no whole page more than before
     end: int | None = None  # tokens that are there, as the caller says
     sums: dict[int, int] = field(default_factory=dict)  # by layer
@@ -84,37 +85,58 @@ class Flight:
         """Those of the whole request are worked out now, and not before a forward pass."""
         opened = self.opened
         assert opened is not None
-        units = Units(self.pair, sending.total, source=sending.pages, target=opened.pages)
+        units = Units(
+            self.pair,
+            sending.total,
+            begin=opened.begin,
+            source=sending.pages,
+            target=opened.pages,
+        )
         if not opened.pull:
             with suppress(InvalidArgumentError):  # pages of later chunks may not be there yet
                 units.of_layers(self.pair.layers[:1], (opened.begin, sending.total))
         return units
+
+    def where(self) -> str:
+        waits = self.state == "waiting" and self.opened is not None
+        return "waiting for one of max_requests to end" if waits else self.state
 
     def take_done(self, stats: KVTransferStats) -> list[Any]:
         """Removes the requests that are done, and returns them; `stats` gets their figures."""
         done, self.requests = stats.take_done(self.requests)
         return done
 
-    def begin_chunk(self, end: int, name: str) -> None:
-        """Whole pages of the target, but for the last: two chunks never write the same page."""
-        opened = self.opened
+    def begin_chunk(self, end: int, source: KVSender) -> bool:
+        """Whole pages of the target, but for the last: two chunks never write the same page.
+        Returns whether the receiver will see something arrive."""
+        opened, plan = self.opened, self.pair.plan
         assert opened is not None
         last = end == opened.total
-        begin = self.chunks[-1][1] if self.chunks else opened.begin
-        to = end if last else max(aligned_begin(self.pair.plan.target, end), begin)
+        begin = opened.begin if self.sent_to is None else self.sent_to
+        to = end if last else max(aligned_begin(plan.target, end), begin)
         self.end, self.chunk = end, (begin, to) if to > begin or last else None
-        if self.chunk is not None:
-            self.chunks.append(self.chunk)
-            require(
-                len(self.chunks) <= MAX_CHUNKS,
-                f"{name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
-            )
+        if self.chunk is None:
+            return False
+        self.sent_to = to
+        if opened.pull:
+            return last and begin == opened.begin  # the only one: its offer follows
+        arriving = counts(
+            plan,
+            self.pair.worker.rank,
+            begin,
+            to,
+            opened.total,
+            source_nics=source.engine.num_nics,
+        ).get(source.cache.rank)
+        self.immediates += arriving.immediates if arriving else 0
+        return last or arriving is not None
 
-    def tail(self, user: bytes) -> bytes:
-        opened, ends = self.opened, tuple(end for _, end in self.chunks)
+    def tail(self, user: bytes, num_nics: int) -> bytes:
+        opened = self.opened
         assert opened is not None
         sums = tuple(self.sums[layer] for layer in self.pair.layers) if opened.verify else ()
-        return Tail(opened.nonce, opened.begin, opened.total, ends, sums, user).to_bytes()
+        count = self.immediates + num_nics  # the tail's own
+        return Tail(opened.nonce, opened.begin, opened.total, count, sums, user).to_bytes()
 
     def sum_layers(self, cache: KVCache) -> None:
         assert self.units is not None
@@ -189,7 +211,7 @@ class KVSending:
 
     def progress(self) -> str:
         states = [
-            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
+            f"{flight.pair.name} {flight.where()}, {len(flight.requests)} writes under way"
             f"{flight.packing.text()}"
             for flight in self.flights
         ]

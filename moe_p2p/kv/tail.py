@@ -1,9 +1,9 @@
 """The last write of a request, its *tail*, and the numbers that requests are counted by.
 
-A tail names the reservation (nonce), the chunks that were sent, checksums and what the user adds
-(a first token, say). It arrives like any other write, maybe before what it speaks of: only the
-count of immediates says that all is there. It ends with a checksum of its own, so that half of one
-is not taken for one.
+A tail names the reservation (nonce), the number of immediates of all chunks that were sent,
+checksums and what the user adds (a first token, say). It arrives like any other write, maybe before
+what it speaks of: only the count of immediates says that all is there. It ends with a checksum of
+its own, so that half of one is not taken for one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from moe_p2p.errors import (
     require,
 )
 
-MAX_CHUNKS = 64
 MAX_USER_BYTES = 256
-_HEAD = struct.Struct("<QIIIHHHH")  # nonce, begin, end, total, chunks, checksums, user bytes, 0
+_HEAD = struct.Struct("<QIIIHH")  # nonce, begin, total, immediates, checksums, user bytes
 _CRC = struct.Struct("<I")
 # Above it lies what communicators count; below it, what users of the same engine may.
 _KV_BIT = 1 << 30
@@ -32,55 +31,45 @@ MAX_SLOTS = 1 << _SLOT_BITS
 
 
 class Tail(NamedTuple):
-    """chunks: one past the last token of each; `begin` is where the first one begins.
+    """Of tokens `begin` to `total`. immediates: of all that was sent for them, the tail included.
     checksums: by place of the layer among the source's layers; empty where they are not sent."""
 
     nonce: int
     begin: int
     total: int
-    chunks: tuple[int, ...]
+    immediates: int
     checksums: tuple[int, ...]
     user: bytes
-
-    def spans(self) -> list[tuple[int, int]]:
-        return list(zip((self.begin, *self.chunks[:-1]), self.chunks, strict=True))
 
     def to_bytes(self) -> bytes:
         head = _HEAD.pack(
             self.nonce,
             self.begin,
-            self.chunks[-1],
             self.total,
-            len(self.chunks),
+            self.immediates,
             len(self.checksums),
             len(self.user),
-            0,
         )
-        body = head + struct.pack(
-            f"<{len(self.chunks)}I{len(self.checksums)}q", *self.chunks, *self.checksums
-        )
-        body += self.user
+        body = head + struct.pack(f"<{len(self.checksums)}q", *self.checksums) + self.user
         return body + _CRC.pack(zlib.crc32(body))
 
     @staticmethod
     def parse(data: bytes | bytearray | memoryview) -> Tail | None:
         """None: not all of it is there."""
-        nonce, begin, _, total, chunks, checksums, user, _ = _HEAD.unpack_from(data)
-        size = _HEAD.size + 4 * chunks + 8 * checksums + user
-        if chunks == 0 or size + _CRC.size > len(data):
+        nonce, begin, total, immediates, checksums, user = _HEAD.unpack_from(data)
+        size = _HEAD.size + 8 * checksums + user
+        if nonce == 0 or size + _CRC.size > len(data):
             return None
         body = bytes(data[:size])
         if _CRC.unpack_from(data, size)[0] != zlib.crc32(body):
             return None
-        numbers = struct.unpack_from(f"<{chunks}I{checksums}q", body, _HEAD.size)
-        return Tail(
-            nonce, begin, total, numbers[:chunks], numbers[chunks:], body[size - user : size]
-        )
+        sums = struct.unpack_from(f"<{checksums}q", body, _HEAD.size)
+        return Tail(nonce, begin, total, immediates, sums, body[size - user : size])
 
 
 def tail_bytes(num_layers: int) -> int:
     """Of the largest tail, a multiple of 64."""
-    size = _HEAD.size + 4 * MAX_CHUNKS + 8 * num_layers + MAX_USER_BYTES + _CRC.size
+    size = _HEAD.size + 8 * num_layers + MAX_USER_BYTES + _CRC.size
     return -(-size // 64) * 64
 
 
@@ -147,6 +136,10 @@ class Slots:
 
     def give_back(self, slot: Slot) -> None:
         self._free.insert(0, slot.number - self._first)  # the longest unused one is taken next
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     @property
     def num_taken(self) -> int:

@@ -16,7 +16,7 @@ from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.plan import KVMove
-from moe_p2p.kv.requests import indices, span_of
+from moe_p2p.kv.requests import Span, indices, num_units, span_of
 
 Pages = Mapping[str, Tensor]
 Chunk = tuple[int, int]
@@ -24,30 +24,45 @@ Step = tuple[int, int]  # of which KVSignals, and its number
 
 
 class Units:
-    """source, target: pages by group. None: of the other side, and not known here."""
+    """Of tokens `begin` to `total`. source, target: pages by group. None: of the other side, and
+    not known here."""
 
     def __init__(
-        self, pair: Pair, total: int, *, source: Pages | None = None, target: Pages | None = None
+        self,
+        pair: Pair,
+        total: int,
+        *,
+        begin: int = 0,
+        source: Pages | None = None,
+        target: Pages | None = None,
     ) -> None:
-        self.pair, self.total = pair, total
+        self.pair, self.begin, self.total = pair, begin, total
         plan = pair.plan
         self.source = _blank(plan.source, total) if source is None else source
         self.target = _blank(plan.target, total) if target is None else target
         self._known: dict[tuple[int, Chunk], tuple[Tensor, Tensor]] = {}
-        self._num_rows: dict[int, int] = {}  # of each layer, summed so far
+        self._num_rows: dict[tuple[int, Chunk], int] = {}  # by move
 
     def of(self, move: KVMove, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """int64, at the source and at the target, in the order of tokens."""
         key = (id(move), chunk)
         if key not in self._known:
-            span = span_of(
-                self.pair.plan, self.pair.plan.source.group(move.group), *chunk, self.total
-            )
+            span = self._span(move, chunk)
             for name, lists in (("source", self.source), ("target", self.target)):
                 require(move.group in lists, f"the {name} gave no pages of group {move.group!r}")
             ours, theirs = indices(move, span, self.source[move.group], self.target[move.group])
             self._known[key] = (ours.to(torch.int64), theirs.to(torch.int64))
         return self._known[key]
+
+    def _span(self, move: KVMove, chunk: Chunk) -> Span:
+        plan = self.pair.plan
+        return span_of(plan, plan.source.group(move.group), *chunk, self.total)
+
+    def _rows(self, move: KVMove, chunk: Chunk) -> int:
+        key = (id(move), chunk)
+        if key not in self._num_rows:
+            self._num_rows[key] = num_units(move, self._span(move, chunk)) * move.shape.num_rows
+        return self._num_rows[key]
 
     def of_layers(self, layers: list[int], chunk: Chunk) -> None:
         for request in (each for layer in layers for each in self.pair.requests[layer]):
@@ -96,10 +111,15 @@ class Units:
         ]
 
     def checksum(self, cache: KVCache, layer: int, chunk: Chunk, *, at_source: bool) -> int:
-        """Of one layer of a chunk. Chunks are summed in their order, on both sides."""
-        total, row = 0, self._num_rows.get(layer, 0)
-        for request, ours, theirs in self.each(layer, chunk):
-            shape = request.move.shape
+        """Of one layer of a chunk. A row's number is its place among all rows of the request, one
+        move after the other, so sums of chunks add up to that of the request, however it was cut.
+        """
+        total = first = 0
+        for request in self.pair.requests[layer]:
+            move, shape = request.move, request.move.shape
+            ours, theirs = self.of(move, chunk)
+            row = first + self._rows(move, (self.begin, chunk[0]))
+            first += self._rows(move, (self.begin, self.total))
             place = request.source if at_source else request.target
             memory = cache.tensors[place.region]
             with apart(memory.device):
@@ -113,8 +133,7 @@ class Units:
                     row_stride=shape.source_row_stride if at_source else shape.target_row_stride,
                     first_row=row,
                 )
-            total, row = add(total, part), row + len(ours) * shape.num_rows
-        self._num_rows[layer] = row
+            total = add(total, part)
         return total
 
 

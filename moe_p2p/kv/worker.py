@@ -48,15 +48,16 @@ class KVTimeouts:
     """Deadlines in seconds; each has an error text of its own.
 
     connect_s: of a meeting of two workers. open_s: until the first byte of a request, or, at a
-    sender, until its receivers have opened it. layers_s: between the first byte and the last layer.
-    tail_s: from then on. drain_s: how long a cancelled request may drain before the pair is fenced.
-    lease_s: after which a worker that renews nothing is gone.
+    sender, until its receivers have opened it. tail_s: since something of the request last arrived.
+    layers_s: of a step, at a sender, until the signal of its last layer. drain_s: how long a
+    cancelled request may drain before the pair is fenced. lease_s: after which a worker that renews
+    nothing is gone.
     """
 
     connect_s: float = 10.0
     open_s: float = 30.0
     layers_s: float = 30.0
-    tail_s: float = 10.0
+    tail_s: float = 30.0
     drain_s: float = 0.25
     lease_s: float = 5.0
 
@@ -283,18 +284,19 @@ class KVWorker:
             return False
         return True
 
-    def fence_all(self, why: str, timeout_s: float) -> None:
-        """Ends all pairs and fences them; a fence that fails is tried again until timeout_s."""
-        self.lose_all(why)
+    @property
+    def is_fencing(self) -> bool:
+        return bool(self._losing)
+
+    def wait_fenced(self, timeout_s: float) -> None:
+        """Until all pairs that are lost are fenced, by whoever calls `step`; else warns."""
         deadline = time.monotonic() + timeout_s
-        self.step()
-        while self._losing and time.monotonic() < deadline:
-            with self.lock:
+        with self.lock:
+            while self._losing and time.monotonic() < deadline:
                 self.changed.wait(SLOW_S)
-            self.step()
-        if self._losing:
-            names = ", ".join(pair.name for pair in self._losing)
-            log.warning(f"{self.name}: pages stay held for {names} until the engine is closed")
+            if self._losing:
+                names = ", ".join(pair.name for pair in self._losing)
+                log.warning(f"{self.name}: pages stay held for {names} until a fence succeeds")
 
     def close_pair(self, pair: Pair) -> None:
         try:

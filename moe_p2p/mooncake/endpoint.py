@@ -32,6 +32,7 @@ class Endpoint:
         self._peers: peers.Peers | None = None
         self._lock = threading.RLock()  # of what follows
         self._memory = memory.Table()  # values: Memory
+        self._leaving: set[int] = set()  # addresses that a thread unregisters
         self._first: list[int] = []  # addresses in the order of their registration
         self._notifies: list[codes.TransferNotify] = []
         self._managed: dict[int, Any] = {}
@@ -131,13 +132,21 @@ class Endpoint:
 
     @instead_of_errors(codes.FAILED)
     def unregister_memory(self, buffer_addr: int) -> int:
-        """Nothing of a peer reaches the memory afterwards. 0; -3 where nothing begins there."""
+        """Nothing of a peer reaches the memory afterwards. 0; -3 where nothing begins there; -1
+        where the NIC cannot promise it yet: it stays registered, and the call is to be repeated."""
         with self._lock:
-            registered = self._memory.take(buffer_addr)
-            if registered is None:
+            registered = self._memory.at(buffer_addr)
+            if registered is None or buffer_addr in self._leaving:  # another thread's
                 return codes.NOT_REGISTERED
-            self._first.remove(buffer_addr)
-        registered.unregister()
+            self._leaving.add(buffer_addr)
+        try:
+            registered.unregister()
+            with self._lock:
+                self._memory.take(buffer_addr)
+                self._first.remove(buffer_addr)
+        finally:
+            with self._lock:
+                self._leaving.discard(buffer_addr)
         return 0
 
     def batch_register_memory(

@@ -7,18 +7,21 @@ cluster. A request that is too long, too late or no request is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-import socketserver
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from moe_p2p import errors
+from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.listener import Listener, some
 
 _LIMIT_S = 10.0  # of a whole exchange
-_MOST_BYTES = 64 << 20  # of a line: memory registered in 300,000 pieces
-_MOST_CONNECTIONS = 128  # at once
+_MOST_BYTES = 64 << 20  # of an answer: memory registered in 300,000 pieces
+_MOST_ASKED = 1 << 20  # of a request, with what it notifies of
+_BACKLOG = 1024
+_PIECE = 1 << 18  # of a line, read at a time
 VERSION = 1
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -41,9 +44,9 @@ def ask(session: str, request: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         with socket.create_connection(split(session), timeout=_LIMIT_S) as connection:
+            deadline = Deadline(_LIMIT_S)
             connection.sendall(json.dumps(request | {"version": VERSION}).encode() + b"\n")
-            with connection.makefile("rb") as lines:
-                line = lines.readline(_MOST_BYTES)
+            line = _line(connection, _MOST_BYTES, deadline)
     except OSError as error:
         raise errors.make(
             errors.PeerDeadError, f"the transfer engine at {session} does not answer: {error}"
@@ -65,53 +68,39 @@ class Service:
     """Answers at an ephemeral port until close()."""
 
     def __init__(self, host: str, answer: Answer) -> None:
-        self._server = _Server(host, answer)
-        self.port: int = self._server.server_address[1]
-        thread = threading.Thread(
-            target=self._server.serve_forever, name="moe_p2p.mooncake", daemon=True
-        )
-        thread.start()
+        self._answer = answer
+        self._listener = Listener("moe_p2p.mooncake", _listening(host), self._exchange, _LIMIT_S)
+        self.port = self._listener.port
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._listener.close()
+
+    def _exchange(
+        self, connection: socket.socket, deadline: Deadline, proved: Callable[[], None]
+    ) -> None:
+        # What fails is of one stranger or a peer that left; nothing is lost.
+        with connection, contextlib.suppress(Exception):
+            connection.settimeout(_LIMIT_S)  # of what is sent
+            request = json.loads(_line(connection, _MOST_ASKED, deadline))
+            if request["version"] == VERSION:
+                answer = self._answer(request) | {"version": VERSION}
+                connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024
-
-    def __init__(self, host: str, answer: Answer) -> None:
-        self.answer = answer
-        self.room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)
-        self.address_family = found[0][0]
-        try:
-            super().__init__((str(found[0][4][0]), 0), _Exchange)
-        except OSError:  # the name of another interface, as behind an address translation
-            self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            super().__init__(("", 0), _Exchange)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self.room.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.room.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # of one stranger or a peer that left; nothing is lost
+def _line(connection: socket.socket, most: int, deadline: Deadline) -> bytes:
+    """Until its end, or that of the connection."""
+    line = bytearray()
+    with contextlib.suppress(errors.PeerDeadError):
+        while not line.endswith(b"\n") and len(line) < most:
+            line += some(connection, min(most - len(line), _PIECE), deadline)
+    return bytes(line)
 
 
-class _Exchange(socketserver.StreamRequestHandler):
-    timeout = _LIMIT_S
-    server: _Server
-
-    def handle(self) -> None:
-        request = json.loads(self.rfile.readline(_MOST_BYTES))
-        if request["version"] == VERSION:
-            answer = self.server.answer(request) | {"version": VERSION}
-            self.wfile.write(json.dumps(answer).encode() + b"\n")
+def _listening(host: str) -> socket.socket:
+    found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)
+    try:
+        address = (str(found[0][4][0]), 0)
+        return socket.create_server(address, family=found[0][0], backlog=_BACKLOG)
+    except OSError:  # the name of another interface, as behind an address translation
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        return socket.create_server(("", 0), family=family, backlog=_BACKLOG)

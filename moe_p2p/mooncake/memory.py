@@ -67,6 +67,12 @@ class Table:
     def add(self, address: int, nbytes: int, value: Any) -> None:
         self._entries.insert(self._behind(address), _Entry(address, nbytes, value))
 
+    def at(self, address: int) -> Any:
+        """Returns the value of what begins at the address; None: nothing does."""
+        i = self._behind(address) - 1
+        found = self._entries[i] if i >= 0 else None
+        return found.value if found is not None and found.address == address else None
+
     def take(self, address: int) -> Any:
         """Removes what begins at the address and returns its value; None: nothing does."""
         i = self._behind(address) - 1

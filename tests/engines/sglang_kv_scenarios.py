@@ -37,6 +37,8 @@ def begin() -> None:
     absent.stand_in(" ".join(wanted))
     os.environ["MOE_P2P_KV_STORE"] = f"127.0.0.1:{free_port()}"
     os.environ["MOE_P2P_ENGINES"] = "1"
+    os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = "200"
+    os.environ["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] = "100"
     from sglang.srt.disaggregation.common import conn
 
     bags = {
@@ -279,6 +281,9 @@ def pages_and_metadata_of_a_request() -> None:
     with servers() as made:
         transfer(made, 11, [5])
         transfer(made, 12, [1])
+        for side, limit in ((made.prefill, 200), (made.decode, 100)):
+            timeouts = side[0].manager.worker.timeouts
+            assert (timeouts.open_s, timeouts.tail_s) == (limit, limit), "SGLang's own"
 
 
 @scenario

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, mooncake
+from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, errors, mooncake
 from moe_p2p.mooncake import TransferEngine, handshake
+from moe_p2p.transfers import Memory
 from tests.support import mooncake_calls, warm
 
 HOST, SIZE = "127.0.0.1", 1 << 16
@@ -369,6 +370,27 @@ def test_many_threads_at_once(pair: Any) -> None:
         thread.join(60)
     assert failed == [0] * 400
     assert sum(target.bytes) == 7 * 64 * 8
+
+
+def test_memory_that_could_not_be_taken_back_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while reads into it are under way over libfabric: a peer may write to it still."""
+    engine = opened()
+    memory = torch.zeros(SIZE, dtype=torch.uint8)
+    assert engine.register_memory(memory.data_ptr(), SIZE) == 0
+    unregister = Memory.unregister
+
+    def not_yet(self: Memory) -> None:
+        assert engine.unregister_memory(memory.data_ptr()) == -3, "this thread's"
+        raise errors.make(errors.TimeoutError, "1 reads are not answered")
+
+    monkeypatch.setattr(Memory, "unregister", not_yet)
+    assert engine.unregister_memory(memory.data_ptr()) == -1
+    assert engine.register_memory(memory.data_ptr(), SIZE) == -7
+    monkeypatch.setattr(Memory, "unregister", unregister)
+    assert engine.unregister_memory(memory.data_ptr()) == 0
+    assert engine.unregister_memory(memory.data_ptr()) == -3
 
 
 def test_an_engine_that_is_collected_is_closed() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
+from moe_p2p.fleet.board import Deadline
 from moe_p2p.kv.channel import Message, prove, receive
 from tests.support.kv_fakes import Clock, cache_of
 from tests.support.kv_workers import QUICK, random_cache, some_pages, workers
@@ -180,9 +181,9 @@ def test_a_stranger_is_refused_and_nobody_else() -> None:
             socket.create_connection((record.host, record.port), 10) as stranger,
             pytest.raises((ProtocolError, OSError, PeerDeadError)),
         ):
-            prove(stranger, b"a wrong secret", dials=True)
+            prove(stranger, b"a wrong secret", Deadline(20), dials=True)
         with socket.create_connection((record.host, record.port), 10) as stranger:
-            prove(stranger, record.secret.encode(), dials=True)
+            prove(stranger, record.secret.encode(), Deadline(20), dials=True)
             assert receive(stranger).kind == "hello"
             stranger.sendall(Message("hello", {"version": 99}).to_bytes())
             while stranger.recv(4096):

@@ -107,7 +107,7 @@ def test_a_sender_that_keeps_its_parts_leaves_some_to_others() -> None:
 
 
 def test_parts_that_are_missing_are_named() -> None:
-    short = dataclasses.replace(QUICK, open_s=0.4, layers_s=0.4)
+    short = dataclasses.replace(QUICK, open_s=0.4, tail_s=0.4)
     with workers(LAYOUT, TURNED, timeouts=short, link=PACKED) as found:
         sender, receiver = found.senders[0], found.receivers[0]
         receiver.unpacker.want = lambda leg, parts, most: None  # type: ignore[method-assign]

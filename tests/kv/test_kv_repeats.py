@@ -3,6 +3,8 @@ MoeP2pConnector, called as vLLM calls them."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace as Named
 from typing import Any
@@ -14,7 +16,7 @@ from moe_p2p import AbortedError, errors, kv
 from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
 from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
 from moe_p2p.kv.signals import KVSignals
-from tests.support.kv_workers import Workers, random_cache, workers
+from tests.support.kv_workers import QUICK, Workers, random_cache, workers
 
 GROUP = kv.KVGroup("kv", (0, 1), heads=1, k_bytes=64, v_bytes=0, page_size=16)
 LAYOUT = kv.KVLayout((GROUP,))
@@ -149,3 +151,23 @@ def test_one_thread_owns_a_fence_and_close_tries_it_again(monkeypatch: pytest.Mo
         assert reservation.reusable
         assert len(calls) == 3
         assert not receiver.reservations
+
+
+def test_a_fence_is_tried_again_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    fence, works = kv.KVReceiver.fence, threading.Event()
+
+    def fails(self: kv.KVReceiver, pair: Any) -> None:
+        if not works.is_set():
+            raise errors.make(errors.TimeoutError, "reads are under way")
+        fence(self, pair)
+
+    monkeypatch.setattr(kv.KVReceiver, "fence", fails)
+    short = dataclasses.replace(QUICK, connect_s=1)
+    with workers(LAYOUT, LAYOUT, timeouts=short) as found:
+        receiver = found.receivers[0]
+        reservation = receiver.reserve("a", "prefill", pages([[0, 1]]), total=TOKENS)
+        found.memberships[receiver.name].close()
+        assert not reservation.reusable
+        works.set()
+        reservation.wait_reusable(20)
+        assert not receiver.is_fencing

@@ -15,16 +15,19 @@ from torch.distributed import TCPStore
 from moe_p2p import Engine, EngineConfig, kv
 from tests.support import warm
 from tests.support.kv_fakes import cache_of
+from tests.support.kv_mutations import mutated
 
-NBYTES = 64 << 20  # of the write; sockets hold some of it, never all
+PAGE_BYTES, PAGES = 2 << 20, 32  # a write each; sockets and rings hold some of them, never all
 OVER = {
     "loopback": ("loopback", ""),
     "tcp": ("libfabric", "provider=tcp,interfaces=lo,timeout_ms=2000"),
 }
-GROUP = kv.KVGroup("kv", (0,), heads=1, k_bytes=NBYTES, v_bytes=0, page_size=1)
+GROUP = kv.KVGroup("kv", (0,), heads=1, k_bytes=PAGE_BYTES, v_bytes=0, page_size=1)
 LAYOUT = kv.KVLayout((GROUP,))
-TIMEOUTS = kv.KVTimeouts(open_s=60, layers_s=60, drain_s=0.1, lease_s=60)
-PAGE = {"kv": torch.zeros(1, dtype=torch.int32)}
+# Leases are renewed each second, and last a minute.
+TIMEOUTS = kv.KVTimeouts(open_s=60, drain_s=0.1, lease_s=4)
+# Neighbours would travel as one write.
+ALL = {"kv": torch.tensor([*range(0, PAGES, 2), *range(1, PAGES, 2)], dtype=torch.int32)}
 
 SENDER = """
 import sys
@@ -32,7 +35,7 @@ from torch.distributed import TCPStore
 from moe_p2p import kv
 from tests.kv import test_kv_stopped_sender as t
 
-sender = kv.KVSender(t.engine(sys.argv[1]), t.cache_of(t.LAYOUT, 0, 1), instance="p",
+sender = kv.KVSender(t.engine(sys.argv[1]), t.cache_of(t.LAYOUT, 0, t.PAGES), instance="p",
                      timeouts=t.TIMEOUTS)
 sender.cache.tensors[0].fill_(7)
 leases = kv.TorchLeases(TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False), 60)
@@ -40,7 +43,7 @@ with kv.Membership(sender, leases):
     print("ready", flush=True)
     for request in sys.stdin:
         sender.wait_for("d", 30)
-        sending = sender.start(request.strip(), "d", t.PAGE, total=1)
+        sending = sender.start(request.strip(), "d", t.ALL, total=t.PAGES)
         try:
             sending.layer(0)
             sending.commit()
@@ -56,57 +59,98 @@ def engine(over: str) -> Engine:
     return Engine(EngineConfig(transport=transport, transport_settings=settings))
 
 
-def cut_in_two(child: subprocess.Popen[str], memory: torch.Tensor) -> bool:
-    """Stops the child while its write lands. Returns whether it was in time."""
-    bytes_ = memory.numpy()
-    deadline = time.monotonic() + 30
-    while not bytes_[: NBYTES : 1 << 20].any():
-        assert time.monotonic() < deadline
-    os.kill(child.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 0.3  # what is in the sockets
-    while time.monotonic() < deadline and not bytes_[NBYTES - 1]:
-        time.sleep(0.01)
-    return not bytes_[NBYTES - 1]
+class Stops:
+    """A receiver here, and a sender that is stopped in the middle of requests."""
+
+    def __init__(self, over: str) -> None:
+        self.over = over
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.receiver = kv.KVReceiver(
+            engine(over), cache_of(LAYOUT, 0, PAGES), instance="d", timeouts=TIMEOUTS, verify="off"
+        )
+        self.memory = self.receiver.cache.tensors[0]
+        self.child: subprocess.Popen[str] | None = None
+        self.rounds = self.halves = self.late = 0
+
+    def run(self, halves: int, rounds: int, *, until_late: bool = False) -> None:
+        """Until so many requests were cut in two; over each round bytes are looked for that land
+        after the pages were given back."""
+        with kv.Membership(self.receiver, kv.TorchLeases(self.store, 60)):
+            try:
+                while self.halves < halves and self.rounds < rounds:
+                    self.round()
+                    if until_late and self.late:
+                        return
+            finally:
+                self.end()
+                self.receiver.engine.close()
+
+    def round(self) -> None:
+        child = self.child or self.start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self.receiver.wait_for("p", 30)
+        self.memory.zero_()
+        self.rounds += 1
+        name = f"r{self.rounds}"
+        reservation = self.receiver.reserve(name, "p", ALL, total=PAGES)
+        child.stdin.write(name + "\n")
+        child.stdin.flush()
+        half = self.cut_in_two(child.pid)
+        self.halves += half
+        reservation.cancel("the user left")
+        reservation.wait_reusable(30)
+        self.memory.fill_(99)
+        os.kill(child.pid, signal.SIGCONT)
+        child.stdout.readline()  # it has ended there
+        self.receiver.wait_for("p", 30)
+        self.late += bool((self.memory != 99).any())
+
+    def cut_in_two(self, child: int) -> bool:
+        """Stops the child while its writes land. Returns whether it was in time."""
+        bytes_ = self.memory.numpy()
+        deadline = time.monotonic() + 30
+        while not bytes_[:: 1 << 18].any():
+            assert time.monotonic() < deadline
+        os.kill(child, signal.SIGSTOP)
+        deadline = time.monotonic() + 0.2  # what is in the sockets
+        while time.monotonic() < deadline and not bytes_[:: 1 << 18].all():
+            time.sleep(0.01)
+        return not bytes_[:: 1 << 18].all()
+
+    def start(self) -> subprocess.Popen[str]:
+        command = ("-c", SENDER, self.over, str(self.store.port))
+        self.child = warm.popen(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.child.stdout is not None
+        assert self.child.stdout.readline() == "ready\n"
+        return self.child
+
+    def end(self) -> None:
+        if self.child is not None:
+            os.kill(self.child.pid, signal.SIGCONT)
+            self.child.kill()
+            self.child.communicate()
+            self.child = None
+
+
+STOPS = [
+    pytest.param(over, stops, marks=[pytest.mark.more] if stops == 50 else [])
+    for over in OVER
+    for stops in (3, 50)
+]
+
+
+@pytest.mark.parametrize(("over", "stops"), STOPS)
+def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
+    found = Stops(over)
+    found.run(stops, 2 * stops + 3)
+    assert found.halves, "no request was cut in two"
+    assert not found.late, f"late bytes in {found.late} of {found.rounds} rounds"
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_stopped_sender_writes_nothing_later(over: str) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    receiver = kv.KVReceiver(
-        engine(over), cache_of(LAYOUT, 0, 1), instance="d", timeouts=TIMEOUTS, verify="off"
-    )
-    memory = receiver.cache.tensors[0]
-    child = warm.popen(
-        *("-c", SENDER, over, str(store.port)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        with kv.Membership(receiver, kv.TorchLeases(store, 60)):
-            assert child.stdout.readline() == "ready\n"
-            halves = 0
-            for at in range(4):
-                receiver.wait_for("p", 30)
-                memory.zero_()
-                reservation = receiver.reserve(f"r{at}", "p", PAGE, total=1)
-                child.stdin.write(f"r{at}\n")
-                child.stdin.flush()
-                halves += cut_in_two(child, memory)
-                reservation.cancel("the user left")
-                reservation.wait_reusable(30)
-                memory.fill_(99)
-                os.kill(child.pid, signal.SIGCONT)
-                child.stdout.readline()  # it has ended there
-                receiver.wait_for("p", 30)
-                assert int((memory != 99).sum()) == 0, f"late bytes in round {at}"
-                if halves == 2:
-                    break
-            assert halves, "no write was cut in two"
-    finally:
-        os.kill(child.pid, signal.SIGCONT)
-        child.kill()
-        child.wait()
-        receiver.engine.close()
+def test_a_fence_that_is_missing_is_seen(over: str) -> None:
+    with mutated("no fence"):
+        found = Stops(over)
+        found.run(10, 20, until_late=True)
+    assert found.late, f"none of {found.rounds} rounds, of which {found.halves} were cut in two"

@@ -251,7 +251,7 @@ def test_a_reader_notices_that_pages_were_taken_back() -> None:
 
 
 def test_deadlines_name_worker_request_phase_and_counts() -> None:
-    short = dataclasses.replace(QUICK, open_s=0.3, layers_s=0.3)
+    short = dataclasses.replace(QUICK, open_s=0.3, tail_s=0.3)
     with workers(SAME, SAME, timeouts=short, settings="") as found:
         sender, receiver = found.senders[0], found.receivers[0]
         pages = {"kv": some_pages(4, 32, 1)}
@@ -267,7 +267,7 @@ def test_deadlines_name_worker_request_phase_and_counts() -> None:
         sending = sender.start("s", "decode", pages, total=16)
         sending.layer(0)
         with pytest.raises(
-            errors.TimeoutError, match=r"waited 0.3 s in phase layers; .* 2 of 8 immediates \(about"
+            errors.TimeoutError, match=r"waited 0.3 s in phase tail; .* 2 of 8 immediates \(about"
         ):
             reservation.wait(20)
         sending = sender.start("t", "decode", pages, total=16)
