@@ -57,23 +57,38 @@ class StoreError(TransportError):
 
 
 class _Shared:
-    """What a client and its threads both have."""
+    """What a client and its threads both have. It keeps no store of the caller's, who may serve it:
+    it would not end."""
 
-    def __init__(self, first: Any, connect: Callable[[], Any]) -> None:
-        self.first, self.connect = first, connect
+    def __init__(self, store: Any, connect: Callable[[], Any] | None) -> None:
+        self.store, self._connect = store, connect
         self.words: dict[str, str] = {}  # that this client has put, and not dropped
         self.returns = 0  # how often the store was away, or silent, and answered again
         self.failing = False
 
+    def connect(self) -> Any:
+        if self._connect is not None:
+            self.store = self._connect()
+        elif hasattr(self.store, "clone"):
+            if _address(self.store):
+                host, _, port = _address(self.store).rpartition(":")
+                socket.create_connection((host, int(port)), _PROBE_S).close()
+            self.store = self.store.clone()
+        for key, value in list(self.words.items()):
+            self.store.set(key, value)
+        return self.store
+
 
 class _Thread:
-    def __init__(self, shared: _Shared) -> None:
+    def __init__(self, shared: _Shared, store: Any) -> None:
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         self.since: float | None = None  # when the call began that it is in
-        threading.Thread(target=self._serve, args=(shared,), name="store", daemon=True).start()
+        self.thread = threading.Thread(
+            target=self._serve, args=(shared, store), name="store", daemon=True
+        )
+        self.thread.start()
 
-    def _serve(self, shared: _Shared) -> None:
-        store, shared.first = shared.first, None
+    def _serve(self, shared: _Shared, store: Any) -> None:
         while (request := self.requests.get()) is not None:
             answer, access = request
             with suppress(RuntimeError, InvalidStateError):  # who asked has closed meanwhile
@@ -82,8 +97,6 @@ class _Thread:
                     try:
                         if store is None:
                             store = shared.connect()
-                            for key, value in list(shared.words.items()):
-                                store.set(key, value)
                         found = access(store)
                         silent = time.monotonic() - began > _SILENCE_S
                         shared.returns += silent or shared.failing
@@ -104,15 +117,7 @@ class Client:
         self, store: Any, *, alone: bool = False, connect: Callable[[], Any] | None = None
     ) -> None:
         self._name = _address(store) or type(store).__name__
-
-        def clone() -> Any:
-            if _address(store):
-                host, _, port = _address(store).rpartition(":")
-                socket.create_connection((host, int(port)), _PROBE_S).close()
-            return store.clone() if hasattr(store, "clone") else store
-
-        self._shared = _Shared(store if alone else None, connect or clone)
-        self._thread: _Thread | None = None
+        self._shared, self._first = _Shared(store, connect), store if alone else None
         self._lock, self._patience, self._closed = threading.Lock(), _PATIENCE_S, False
         self._pending: set[Future[Any]] = set()
         self._limits = threading.local()
@@ -161,7 +166,8 @@ class Client:
         answer: Future[T] = Future()
         with self._lock:
             if not self._threads:
-                self._threads.append(_Thread(self._shared))
+                self._threads.append(_Thread(self._shared, self._first))
+                self._first = None
             self._pending.add(answer)
             self._threads[0].requests.put((answer, access))
         answer.add_done_callback(self._pending.discard)
@@ -179,15 +185,20 @@ class Client:
         with self._lock:
             since = self._threads[0].since if self._threads else None
             if since is not None and time.monotonic() - since > self._patience:
-                _end(self._threads)
-                self._threads.clear()
+                self._threads.pop().requests.put(None)
                 self._patience *= 2
                 self._shared.failing = True
 
 
 def _end(threads: list[_Thread]) -> None:
+    """Waits for calls that are about to return: a thread that comes back from C++ when the
+    interpreter ends would end the process by std::terminate."""
     for each in threads:
         each.requests.put(None)
+    until = time.monotonic() + _LEAST_S
+    for each in threads:
+        if each.thread is not threading.current_thread():
+            each.thread.join(max(until - time.monotonic(), 0.0))
 
 
 def _address(store: Any) -> str:

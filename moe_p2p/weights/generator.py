@@ -116,6 +116,7 @@ class WeightGenerator:
         self._deadline: Deadline | None = None
         self._open = self._arrived = self._again = False
         self._lookout: Lookout | None = None
+        self._usable = True  # else it reports no version
         deadline, self._began = Deadline(timeout_s), time.monotonic()
         self._board = Board(store, job.prefix_of(name))
         job.publish(self._board, layout)
@@ -245,8 +246,15 @@ class WeightGenerator:
         self.dirty, self.failure = False, ""
 
     def _report(self) -> None:
-        """Of what the tensors hold."""
-        self._board.say(f"runs/{self._member.id}", [self._stamp, self.version])
+        """Of what the tensors hold. Not waited for: the engine may be in `commit`."""
+        runs = [self._stamp, self.version] if self._usable else None
+        self._board.put(f"runs/{self._member.id}", runs, wait=False)
+
+    def set_usable(self, usable: bool) -> None:
+        """False: the engine's own loader has not ended with this version. This rank counts as one
+        without a version, until it is True again."""
+        self._usable = usable
+        self._report()
 
     def close(self) -> None:
         """Leaves: withdraws the lease; nobody waits for this rank any more. Idempotent."""

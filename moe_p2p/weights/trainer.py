@@ -23,7 +23,14 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, make, require
+from moe_p2p.errors import (
+    AbortedError,
+    ClosedError,
+    MoeP2pError,
+    ProtocolError,
+    make,
+    require,
+)
 from moe_p2p.fleet.board import Board, Deadline, StoreError
 from moe_p2p.fleet.member import Member, Record, name_of
 from moe_p2p.weights import attempt, given, job
@@ -119,7 +126,13 @@ class WeightTrainer:
         for name, who in there.items():
             if founders[name] in self._outbox.targets(""):
                 key = self._job.key(f"lends/{who}")
-                self._outbox.sender.connect(who, self._board.wait({key: who}, deadline)[key])
+                lent = self._board.wait({key: who}, deadline)[key]
+                try:
+                    self._outbox.sender.connect(who, lent)
+                except MoeP2pError:
+                    if who in self._member.members():
+                        raise
+                    # It left since, as an engine that is set up anew; `update` finds who is there.
         self._meet_for_maxima(deadline, lambda missing: job.listen(self._board, self._job.number))
 
     def _there(self) -> list[int]:
@@ -513,6 +526,7 @@ class WeightTrainer:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
         self._member.close()
         self._outbox.close()
+        self._board.client.close()
 
     def __enter__(self) -> WeightTrainer:
         return self
