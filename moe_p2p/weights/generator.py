@@ -366,6 +366,8 @@ class WeightGenerator:
                     self._give_up(f"{why}: {trouble}" if trouble else why)
                     raise make(TimeoutError, f"{self.name}: {self.failure}")
                 time.sleep(0.001)
+        if self._lookout is not None:  # others know of it then, where the store answers
+            self._lookout.settle(_LEAVE_S)
         if self.failure:
             raise make(AbortedError, f"{self.name}: the update failed: {self.failure}")
         return self.version
