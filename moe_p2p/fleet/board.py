@@ -1,4 +1,4 @@
-"""What members say to each other: keys in a torch store, each wait bounded.
+"""What members say to each other: keys in a torch store, each call and each wait bounded.
 
 A key is written by one member, but for `decide`, where the first value stays and everybody gets
 that one, and for `swap`, which fails where another one was faster.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from moe_p2p.errors import TimeoutError, make
+from moe_p2p.fleet.client import Client, Deadline, StoreError
+
+__all__ = ["Board", "Deadline", "StoreError", "newer"]
 
 # Between two looks at the store: at first, and at most. Too small: many ranks that wait keep the
 # store's thread busy. Too large: an update, of some ten milliseconds, waits for looks.
@@ -24,57 +27,55 @@ def newer(before: int) -> int:
     return max(before + 1, int(time.time()))
 
 
-class Deadline:
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.at = time.monotonic() + timeout_s
-
-    def later(self, grace_s: float) -> Deadline:
-        """For who waits for ranks that wait too: the one that is missing is named, not these."""
-        found = Deadline(self.timeout_s + grace_s)
-        found.at = self.at + grace_s
-        return found
-
-    @property
-    def left(self) -> float:
-        return max(self.at - time.monotonic(), 0.0)
-
-
 class Board:
-    """store: any torch store that all reach. prefix: of the fleet. alone: no other thread uses
-    this client of the store meanwhile; else the board connects with one of its own, because a call
-    that waits would hold it up."""
+    """store: any torch store that all reach, or this member's client of it. prefix: of the fleet.
+    alone: no other thread uses the store meanwhile. A call may raise StoreError."""
 
     def __init__(self, store: Any, prefix: str = "", *, alone: bool = False) -> None:
-        self._store = store.clone() if hasattr(store, "clone") and not alone else store
-        self._prefix = f"{prefix}/" if prefix else ""
+        self.client = store if isinstance(store, Client) else Client(store, alone=alone)
+        self.prefix = prefix
 
-    def put(self, key: str, value: object) -> None:
-        self._store.set(self._prefix + key, json.dumps(value))
+    def _at(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def within(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """Calls of this thread end by then."""
+        return self.client.within(deadline)
+
+    def put(self, key: str, value: object, *, wait: bool = True) -> None:
+        """Where it fails, or the store loses it, it is put again once the store is back, unless it
+        was dropped. wait: for the answer."""
+        at, word = self._at(key), json.dumps(value)
+        self.client.words[at] = word
+        (self.client.run if wait else self.client.post)(lambda store: store.set(at, word))
+
+    def say(self, key: str, value: object) -> None:
+        """`put`, where nothing depends on when others see it."""
+        with suppress(StoreError):
+            self.put(key, value)
 
     def get(self, key: str) -> Any:
         """None where nobody wrote it."""
-        if not self._store.check([self._prefix + key]):
-            return None
-        return json.loads(self._store.get(self._prefix + key))
+        return self.client.run(lambda store: self._read(store, key))
 
     def decide(self, key: str, value: object) -> Any:
         """Writes it unless there is a value; returns the one that is there."""
-        return json.loads(self._store.compare_set(self._prefix + key, "", json.dumps(value)))
+        return json.loads(self._replace(key, "", json.dumps(value)))
 
     def swap(self, key: str, before: object, after: object) -> bool:
         """Writes `after` where `before` is there still; None: nothing."""
         there = "" if before is None else json.dumps(before)
         new = json.dumps(after)
-        return bytes(self._store.compare_set(self._prefix + key, there, new)) == new.encode()
+        return self._replace(key, there, new) == new.encode()
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a number; returns it."""
-        return int(self._store.add(self._prefix + key, more))
+        return self.client.run(lambda store: int(store.add(self._at(key), more)))
 
     def drop(self, key: str) -> None:
-        with suppress(Exception):  # a store that cannot delete keeps it
-            self._store.delete_key(self._prefix + key)
+        self.client.words.pop(self._at(key), None)
+        with suppress(StoreError):  # a store that cannot delete keeps it
+            self.client.run(lambda store: store.delete_key(self._at(key)))
 
     def wait(
         self,
@@ -86,18 +87,27 @@ class Board:
         not; may raise."""
         found: dict[str, Any] = {}
         pause = _POLL_S
-        while True:
-            for key in keys.keys() - found.keys():
-                value = self.get(key)
-                if value is not None:
-                    found[key] = value
-            if len(found) == len(keys):
-                return found
-            missing = [who for key, who in keys.items() if key not in found]
-            meanwhile(missing)
-            if not deadline.left:
-                names = ", ".join(who.partition("#")[0] for who in missing)
-                text = f"within {deadline.timeout_s:g} s no word from {names}"
-                raise make(TimeoutError, text)
-            time.sleep(min(pause, deadline.left))
-            pause = min(pause * 1.5, _MOST_POLL_S)
+        with self.within(deadline):
+            while True:
+                found |= self._there([key for key in keys if key not in found])
+                if len(found) == len(keys):
+                    return found
+                missing = [who for key, who in keys.items() if key not in found]
+                meanwhile(missing)
+                if not deadline.left:
+                    names = ", ".join(who.partition("#")[0] for who in missing)
+                    text = f"within {deadline.timeout_s:g} s no word from {names}"
+                    raise make(TimeoutError, text)
+                time.sleep(min(pause, deadline.left))
+                pause = min(pause * 1.5, _MOST_POLL_S)
+
+    def _there(self, keys: list[str]) -> dict[str, Any]:
+        found = self.client.run(lambda store: {key: self._read(store, key) for key in keys})
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _read(self, store: Any, key: str) -> Any:
+        at = self._at(key)
+        return json.loads(store.get(at)) if store.check([at]) else None
+
+    def _replace(self, key: str, before: str, new: str) -> bytes:
+        return self.client.run(lambda store: bytes(store.compare_set(self._at(key), before, new)))

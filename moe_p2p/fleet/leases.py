@@ -8,11 +8,13 @@ over, so clocks of hosts need not agree. Used by member.py, and by moe_p2p.kv.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from moe_p2p.errors import require
+from moe_p2p.fleet.client import Client
 
 
 class Leases(Protocol):
@@ -30,51 +32,69 @@ class TorchLeases:
     """Leases in a torch store (TCPStore, FileStore, HashStore, PrefixStore).
 
     One key counts the places that were ever taken; each place holds one lease, and is taken again
-    once its lease has been withdrawn or has been over for a while.
+    once its lease has been withdrawn or has been over for a while. Nobody can renew while the store
+    is away: who was there before stays for one more lease.
+
+    prefix: of its keys. store may be a `Client` of one.
     """
 
     def __init__(
-        self, store: Any, lease_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Any,
+        lease_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        prefix: str = "",
     ) -> None:
         require(
-            hasattr(store, "compare_set"), f"TorchLeases: store is {store!r}, must be a torch store"
+            hasattr(store, "compare_set") or isinstance(store, Client),
+            f"TorchLeases: store is {store!r}, must be a torch store",
         )
         require(
             isinstance(lease_s, (int, float)) and 0 < lease_s < float("inf"),
             f"TorchLeases: lease_s is {lease_s!r}, must be a number of seconds above 0",
         )
-        # A client of its own: a call that waits in another one would hold up the renewal.
-        self.store = store.clone() if hasattr(store, "clone") else store
+        self.client = store if isinstance(store, Client) else Client(store)
         self._lease_s, self._clock = lease_s, clock
+        self._at = f"{prefix}/moe_p2p/kv" if prefix else "moe_p2p/kv"
         self._places: dict[str, tuple[int, str]] = {}  # by name: place, and what stands there
         self._renewals = 0
         self._seen: dict[int, tuple[bytes, float]] = {}  # by place: value, since when
+        self._found: dict[str, bytes] = {}  # at the last look
+        self._returns, self._back = self.client.returns, -math.inf  # when the store came back
 
     def renew(self, name: str, record: bytes) -> None:
         self._renewals += 1
         value = json.dumps([name, self._renewals, record.decode()])
         place, before = self._places.get(name, (-1, ""))
-        # Somebody else may have cleared or taken the place of a worker that was stopped.
-        if place < 0 or not self._replace(place, before, value):
-            place = self._take_place(value)
-        self._places[name] = (place, value)
+        now = self.client.run(lambda store: self._put(store, place, before, value))
+        self._places[name] = now, value
 
     def withdraw(self, name: str) -> None:
         place, value = self._places.pop(name, (-1, ""))
         if place >= 0:
-            self._replace(place, value, "")
+            self.client.run(lambda store: self._replace(store, place, value, ""))
 
     def members(self) -> dict[str, bytes]:
-        now, found = self._clock(), {}
-        for place in range(self._num_places()):
-            value = self._read(place)
+        values = self.client.run(self._values)
+        now, found, over = self._clock(), {}, list[tuple[int, bytes]]()
+        for place, value in enumerate(values):
             age = self._age(place, value, now)
             if value and age <= self._lease_s:
                 name, _, record = json.loads(value)
                 found[name] = record.encode()
             elif value and age > 2 * self._lease_s:
-                self._replace(place, value.decode(), "")  # for the next worker that comes
-        return found
+                over.append((place, value))
+        if self.client.returns != self._returns:
+            self._returns, self._back = self.client.returns, now
+        if now - self._back <= self._lease_s:
+            found = {**self._found, **found}
+        elif over:  # for the next worker that comes
+            self.client.run(
+                lambda store: [self._replace(store, i, v.decode(), "") for i, v in over]
+            )
+        self._found = found
+        return dict(found)
 
     def _age(self, place: int, value: bytes, now: float) -> float:
         """For how long the value has stood there, as far as this reader knows."""
@@ -84,27 +104,29 @@ class TorchLeases:
         self._seen[place] = (value, since)
         return now - since
 
-    def _replace(self, place: int, before: str, value: str) -> bool:
-        got = self.store.compare_set(self._key(place), before, value)
-        return bytes(got) == value.encode()
-
-    def _take_place(self, value: str) -> int:
-        for place in range(self._num_places()):
-            if not self._read(place) and self._replace(place, "", value):
-                return place
-        place = int(self.store.add("moe_p2p/kv/places", 1)) - 1
-        if self._replace(place, "", value):
+    def _put(self, store: Any, place: int, before: str, value: str) -> int:
+        """Returns its place. Somebody else may have cleared or taken the one of a worker that was
+        stopped, and a store that was lost has none."""
+        if place >= 0 and self._replace(store, place, before, value):
             return place
-        return self._take_place(value)  # taken by another one just now
+        for free in range(self._num_places(store)):
+            if not self._read(store, free) and self._replace(store, free, "", value):
+                return free
+        place = int(store.add(f"{self._at}/places", 1)) - 1
+        return place if self._replace(store, place, "", value) else self._put(store, -1, "", value)
 
-    def _num_places(self) -> int:
-        return int(self.store.add("moe_p2p/kv/places", 0))
+    def _values(self, store: Any) -> list[bytes]:
+        return [self._read(store, place) for place in range(self._num_places(store))]
 
-    def _read(self, place: int) -> bytes:
+    def _num_places(self, store: Any) -> int:
+        return int(store.add(f"{self._at}/places", 0))
+
+    def _read(self, store: Any, place: int) -> bytes:
         """A place that was counted and not yet written is empty."""
-        key = self._key(place)
-        return bytes(self.store.get(key)) if self.store.check([key]) else b""
+        return bytes(store.get(self._key(place))) if store.check([self._key(place)]) else b""
 
-    @staticmethod
-    def _key(place: int) -> str:
-        return f"moe_p2p/kv/place/{place}"
+    def _replace(self, store: Any, place: int, before: str, value: str) -> bool:
+        return bytes(store.compare_set(self._key(place), before, value)) == value.encode()
+
+    def _key(self, place: int) -> str:
+        return f"{self._at}/place/{place}"

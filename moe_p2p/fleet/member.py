@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
-
 from moe_p2p import log
 from moe_p2p.errors import AbortedError, make
 from moe_p2p.fleet.board import Board, newer
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.leases import TorchLeases
 
 Record = dict[str, Any]
+_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
 class ReplacedError(AbortedError):
@@ -37,9 +37,11 @@ def name_of(who: str) -> str:
 class _Beat:
     """What the thread has: a lease to renew until it is stopped, or its name is another's."""
 
-    def __init__(self, leases: TorchLeases, who: str, record: Record, lease_s: float) -> None:
+    def __init__(
+        self, board: Board, leases: TorchLeases, who: str, record: Record, lease_s: float
+    ) -> None:
         self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
-        self.board = Board(leases.store, alone=True)
+        self.board = board
         self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
 
     def claim(self) -> None:
@@ -78,21 +80,26 @@ class _Beat:
 
     def stop(self) -> None:
         self.stopped.set()
-        with self.lock, suppress(Exception):  # the store may be gone
-            self.leases.withdraw(self.who)
+        if self.lock.acquire(
+            timeout=_LEAVE_S
+        ):  # else the store is gone, and the lease will be over
+            try:
+                with suppress(Exception), self.leases.client.within(Deadline(_LEAVE_S)):
+                    self.leases.withdraw(self.who)
+            finally:
+                self.lock.release()
 
 
 class Member:
-    """store, prefix: of the fleet. name: "trainer 3". record: what others read of it.
+    """board: of the fleet. name: "trainer 3". record: what others read of it.
 
     lease_s: after it without a renewal, by the reader's clock, a member is lost.
     """
 
-    def __init__(self, store: Any, prefix: str, name: str, record: Record, lease_s: float) -> None:
+    def __init__(self, board: Board, name: str, record: Record, lease_s: float) -> None:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
-        # The caller's thread looks, another renews.
-        self._leases = TorchLeases(PrefixStore(prefix, store), lease_s)
-        self._beat = _Beat(self._leases, self.id, dict(record), lease_s)
+        self._leases = TorchLeases(board.client, lease_s, prefix=board.prefix)
+        self._beat = _Beat(board, self._leases, self.id, dict(record), lease_s)
         self._looked = 0.0
         self._beat.claim()
         self._beat.renew()

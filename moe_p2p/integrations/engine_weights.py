@@ -18,7 +18,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -77,7 +77,8 @@ class EngineWeights:
 
     load: the model's loader, which takes pairs of name and tensor. direct: record it, so that
     trainers write into the tensors; False: it gets all parameters at commit. store: of the fleet,
-    a client that no other thread uses meanwhile; None: a new one.
+    a client that no other thread uses meanwhile; None: a new one. engine_ranks: of the workers of
+    this worker's engine; (): all.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class EngineWeights:
         direct: bool = True,
         device: torch.device | str = "cpu",
         store: Any = None,
+        engine_ranks: Sequence[int] = (),
     ) -> None:
         self._load, self.fleet, self.device = load, fleet, torch.device(device)
         store = fleet.store() if store is None else store
@@ -129,7 +131,7 @@ class EngineWeights:
             self._live,
             replica=fleet.replica,
             mode=fleet.mode,
-            engine_ranks=range(world_size),
+            engine_ranks=engine_ranks or range(world_size),
             agree=lambda number: self._agree(number) if self._ready else agree(number),
             finalize=self._keep,
             padding=padding,
@@ -201,6 +203,8 @@ class EngineWeights:
                  if self._addresses.get(name, each.data_ptr()) != each.data_ptr()]  # fmt: skip
         self._broken = "the engine moved " + ", ".join(moved[:3]) if moved else ""
         self._synchronize()
+        # Until the loader has ended, this worker counts as one without a version.
+        self.generator.set_usable(not moved and not self._received)
         if not moved and self.fleet.mode == "shadow":
             self._may_commit = True
             try:
@@ -212,6 +216,7 @@ class EngineWeights:
             try:
                 self._load(list(self._received.items()))
                 self._broken = ""
+                self.generator.set_usable(True)
             except Exception as error:
                 self._broken = f"the engine's loader failed: {error!r}"
         self._synchronize()

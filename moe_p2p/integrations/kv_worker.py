@@ -1,8 +1,8 @@
 """What engines' KV adapters share: a worker of moe_p2p.kv that finds others in the engines' store.
 
 All engines of a deployment name one store, HOST:PORT: workers find each other there. The first one
-on HOST serves it; `python -m moe_p2p store HOST:PORT` serves it apart from any engine, so that no
-engine's end takes it away.
+on HOST serves it, and another one there once that has ended; `python -m moe_p2p store HOST:PORT`
+serves it apart from any engine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_p2p import env
 from moe_p2p.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.fleet.client import Client
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.kv.leases import TorchLeases
 from moe_p2p.kv.membership import Membership
@@ -68,6 +69,18 @@ def join_store(address: str) -> TCPStore:
             f"no store of KV workers at {address} within {_CONNECT_S:.0f} s: start an engine on "
             f"{host}, or `python -m moe_p2p store {address}` there ({error})",
         ) from error
+
+
+def leases_store(address: str) -> Client:
+    """Where the store is lost, a worker of its host serves it anew."""
+
+    def again() -> TCPStore:
+        serve_store(address)
+        host, port = split_address(address)
+        socket.create_connection((host, port), 1.0).close()  # at once, where nobody serves it
+        return join_store(address)
+
+    return Client(join_store(address), alone=True, connect=again)
 
 
 def own_host(store: str) -> str:
@@ -138,7 +151,7 @@ class EngineWorker:
         )
         self.membership = Membership(
             self.worker,
-            TorchLeases(join_store(store), timeouts.lease_s),
+            TorchLeases(leases_store(store), timeouts.lease_s),
             host=settings.get("host") or own_host(store),
         )
 

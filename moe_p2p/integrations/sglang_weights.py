@@ -45,10 +45,11 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 # By model; one of each, unless tests have several ranks.
 _workers: dict[int, EngineWeights] = {}
 _stores: dict[int, Any] = {}
+_answers: dict[int, Board] = {}
 
 
 def _board(fleet: Fleet, store: Any) -> Board:
-    return Board(store, f"{prefix_of(fleet.name)}/sglang", alone=True)
+    return Board(store, f"{prefix_of(fleet.name)}/sglang")
 
 
 def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
@@ -64,13 +65,15 @@ def _answer(model: Any, call: dict[str, Any]) -> None:
     fleet, error = Fleet(**call["fleet"]), ""
     if call["do"] == "open" or id(model) not in _stores:  # trainers may have begun anew
         _stores[id(model)] = fleet.store()
+        _answers[id(model)] = _board(fleet, _stores[id(model)])
     store = _stores[id(model)]
     try:
         _do(model, call, fleet, store)
     except Exception as failed:
         log.warning(f"weight update, {call['do']}: {failed}")
         error = str(failed) or repr(failed)
-    _board(fleet, store).put(f"{call['number']} {call['rank']}", {"error": error})
+    answer = {"error": error}  # not waited for: the scheduler goes on where the store is gone
+    _answers[id(model)].put(f"{call['number']} {call['rank']}", answer, wait=False)
 
 
 def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -26,13 +27,16 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, make, require
+from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.integrations import derived, optional, required
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
 from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
+from moe_p2p.weights.job import prefix_of
 
 NAME = "moe_p2p"
+_LOOK_S = 0.002
 PrefixCache = Literal["keep", "reset"]
 _BASE = "vllm.distributed.weight_transfer.base"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -45,7 +49,8 @@ class Init:
     """What each worker receives once: fields of `Fleet`, and `direct`.
 
     direct: True: trainers write into vLLM's tensors. False: parameters are received in checkpoint
-    layout, and vLLM reloads them. "auto": True where no layer is quantized.
+    layout, and vLLM reloads them. "auto": True where no layer is quantized. engines: how many get
+    the same call, as by vLLM's RayVLLMWeightSyncClient.
     prefix_cache: "reset": with each update vLLM forgets the KV that older weights computed, also of
     running requests, which it computes anew. "keep": prompts go on with it.
     """
@@ -57,6 +62,7 @@ class Init:
     replica: str = ""
     timeout_s: float = 120.0
     direct: bool | Literal["auto"] = "auto"
+    engines: int = 1
     prefix_cache: PrefixCache = "keep"
 
 
@@ -112,18 +118,36 @@ class Receiver:
         self.resets_prefix_cache = prefix_cache == "reset"
         if direct == "auto":
             direct = getattr(self.vllm_config, "quant_config", None) is None
+        engines = given.pop("engines")
+        self.shutdown()
+        fleet = Fleet(**given)
         replicas = 1 if init_info.replica else getattr(parallel, "data_parallel_size", 1)
         index = 0 if init_info.replica else parallel.data_parallel_index
-        self.shutdown()
+        ranks = range(0)
+        if engines > 1 and not init_info.replica and replicas == 1:
+            index, replicas = self._place(fleet, engines), engines
+            ranks = range(index * parallel.world_size, (index + 1) * parallel.world_size)
         self.weights = EngineWeights(
             self.model,
             self.model.load_weights if direct else self._reload,
-            Fleet(**given),
+            fleet,
             index * parallel.world_size + parallel.rank,
             replicas * parallel.world_size,
             direct=direct,
             device=self.device,
+            engine_ranks=ranks,
         )
+
+    def _place(self, fleet: Fleet, engines: int) -> int:
+        """Number of this worker's engine: engines that get the same call are told apart by the id
+        that vLLM gives each."""
+        board = Board(fleet.store(), prefix_of(fleet.name), alone=True)
+        mine = self.vllm_config.instance_id
+        for place in range(engines):
+            if board.decide(f"vllm engine {place}", mine) == mine:
+                return place
+        text = f"the trainers' client has {engines} engines, and all of them are there already"
+        raise make(ProtocolError, f"{text}: pass another one a replica's name")
 
     def _reload(self, named: list[tuple[str, Tensor]]) -> None:
         """Loads as vLLM does where it quantizes or repacks layers."""
@@ -182,8 +206,9 @@ class Sender:
         given = {
             name: getattr(init, name) for name in ("host", "port", "name", "mode", "timeout_s")
         }
-        self._fleet, self.version, self._sessions = Fleet(**given), 0, 0
+        self._fleet, self.version, self._session = Fleet(**given), 0, 0
         self._store = self._fleet.store(serves=self.is_sender)
+        self._board = Board(self._store, f"moe_p2p vllm/{init.name}")
         self._tensors = {name: tensor.detach().contiguous() for name, tensor in self._parts()}
         layout = layout_of(self.source, init.world_size)
         first = next(iter(self._tensors.values()))
@@ -209,7 +234,8 @@ class Sender:
 
         def init() -> None:
             try:
-                self.client.init_weight_transfer_engine(given)
+                engines = len(getattr(self.client, "handles", "1"))
+                self.client.init_weight_transfer_engine({**given, "engines": engines})
             except Exception as error:
                 failed.append(error)
 
@@ -233,13 +259,12 @@ class Sender:
 
     def send_weights(self) -> None:
         """Called on every trainer, with new weights in the source."""
-        version = self.version + 1
         changed = {}
         for name, tensor in self._parts():
             mine, new = self._tensors[name], tensor.detach()
             if new.data_ptr() != mine.data_ptr() or not new.is_contiguous():
                 changed[name] = new
-        self._open_session()
+        version = self._open_session()
         try:
             self.trainer.update(version, changed)
         except Exception:
@@ -247,27 +272,41 @@ class Sender:
                 with contextlib.suppress(Exception):
                     self.client.update_weights({"version": version})
             raise
-        if self.is_sender:
-            self.client.update_weights({"version": version})
-            self.client.finish_weight_update(weight_version=str(version))
-        self.version = version
+        try:
+            if self.is_sender:
+                self.client.update_weights({"version": version})
+                self.client.finish_weight_update(weight_version=str(version))
+        finally:
+            self.version = version  # of the fleet, also where an engine cannot go to it
 
-    def _open_session(self) -> None:
-        """Trainers begin when all workers have begun: an earlier failure would reach no worker."""
-        self._sessions += 1
-        key, failed = f"moe_p2p vllm/{self._fleet.name}/{self._sessions}", ""
+    def _open_session(self) -> int:
+        """Trainers begin when all workers have begun: an earlier failure would reach no worker.
+        Returns the version, which the sender counts: a trainer that missed one goes on with it."""
         if self.is_sender:
+            self._session += 1
+            word = {"number": self._session, "version": self.version + 1, "failed": ""}
             try:
                 self.client.start_weight_update()
             except Exception as error:
-                failed = f"start_weight_update failed: {error!r}"
+                word["failed"] = f"start_weight_update failed: {error!r}"
                 raise
             finally:
-                self._store.set(key, failed or "open")
-            return
-        found = self._store.get(key).decode()  # waits, as long as the fleet's timeout
-        if found != "open":
-            raise make(AbortedError, f"trainer 0: {found}")
+                self._board.put("session", word)
+            return self.version + 1
+        deadline = Deadline(self._fleet.timeout_s)
+        with self._board.within(deadline):
+            while True:
+                found = self._board.get("session")
+                if found is not None and found["number"] > self._session:
+                    break
+                if not deadline.left:
+                    text = f"within {deadline.timeout_s:g} s trainer 0 has begun no update"
+                    raise make(TimeoutError, text)
+                time.sleep(_LOOK_S)
+        self._session = found["number"]
+        if found["failed"]:
+            raise make(AbortedError, f"trainer 0: {found['failed']}")
+        return int(found["version"])
 
     def shutdown(self) -> None:
         self.trainer.close()

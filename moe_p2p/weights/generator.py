@@ -11,6 +11,7 @@ docs/weights.md explains it.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +23,17 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, TimeoutError, make, require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.errors import (
+    AbortedError,
+    ClosedError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
+from moe_p2p.fleet.board import Board, Deadline, StoreError
+from moe_p2p.fleet.lookout import Lookout
 from moe_p2p.fleet.member import Member, name_of
 from moe_p2p.weights import attempt, given, job, joining
 from moe_p2p.weights.agreeing import Agree
@@ -37,6 +47,7 @@ from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import settle
 
 Mode = Literal["shadow", "in_place"]
+_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
 class WeightGenerator:
@@ -93,14 +104,21 @@ class WeightGenerator:
         self._agree: Agree = agree or (lambda number: number)
         self._poison, self._layout = poison, layout
         self.failure = ""  # of the last attempt
-        self._attempt, self._ended = 1, 0  # the next attempt; how many are over
+        self._attempt, self._ended = 1, 0  # the next attempt; how many are over, but for retries
         self._stamp = 0  # of what the tensors hold
         self._committed = 0  # stamp of the last attempt that the fleet is known to have decided for
+        self._taken = 0  # stamp of the last attempt that the tensors were brought to
+        # In shadow mode a thread looks at the store. It takes no step while an attempt is decided
+        # and not taken, and `step` does nothing else. `_hand` is held by either for no call of the
+        # store: by `step` while ranks agree and copy, by the thread to go over to another job.
+        self._hand, self._looking = threading.Lock(), threading.Lock()
         self._update: dict[str, Any] | None = None
         self._deadline: Deadline | None = None
         self._open = self._arrived = self._again = False
-        prefix, deadline, self._began = job.prefix_of(name), Deadline(timeout_s), time.monotonic()
-        self._board = Board(store, prefix)
+        self._lookout: Lookout | None = None
+        self._usable = True  # else it reports no version
+        deadline, self._began = Deadline(timeout_s), time.monotonic()
+        self._board = Board(store, job.prefix_of(name))
         job.publish(self._board, layout)
         if rank == 0 and not replica:
             self._board.put("generator layout", layout.digest)
@@ -125,12 +143,15 @@ class WeightGenerator:
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
                        "buffer_bytes": len(self._inbox.buffer)}  # fmt: skip
         self._lent = Lent(engine, self._tensors)
-        self._member = Member(store, prefix, self.name, record, lease_s)
+        self._member = Member(self._board, self.name, record, lease_s)
+        self._returns = self._board.client.returns
         with job.heard(self._board, self.name, self.close):
             self._board.put(f"live/{self._member.id}", self._lent.address())
-            self._serve(self._job)
+            self._serve(self._job, 1)
             self._reached("registered")
             self._join(deadline)
+        if mode == "shadow":
+            self._lookout = Lookout(self._progress, self.name)
         if self.version is not None:
             self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())
 
@@ -139,9 +160,9 @@ class WeightGenerator:
         if found not in (None, self._layout.digest):
             raise make(ProtocolError, f"{self.name} has another layout than generator 0")
 
-    def _serve(self, found: Job) -> None:
-        """From here on trainers of this job, and no others, may write."""
-        self._job, self._attempt, self._committed = found, 1, 0
+    def _serve(self, found: Job, number: int) -> None:
+        """From here on trainers of this job, and no others, may write, from attempt `number` on."""
+        self._job, self._attempt = found, number
         self._arrivals = Arrivals(
             self.engine, self._board, self._inbox, self._member.id, found.nics
         )
@@ -151,7 +172,7 @@ class WeightGenerator:
         self._generation = secrets.token_hex(8)
         lent = self._inbox.lend(self.plan.writers_to(self.rank))
         lent["generation"] = self._generation
-        self._board.put(self._job.key(f"lends/{self._member.id}"), lent)
+        self._board.say(self._job.key(f"lends/{self._member.id}"), lent)
 
     @property
     def _keys(self) -> Keys:
@@ -163,11 +184,11 @@ class WeightGenerator:
         if self._poison:
             self._inbox.poison()
         settle([self._inbox.buffer, *self._tensors.values()])
-        self._board.put(self._keys.ready(self._member.id), self._generation)
+        self._board.say(self._keys.ready(self._member.id), self._generation)
 
     def _join(self, deadline: Deadline) -> None:
         """Enters at the attempt under way, or the next one, with what peers have."""
-        self._go_to_current()
+        self._attempt = self._current(self._job)
         if self._attempt > 1 or self._job.founded:
             while not self._catch_up(deadline):
                 require(deadline.left > 0, f"{self.name}: peers' versions changed all the time")
@@ -179,13 +200,15 @@ class WeightGenerator:
         self._board.put(self._job.key(f"there/{self.name}"), self._member.id)
         self._reached("offered")
 
-    def _go_to_current(self) -> None:
-        """To the attempt under way, or the next one."""
+    def _current(self, found: Job) -> int:
+        """The attempt of a job that is under way, or the next one."""
         now = self._board.get(job.NOW)
-        if now is not None and now["job"] == self._job.number:
-            self._attempt = max(self._attempt, now["attempt"])
-        while self._board.get(self._keys.decision) is not None:
-            self._attempt += 1
+        number = 1 if found is not self._job else self._attempt
+        if now is not None and now["job"] == found.number:
+            number = max(number, now["attempt"])
+        while self._board.get(Keys(found.number, number).decision) is not None:
+            number += 1
+        return number
 
     def _catch_up(self, deadline: Deadline) -> bool:
         """Reads what peers have; True when all ranks of the engine have the same, or nothing."""
@@ -196,6 +219,7 @@ class WeightGenerator:
             return False
         if found is not None:
             self._take(found, None)
+            self._report()
         return True
 
     def _read_from_peers(self, deadline: Deadline) -> State | None:
@@ -220,18 +244,31 @@ class WeightGenerator:
         self.totals["pause_ms"] = 1e3 * (time.monotonic() - began)
         self._stamp, self.version = state
         self.dirty, self.failure = False, ""
-        self._board.put(f"runs/{self._member.id}", list(state))
+
+    def _report(self) -> None:
+        """Of what the tensors hold. Not waited for: the engine may be in `commit`."""
+        runs = [self._stamp, self.version] if self._usable else None
+        self._board.put(f"runs/{self._member.id}", runs, wait=False)
+
+    def set_usable(self, usable: bool) -> None:
+        """False: the engine's own loader has not ended with this version. This rank counts as one
+        without a version, until it is True again."""
+        self._usable = usable
+        self._report()
 
     def close(self) -> None:
         """Leaves: withdraws the lease; nobody waits for this rank any more. Idempotent."""
         if self._member.close.alive:
             self._member.close()
-            with suppress(Exception):  # the store may be gone
+            with suppress(MoeP2pError), self._board.within(Deadline(_LEAVE_S)):
                 self._board.count("changes", 1)
             self._give_back()
 
     def _give_back(self) -> None:
         """The tensors are the caller's: who still reads them finds that they are no version."""
+        self._board.client.close()  # a look that is under way ends at its next word
+        if self._lookout is not None:
+            self._lookout.stop(self.timeout_s)
         for each in (self._lent, self._inbox):
             with suppress(RuntimeError):
                 each.close()
@@ -260,19 +297,20 @@ class WeightGenerator:
     def step(self) -> int | None:
         """Between forward passes: returns the version of the next one.
 
-        Does not wait, but for `agree`, which all ranks of the engine call in the same step, and
-        for a version that it was left out of. In place it refuses to go on, with ProtocolError,
-        while the tensors are dirty.
+        It asks no store, and waits for nothing but `agree`, which all ranks of the engine call in
+        the same step: a thread looks meanwhile, and what it finds counts at the next step. In
+        place it refuses to go on, with ProtocolError, while the tensors are dirty.
         """
         self._check_open()
-        if self.mode == "in_place":
+        if self._lookout is None:
             self.require_not_dirty()
             return self.version
-        self._progress()
-        if self._agree(self._committed) >= self._keys.stamp:
-            self._commit()
-            self._offer()
-            self._reached("offered")
+        self._lookout.ask()
+        with self._hand:
+            committed = self._committed  # while it is not taken, the thread changes nothing
+            if self._agree(committed) == committed > self._taken:
+                self._commit()
+                self._lookout.ask()
         return self.version
 
     def require_clean(self) -> None:
@@ -292,18 +330,16 @@ class WeightGenerator:
     def begin(self) -> None:
         """In place: the engine is paused, and its tensors may be overwritten. Then `wait`."""
         self._check_open()
-        self._member.look()
         require(self.mode == "in_place", "begin: a shadow is always open; call step, or wait")
         require(not self._open, "begin: the update before is not over; call wait")
-        self._follow()
-        self._go_to_current()  # this rank may have taken no part in some
-        self._soil()
-        self._offer()
-
-    def _soil(self) -> None:
-        self.dirty, self.failure = True, ""
-        self._lent.shut()
-        self._board.put(f"runs/{self._member.id}", None)
+        with self._board.within(Deadline(self.timeout_s)):
+            self._member.look()
+            self._follow()
+            self._attempt = self._current(self._job)  # this rank may have taken no part in some
+            self._board.put(f"runs/{self._member.id}", None)
+            self.dirty, self.failure = True, ""
+            self._lent.shut()
+            self._offer()
 
     @unaffected
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -318,31 +354,48 @@ class WeightGenerator:
         self._check_open()
         limit = self.timeout_s if timeout_s is None else timeout_s
         check_seconds(f"{self.name}: wait: timeout_s", limit)
-        deadline, ended = Deadline(limit), self._ended
-        while self._ended == ended:
-            if self.mode == "shadow":
-                self.step()
-            else:
-                self._progress()
-                if self._committed == self._keys.stamp:
-                    self._commit()
-            if self._again:
-                ended = self._ended
-            if not deadline.left and self._ended == ended:
-                self._give_up(f"no update was over within {deadline.timeout_s:g} s")
-                raise make(TimeoutError, f"{self.name}: {self.failure}")
-            time.sleep(0.001)
+        deadline = Deadline(limit)
+        if self._lookout is not None:
+            self._lookout.settle(limit)  # an update that is over already is none to wait for
+        ended = self._ended
+        with self._board.within(deadline):
+            while self._ended == ended:
+                trouble = self._go_on()
+                if not deadline.left and self._ended == ended:
+                    why = f"no update was over within {deadline.timeout_s:g} s"
+                    self._give_up(f"{why}: {trouble}" if trouble else why)
+                    raise make(TimeoutError, f"{self.name}: {self.failure}")
+                time.sleep(0.001)
+        if self._lookout is not None:  # others know of it then, where the store answers
+            self._lookout.settle(_LEAVE_S)
         if self.failure:
             raise make(AbortedError, f"{self.name}: the update failed: {self.failure}")
         return self.version
+
+    def _go_on(self) -> StoreError | None:
+        """Returns why the store does not answer."""
+        if self._lookout is not None:
+            self.step()
+            return self._lookout.trouble
+        try:
+            self._progress()
+        except StoreError as error:
+            return error
+        if self._committed == self._keys.stamp:
+            self._commit()
+            self._end_taken()
+        return None
 
     def _give_up(self, why: str) -> None:
         """In place an open target would be written to later, when the caller does not expect it."""
         self.failure = why
         if self.mode == "in_place":
-            decision = self._board.decide(self._keys.decision, self._refusal(why))
+            decision: Any = self._refusal(why)
+            with suppress(StoreError):  # whatever others decide, nothing is written any more
+                decision = self._board.decide(self._keys.decision, decision)
             if decision == COMMIT and self._arrived:
                 self._commit()
+                self._end_taken()
             elif decision != COMMIT:
                 self._fail({**decision, "again": False})
 
@@ -357,20 +410,34 @@ class WeightGenerator:
         if found is None:  # its trainers have not met yet; the old job is over
             return None
         log.warning(f"{self.name}: trainers have begun anew")
+        with self._hand:
+            self._committed = 0  # what the old job has decided and no rank has taken is given up
+        if self._taken == self._keys.stamp:
+            self._report()
         self._inbox.fence()
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._keys))
         if found.source != self._job.source:
             self.plan = job.plan_of(self._board, found, self._layout, Deadline(self.timeout_s))
             self._inbox.replan(self.plan)
-        self._serve(found)
-        self._go_to_current()
+        self._serve(found, self._current(found))
         if self._open:
             self._offer()
-        self._board.put(found.key(f"there/{self.name}"), self._member.id)
+        self._board.say(found.key(f"there/{self.name}"), self._member.id)
         return {**self._board.get(job.NOW)}
 
+    @unaffected
     def _progress(self) -> None:
+        """By the lookout's thread; in place by `wait`. May be called again after a StoreError."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
+        if self._taken == self._keys.stamp:
+            self._end_taken()
+        if self._returns != self._board.client.returns:  # trainers look again who is there
+            self._board.count("changes", 1)
+            self._returns = self._board.client.returns
         now = self._follow()
         if now is None or not self._open or self._committed == self._keys.stamp:
             return
@@ -381,7 +448,7 @@ class WeightGenerator:
         if self._update is not None and self._member.id not in self._update["members"]:
             self._left_out(decision)
         elif decision == COMMIT and self._arrived:
-            self._committed = keys.stamp
+            self._decided(keys)
         elif decision == COMMIT:
             self._fail(self._refusal("the fleet has decided without this rank's report"))
         elif decision is not None:
@@ -391,38 +458,39 @@ class WeightGenerator:
         elif self._update is not None:
             try:
                 self._receive(keys)
+            except (StoreError, ClosedError):
+                raise
             except Exception as error:  # of finalize, too: the engine goes on with what it has
                 self._board.decide(keys.decision, self._refusal(str(error)))
 
     def _see(self, keys: Keys) -> None:
-        self._update = self._board.get(keys.update)
-        if self._update is None:
+        update = self._board.get(keys.update)
+        if update is None:
             return
-        ids = {name_of(who): who for who in self._update["members"]}
+        ids = {name_of(who): who for who in update["members"]}
         if ids.get(self.name, self._member.id) != self._member.id:
             self._member.look()  # it, or the process before it, was named: the claim says which
         self._deadline, self._began = Deadline(self.timeout_s), time.monotonic()
         self.stages = {}
         self._reached("begin")
-        if self._member.id not in self._update["members"]:
-            return
-        names, lost = self._only(), frozenset(self._update["lost"])
+        if self._member.id in update["members"]:
+            self._expect(keys, update)
+        self._update = update  # last: where the store fails, it is looked at again
+
+    def _expect(self, keys: Keys, update: dict[str, Any]) -> None:
+        names, lost = _only(update), frozenset(update["lost"])
         writes = self.plan.without(lost).writes_to(self.rank) if lost else self._inbox.writes
         self._arrivals.begin([e for e in writes if names is None or e.name in names])
         why = ""
-        if names is not None and self._update["base"] != self._stamp:
+        if names is not None and update["base"] != self._stamp:
             why = f"it is at version {self.version}, and not what they are a part of"
         elif names is not None:
             why = self._inbox.keep_others(names, self._stamp)
         if why:
-            changed = self._update["wish"]["changed"]
+            changed = update["wish"]["changed"]
             text = f"{self.name}: some parameters alone make no version here, {why}"
             text = text if changed else f"{text}; update in full"
             self._board.decide(keys.decision, refusal(text, again=changed, full=True))
-
-    def _only(self) -> set[str] | None:
-        assert self._update is not None
-        return None if self._update["only"] is None else set(self._update["only"])
 
     def _receive(self, keys: Keys) -> None:
         assert self._update is not None
@@ -434,6 +502,7 @@ class WeightGenerator:
             not self._update["verify"] or self._arrivals.checked(keys)
         ):
             self._inbox.finish()
+            settle([self._inbox.buffer])
             self._board.put(keys.arrived(self._member.id), self._update["version"])
             self._arrived, self._deadline = True, Deadline(2 * self.timeout_s)  # after trainer 0's
             self._reached("arrived")
@@ -456,7 +525,7 @@ class WeightGenerator:
         if decision == COMMIT and self._update["stamp"] != self._stamp:
             state = self._read_newest()
             if state is not None and state.stamp == self._update["stamp"]:
-                self._committed = self._keys.stamp
+                self._decided(self._keys)
                 return
             version = self._update["version"]
             log.warning(f"{self.name}: left out of version {version}; it is at {self.version}")
@@ -468,9 +537,12 @@ class WeightGenerator:
         self._board.count("changes", 1)
         state = self._read_newest()
         if state is not None and state.stamp > self._stamp:
-            self._take(state, None)
+            self._update = {"stamp": state.stamp, "version": state.version, "members": {}}
+            self._decided(self._keys)  # the tensors change in `step` alone
+            return
+        number = self._current(self._job)
         self._next(again=True)
-        self._go_to_current()
+        self._attempt = max(self._attempt, number)
         self._offer()
 
     def _read_newest(self) -> State | None:
@@ -479,38 +551,49 @@ class WeightGenerator:
             return None
         return self._read_from_peers(Deadline(self.timeout_s))
 
-    def _commit(self) -> None:
-        if self._update is None:  # it was decided between two looks
-            self._update = self._board.get(self._keys.update)
-        assert self._update is not None
+    def _decided(self, keys: Keys) -> None:
         self._reached("decided")
+        self._committed = keys.stamp
+
+    def _commit(self) -> None:
+        assert self._update is not None
         took_part = self._member.id in self._update["members"]
         state = State(self._update["stamp"], self._update["version"])
-        self._take(state, self._only() if took_part else None, received=took_part)
+        self._take(state, _only(self._update) if took_part else None, received=took_part)
         self.totals["updates"] += 1
-        self._next(again=False)
+        self._ended += 1
+        self._taken = self._committed
+
+    def _end_taken(self) -> None:
+        """The attempt is over: others may know, and the next one may begin."""
+        self._report()
+        self._next()
+        if self.mode == "shadow":
+            self._offer()
+            self._reached("offered")
 
     def _fail(self, decision: Mapping[str, Any]) -> None:
         """Keys of this attempt are void before the next one may write."""
         why, again = str(decision["why"]), bool(decision.get("again"))
+        self._again = again
         log.warning(f"{self.name}: the weight update failed: {why}")
         self.failure = why
         self.totals["failed"] += 1
         self._inbox.fence()
         self._lend()
         self._next(again=again)
+        self._ended += not again
         if self.mode == "shadow" or again:
             self._offer()
 
-    def _next(self, *, again: bool) -> None:
+    def _next(self, *, again: bool = False) -> None:
         """again: trainers, and `wait`, go on with the next attempt."""
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._keys))
         before = Keys(self._job.number, self._attempt - 1)
+        self._attempt, self._open, self._again = self._attempt + 1, False, again
         self._board.drop(before.ready(self._member.id))
         self._board.drop(before.arrived(self._member.id))
-        self._attempt, self._open, self._again = self._attempt + 1, False, again
-        self._ended += 1
 
     # --- truth ---
 
@@ -530,3 +613,7 @@ class WeightGenerator:
         if wrong:
             text = f"{self.name} at version {self.version}: {', '.join(wrong)} differ"
             raise make(ProtocolError, text)
+
+
+def _only(update: Mapping[str, Any]) -> set[str] | None:
+    return None if update["only"] is None else set(update["only"])

@@ -23,8 +23,15 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.default_device import unaffected
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ClosedError, ProtocolError, make, require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.errors import (
+    AbortedError,
+    ClosedError,
+    MoeP2pError,
+    ProtocolError,
+    make,
+    require,
+)
+from moe_p2p.fleet.board import Board, Deadline, StoreError
 from moe_p2p.fleet.member import Member, Record, name_of
 from moe_p2p.weights import attempt, given, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
@@ -78,8 +85,8 @@ class WeightTrainer:
         self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
         self.version: int | None = None  # what the fleet is at
         self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
-        prefix, deadline = job.prefix_of(name), Deadline(timeout_s)
-        self._board = Board(store, prefix)
+        deadline = Deadline(timeout_s)
+        self._board = Board(store, job.prefix_of(name))
         if rank == 0:
             job.open_job(self._board, layout)
         key = "generator layout"
@@ -92,8 +99,9 @@ class WeightTrainer:
             self._outbox = Outbox(
                 engine, rank, self.plan, self._tensors, torch.device(where), watermark
             )
-        self._member = Member(store, prefix, f"trainer {rank}", {}, lease_s)
-        self._attempt = self._changes = 0
+        self._member = Member(self._board, f"trainer {rank}", {}, lease_s)
+        self._attempt = self._changes = self._returns = 0
+        self._undecided: Keys | None = None  # of an attempt that failed while the store was away
         self._stamp = 0  # of the last update
         self._members: dict[str, Record] | None = None  # the leader's; None: look
         self._updated: Collection[str] = ()  # members of the last update
@@ -118,7 +126,13 @@ class WeightTrainer:
         for name, who in there.items():
             if founders[name] in self._outbox.targets(""):
                 key = self._job.key(f"lends/{who}")
-                self._outbox.sender.connect(who, self._board.wait({key: who}, deadline)[key])
+                lent = self._board.wait({key: who}, deadline)[key]
+                try:
+                    self._outbox.sender.connect(who, lent)
+                except MoeP2pError:
+                    if who in self._member.members():
+                        raise
+                    # It left since, as an engine that is set up anew; `update` finds who is there.
         self._meet_for_maxima(deadline, lambda missing: job.listen(self._board, self._job.number))
 
     def _there(self) -> list[int]:
@@ -183,7 +197,8 @@ class WeightTrainer:
             self._attempt += 1
             self.attempts_failed += 1
             self._forget()
-            self._board.decide(self._keys.decision, self._refusal(why))
+            with self._board.within(Deadline(self.timeout_s)):
+                self._decide_against(self._keys, self._refusal(why))
 
     @property
     def _keys(self) -> Keys:
@@ -199,13 +214,18 @@ class WeightTrainer:
         check_seconds("update: timeout_s", timeout_s)
         check_tensors("update: tensors", tensors or {})
         with alone(self._under_way, f"trainer {self.rank}: update"):
-            while not self._try(wish, tensors, timeout_s):
+            while not self._begin(wish, tensors, timeout_s):
                 tensors = None  # they have been taken
 
-    def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
+    def _begin(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
         """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
-        self._attempt = self._next(wish)
-        keys, deadline = self._keys, Deadline(timeout_s)
+        deadline = Deadline(timeout_s)
+        with self._board.within(deadline):
+            self._attempt = self._next(wish)
+            return self._try(wish, tensors, deadline)
+
+    def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, deadline: Deadline) -> bool:
+        keys = self._keys
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
         taken, update = False, dict[str, Any]()
         try:
@@ -221,7 +241,11 @@ class WeightTrainer:
         except BaseException as error:
             mine = self._refusal(str(error) or type(error).__name__, version=wish["version"])
             try:
-                decision = self._board.decide(keys.decision, mine)
+                if isinstance(error, StoreError):
+                    self._undecided, self._members = keys, None
+                    self.attempts_failed += 1
+                    raise
+                decision = self._decide_against(keys, mine)
             finally:  # also where the store is gone
                 self._outbox.cancel(max(deadline.left, 1.0))
             if not isinstance(error, Exception):
@@ -240,9 +264,18 @@ class WeightTrainer:
             self._updated = update["members"].keys()
         return True
 
+    def _decide_against(self, keys: Keys, why: _Update) -> Any:
+        self._undecided = keys
+        found = self._board.decide(keys.decision, why)
+        self._undecided = None
+        return found
+
     def _next(self, wish: _Update) -> int:
         """Number of this call's attempt: the next one, unless this rank missed some."""
         now = self._now()
+        if self._undecided is not None:
+            why = "the store did not answer; this trainer gave the attempt up"
+            self._decide_against(self._undecided, self._refusal(why))
         mine = found = self._attempt + 1
         if now["attempt"] > mine:
             found = now["attempt"]
@@ -262,7 +295,11 @@ class WeightTrainer:
 
     def _now(self) -> _Update:
         """The word that says which job counts. Raises where it is another one than this rank's."""
-        now: _Update = self._board.get(job.NOW)
+        now: _Update | None = self._board.get(job.NOW)
+        if now is None:  # a store that was lost, and is served anew
+            now = {"job": self._job.number, "attempt": self._attempt, "source": self._job.source}
+            self._board.swap(job.NOW, None, now)
+            return now
         if now["job"] != self._job.number:
             text = f"trainer {self.rank} was replaced: another job of trainers has taken the name"
             raise make(AbortedError, text)
@@ -335,7 +372,9 @@ class WeightTrainer:
     def _look(self) -> dict[str, Record]:
         """Generators that take part: they have leases, and so has all of their engine."""
         changes = self._board.count("changes")
-        if self._members is None or changes != self._changes:
+        if (changes, self._board.client.returns) != (self._changes, self._returns):
+            self._members, self._returns = None, self._board.client.returns
+        if self._members is None:
             found = {who: each for who, each in self._member.members().items()
                      if who.startswith("generator")}  # fmt: skip
             there = {name_of(who) for who, each in found.items() if not each["joining"]}
@@ -487,6 +526,7 @@ class WeightTrainer:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
         self._member.close()
         self._outbox.close()
+        self._board.client.close()
 
     def __enter__(self) -> WeightTrainer:
         return self

@@ -81,6 +81,24 @@ class Client:
         return all(model.holds(version) for model in self.models)
 
 
+class Clients:
+    """vLLM's RayVLLMWeightSyncClient, whose calls go to all engines with the same arguments; Ray is
+    left out: `handles` are the engines."""
+
+    def __init__(self, count: int) -> None:
+        self.handles = [Client(instance_id=f"engine {i}") for i in range(count)]
+        self.pool = ThreadPoolExecutor(count)
+
+    def __getattr__(self, name: str) -> Any:
+        def fan_out(*given: Any, **named: Any) -> None:
+            running = [self.pool.submit(getattr(each, name), *given, **named)
+                       for each in self.handles]  # fmt: skip
+            for each in running:
+                each.result(2 * HANG_S)
+
+        return fan_out
+
+
 class _Nothing:
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
@@ -117,11 +135,14 @@ def source(rank: int, *, sharded: bool) -> Any:
 
 
 class Fleet:
-    def __init__(self, *, sharded: bool = True, timeout_s: float = HANG_S, **how: Any) -> None:
+    def __init__(
+        self, *, sharded: bool = True, timeout_s: float = HANG_S, engines: int = 0, **how: Any
+    ) -> None:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         vllm_weights.plugin()
-        self.client, self.pool = Client(), ThreadPoolExecutor(TRAINERS)
+        self.client: Any = Clients(engines) if engines else Client()
+        self.pool = ThreadPoolExecutor(TRAINERS)
         self.sources = [source(rank, sharded=sharded) for rank in range(TRAINERS)]
         port = free_port()
 
@@ -170,6 +191,20 @@ def shards_are_written_while_workers_go_on_and_change_at_finish() -> None:
     assert client.calls[-3:] == ["start_weight_update", "update_weights", "finish_weight_update"]
     assert [model.loads for model in client.models] == loads  # nothing was loaded by the engine
     fleet.close()
+
+
+@scenario
+def two_engines_of_one_client_are_two_engines() -> None:
+    fleet = Fleet(engines=2)
+    for version in (1, 2):
+        fleet.send(version)
+        assert [each.hold(version) for each in fleet.client.handles] == [True, True]
+        assert [each.version for each in fleet.client.handles] == [str(version)] * 2
+    for each in fleet.client.handles:
+        for worker in each.workers:
+            worker.weight_transfer_engine.shutdown()
+    for each in fleet.trainers:
+        each.shutdown()
 
 
 @scenario

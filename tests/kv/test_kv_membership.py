@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.distributed import FileStore, HashStore
 
 from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
 from moe_p2p.fleet.board import Deadline
+from moe_p2p.integrations.kv_worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
 from tests.support.kv_fakes import Clock, cache_of
 from tests.support.kv_workers import QUICK, random_cache, some_pages, workers
@@ -83,6 +84,32 @@ def test_leases_in_a_file(tmp_path: object) -> None:
     first.renew("a", b"1")
     other.renew("b", b"2")
     assert first.members() == other.members() == {"a": b"1", "b": b"2"}
+
+
+def test_workers_meet_again_in_a_store_that_was_lost() -> None:
+    """A worker of its host serves it anew; pairs stay, and who is new is met."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    assert serve_store(address) is not None
+    config = EngineConfig(transport="loopback")
+    with ExitStack() as stack:
+        engines = [stack.enter_context(Engine(config)) for _ in range(3)]
+        kinds = (kv.KVReceiver, kv.KVSender, kv.KVSender)
+        decode, old, new = (
+            kind(engine, cache_of(LAYOUT, 0, 32), instance=name, timeouts=QUICK)
+            for kind, engine, name in zip(kinds, engines, ("decode", "p0", "p1"), strict=True)
+        )
+        leases = [kv.TorchLeases(leases_store(address), QUICK.lease_s) for _ in range(2)]
+        stack.enter_context(kv.Membership(decode, leases[0]))
+        stack.enter_context(kv.Membership(old, leases[1]))
+        decode.wait_for("p0", 20)
+        pair = decode.pairs["p0/0"]
+        del _SERVED[address]  # its process has ended
+        eventually(lambda: address in _SERVED)
+        late = kv.TorchLeases(join_store(address), QUICK.lease_s)
+        stack.enter_context(kv.Membership(new, late))
+        decode.wait_for("p1", 20)
+        assert decode.pairs["p0/0"] is pair
 
 
 def test_a_dead_prefiller_does_not_fail_the_decoder() -> None:

@@ -65,10 +65,10 @@ def test_nobody_may_write_before_kernels_that_fill_memory_are_over(
         events.append("poisoned")
         poison(self)
 
-    def told(self: Board, key: str, value: Any) -> None:
+    def told(self: Board, key: str, value: Any, **how: Any) -> None:
         if "ready" in key:
             events.append("ready")
-        put(self, key, value)
+        put(self, key, value, **how)
 
     monkeypatch.setattr(generator_module, "settle", settled)
     monkeypatch.setattr(Inbox, "poison", poisoned)

@@ -1,30 +1,231 @@
-"""What a fleet of weight updates asks of a TCPStore."""
+"""What a fleet of weight updates asks of its store, also while that is stopped or gone."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from moe_p2p import Engine
+from moe_p2p import MoeP2pError
+from moe_p2p.fleet import client
+from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.client import Client, StoreError
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from tests.support.store_clients import clients_of
+from tests.support.weights_fleet import engine_of
 
 LAYOUT = WeightLayout([Param("w", (4, 4), "bfloat16", (0,))], 1)
+LIMITS = {"timeout_s": 3.0, "lease_s": 1.0}
+STEPS, STEP_CPU_S = 1000, 0.001
+LONG_S = 60.0
 
 
-def test_a_rank_adds_two_clients_to_the_callers() -> None:
-    """One for what ranks say to each other, one for the lease, which must not wait."""
+def test_a_rank_adds_one_client_to_the_callers() -> None:
+    """No call waits in the store, so what ranks say to each other and leases share it."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tensors = [{"w": torch.zeros(4, 4, dtype=torch.bfloat16)} for _ in range(2)]
     before = clients_of(store.port)
     assert before == 1
-    with (
-        Engine(label="trainer") as one,
-        Engine(label="generator") as other,
-        ThreadPoolExecutor() as pool,
-    ):
-        made = pool.submit(WeightGenerator, other, store, LAYOUT, 0, tensors[1])
-        with WeightTrainer(one, store, LAYOUT, 0, tensors[0]), made.result(100):
-            assert clients_of(store.port) == before + 2 * 2
+    with pair(store):
+        assert clients_of(store.port) == before + 2
+
+
+class Pair:
+    def __init__(self, trainer: WeightTrainer, generator: WeightGenerator, pool: Any) -> None:
+        self.trainer, self.generator, self.pool = trainer, generator, pool
+        self.live = generator._tensors["w"]
+
+    def update(self, version: int) -> None:
+        self.trainer._tensors["w"].fill_(version)
+        running = self.pool.submit(self.trainer.update, version)
+        until = time.monotonic() + LONG_S
+        while self.generator.version != version and not running.done():
+            assert time.monotonic() < until
+            self.generator.step()
+            time.sleep(0.001)
+        running.result(LONG_S)
+        while self.generator.version != version:
+            assert time.monotonic() < until
+            self.generator.step()
+        assert self.live.unique().tolist() == [version]
+
+    def steps(self, count: int = STEPS) -> None:
+        """None takes more CPU of its thread than a forward pass would notice, or any wait."""
+        cpu, began = time.thread_time(), time.monotonic()
+        for _ in range(count):
+            self.generator.step()
+        assert time.thread_time() - cpu < count * STEP_CPU_S
+        assert time.monotonic() - began < LONG_S
+
+    def fails(self, version: int, error: str) -> None:
+        """An update, by its deadline; the deadline's word and the fence may take a second each."""
+        began = time.monotonic()
+        with pytest.raises(StoreError, match=error):
+            self.trainer.update(version)
+        assert time.monotonic() - began < LIMITS["timeout_s"] + 4
+
+
+@contextmanager
+def pair(store: Any, generators: Any = None, **how: Any) -> Iterator[Pair]:
+    """A trainer and a generator. generators: the store of the second."""
+    ours, theirs = ({"w": torch.zeros(4, 4, dtype=torch.bfloat16)} for _ in range(2))
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine_of(f"{i}", i)) for i in range(2)]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        made = pool.submit(WeightGenerator, engines[1], generators or store, LAYOUT, 0, theirs,
+                           **LIMITS, **how)  # fmt: skip
+        trainer = stack.enter_context(WeightTrainer(engines[0], store, LAYOUT, 0, ours, **LIMITS))
+        yield Pair(trainer, stack.enter_context(made.result(LONG_S)), pool)
+
+
+class Blocking:
+    """A client of a store, of which every call blocks from `block` on."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._free = store, threading.Event()
+        self._free.set()
+        self.blocked = 0
+
+    def block(self) -> None:
+        self._free.clear()
+
+    def go_on(self) -> None:
+        self._free.set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)
+        call = getattr(self._store, name)
+
+        def blocking(*arguments: Any) -> Any:
+            self.blocked += not self._free.is_set()
+            self._free.wait()
+            return call(*arguments)
+
+        return blocking
+
+
+def test_steps_touch_no_store() -> None:
+    store = HashStore()
+    blocking = Blocking(store)
+    with pair(store, blocking) as found:
+        found.update(1)
+        blocking.block()
+        try:
+            found.generator.step()
+            until = time.monotonic() + LONG_S
+            while not blocking.blocked:  # the thread asks
+                assert time.monotonic() < until
+            found.steps()
+            assert found.generator.version == 1
+        finally:
+            blocking.go_on()
+        found.update(2)
+
+
+@contextmanager
+def server() -> Iterator[tuple[int, int]]:
+    """Returns process and port of a store."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, store.port.to_bytes(2, "big"))
+        signal.pause()
+    try:
+        yield child, int.from_bytes(os.read(read, 2), "big")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_store_that_is_stopped_stops_no_engine() -> None:
+    with server() as (process, port):
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        with pair(store) as found:
+            found.update(1)
+            os.kill(process, signal.SIGSTOP)
+            found.steps()
+            found.fails(2, "gives no answer within")
+            found.steps()
+            assert found.generator.version == 1
+            os.kill(process, signal.SIGCONT)
+            until_it_works(lambda: found.update(3))
+
+
+def until_it_works(update: Callable[[], None]) -> None:
+    """The first attempts after a store came back may find that it has just lost the word."""
+    until = time.monotonic() + LONG_S
+    while True:
+        try:
+            return update()
+        except MoeP2pError:
+            assert time.monotonic() < until
+
+
+def served(port: int = 0) -> Any:
+    until = time.monotonic() + LONG_S
+    while True:
+        try:
+            return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        except RuntimeError:  # the one before has just ended
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_a_store_that_was_lost_is_found_again_at_its_address(mode: str) -> None:
+    master = served()
+    port = master.port
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    with pair(store, mode=mode) as found:
+        if mode == "in_place":
+            found.update = lambda version: in_place(found, version)  # type: ignore[method-assign]
+        found.update(1)
+        del master
+        found.steps()
+        found.fails(2, "does not answer")
+        found.steps()
+        master = served(port)
+        until_it_works(lambda: found.update(3))
+        until = time.monotonic() + LONG_S
+        while found.trainer.live() != {3: 1}:  # it reports so after the copy
+            assert time.monotonic() < until
+        del master
+
+
+def in_place(found: Pair, version: int) -> None:
+    found.trainer._tensors["w"].fill_(version)
+    found.generator.begin()
+    running = found.pool.submit(found.trainer.update, version)
+    try:
+        found.generator.wait()
+    finally:
+        running.result(LONG_S)
+    assert found.live.unique().tolist() == [version]
+
+
+def test_a_store_whose_host_is_gone_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer never comes, and neither does an error: another client is made."""
+    monkeypatch.setattr(client, "_PATIENCE_S", 0.2)
+    gone, there = Blocking(HashStore()), HashStore()
+    found = Client(gone, connect=lambda: there, alone=True)
+    board = Board(found, "fleet")
+    board.put("word", 1)
+    gone.block()
+    with found.within(Deadline(0.5)), pytest.raises(StoreError, match="Blocking gives no answer"):
+        board.get("word")
+    assert board.get("word") == 1  # and what the old one has lost is said again
+    assert found.returns
+    found.close()
+    with pytest.raises(MoeP2pError, match="has left its fleet"):
+        board.get("word")
+    gone.go_on()

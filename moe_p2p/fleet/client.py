@@ -1,0 +1,208 @@
+"""A client of a torch store whose calls run on a thread of its own, each with a deadline.
+
+torch waits for the answer of a TCPStore's server in C++, without a deadline, and never connects
+again. Here a call that gets no answer in time fails by name; after a failure the next call connects
+anew, and repeats this member's words where the store lost them. Used by board.py and leases.py.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from moe_p2p.errors import ClosedError, TransportError, make
+
+T = TypeVar("T")
+_Request = tuple[Future[Any], Callable[[Any], Any]]
+
+# Of a call without a deadline. Too short: a store of many ranks that is only slow counts as gone.
+_ANSWER_S = 10.0
+# Of a call whose deadline is over, as the word that an update failed.
+_LEAST_S = 0.5
+# A call without an answer for so long is left behind with its thread, and another client connects:
+# its server's host may be gone. Doubled each time, so that few are left behind.
+_PATIENCE_S = 30.0
+# An answer that takes longer: leases may not have been renewed meanwhile.
+_SILENCE_S = 2.5
+_PROBE_S = 1.0  # torch tries for minutes to connect; a socket says at once that nobody serves
+
+
+class Deadline:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.at = time.monotonic() + timeout_s
+
+    def later(self, grace_s: float) -> Deadline:
+        """For who waits for ranks that wait too: the one that is missing is named, not these."""
+        found = Deadline(self.timeout_s + grace_s)
+        found.at = self.at + grace_s
+        return found
+
+    @property
+    def left(self) -> float:
+        return max(self.at - time.monotonic(), 0.0)
+
+
+class StoreError(TransportError):
+    """The store does not answer."""
+
+
+class _Shared:
+    """What a client and its threads both have. It keeps no store of the caller's, who may serve it:
+    it would not end."""
+
+    def __init__(self, store: Any, connect: Callable[[], Any] | None) -> None:
+        self.store, self._connect = store, connect
+        self.words: dict[str, str] = {}  # that this client has put, and not dropped
+        self.returns = 0  # how often the store was away, or silent, and answered again
+        self.failing = False
+
+    def connect(self) -> Any:
+        if self._connect is not None:
+            self.store = self._connect()
+        elif hasattr(self.store, "clone"):
+            if _address(self.store):
+                host, _, port = _address(self.store).rpartition(":")
+                socket.create_connection((host, int(port)), _PROBE_S).close()
+            self.store = self.store.clone()
+        for key, value in list(self.words.items()):
+            self.store.set(key, value)
+        return self.store
+
+
+class _Thread:
+    def __init__(self, shared: _Shared, store: Any) -> None:
+        self.requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self.since: float | None = None  # when the call began that it is in
+        self.thread = threading.Thread(
+            target=self._serve, args=(shared, store), name="store", daemon=True
+        )
+        self.thread.start()
+
+    def _serve(self, shared: _Shared, store: Any) -> None:
+        while (request := self.requests.get()) is not None:
+            answer, access = request
+            with suppress(RuntimeError, InvalidStateError):  # who asked has closed meanwhile
+                if answer.set_running_or_notify_cancel():
+                    self.since = began = time.monotonic()
+                    try:
+                        if store is None:
+                            store = shared.connect()
+                        found = access(store)
+                        silent = time.monotonic() - began > _SILENCE_S
+                        shared.returns += silent or shared.failing
+                        shared.failing = False
+                        answer.set_result(found)
+                    except BaseException as error:
+                        store, shared.failing = None, True
+                        answer.set_exception(error)
+                self.since = None
+            del request, answer, access
+
+
+class Client:
+    """store: any torch store. alone: no other thread uses it meanwhile; else this one connects by
+    `store.clone()`. connect: how to do so anew; None: by `clone` again."""
+
+    def __init__(
+        self, store: Any, *, alone: bool = False, connect: Callable[[], Any] | None = None
+    ) -> None:
+        self._name = _address(store) or type(store).__name__
+        self._shared, self._first = _Shared(store, connect), store if alone else None
+        self._lock, self._patience, self._closed = threading.Lock(), _PATIENCE_S, False
+        self._pending: set[Future[Any]] = set()
+        self._limits = threading.local()
+        self.words = self._shared.words
+        weakref.finalize(self, _end, threads := list[_Thread]())
+        self._threads = threads  # the one that runs
+
+    @property
+    def returns(self) -> int:
+        """Rises when the store answers again after it was away or silent."""
+        return self._shared.returns
+
+    @contextmanager
+    def within(self, deadline: Deadline) -> Iterator[None]:
+        """Calls of this thread end by then."""
+        before = getattr(self._limits, "deadline", None)
+        self._limits.deadline = deadline
+        try:
+            yield
+        finally:
+            self._limits.deadline = before
+
+    def run(self, access: Callable[[Any], T]) -> T:
+        """Returns what `access` does with the store. Raises StoreError."""
+        deadline: Deadline | None = getattr(self._limits, "deadline", None)
+        limit = _ANSWER_S if deadline is None else max(deadline.left, _LEAST_S)
+        answer: Future[T] = self.post(access)
+        try:
+            return answer.result(limit)
+        except ClosedError:
+            raise
+        except Exception as error:
+            text = f"the store {self._name} does not answer: {error}"
+            if not answer.done():
+                self._leave_behind()
+                text = f"the store {self._name} gives no answer within {limit:.1f} s"
+            raise StoreError(str(make(TransportError, text))) from error
+        finally:
+            answer.cancel()
+            self._pending.discard(answer)
+
+    def post(self, access: Callable[[Any], T]) -> Future[T]:
+        """The same without waiting."""
+        if self._closed:
+            raise make(ClosedError, "this member has left its fleet")
+        answer: Future[T] = Future()
+        with self._lock:
+            if not self._threads:
+                self._threads.append(_Thread(self._shared, self._first))
+                self._first = None
+            self._pending.add(answer)
+            self._threads[0].requests.put((answer, access))
+        answer.add_done_callback(self._pending.discard)
+        return answer
+
+    def close(self) -> None:
+        """Who waits for an answer raises ClosedError."""
+        self._closed = True
+        for each in list(self._pending):
+            with suppress(Exception):  # it has one
+                each.set_exception(make(ClosedError, "this member has left its fleet"))
+        _end(self._threads)
+
+    def _leave_behind(self) -> None:
+        with self._lock:
+            since = self._threads[0].since if self._threads else None
+            if since is not None and time.monotonic() - since > self._patience:
+                self._threads.pop().requests.put(None)
+                self._patience *= 2
+                self._shared.failing = True
+
+
+def _end(threads: list[_Thread]) -> None:
+    """Waits for calls that are about to return: a thread that comes back from C++ when the
+    interpreter ends would end the process by std::terminate."""
+    for each in threads:
+        each.requests.put(None)
+    until = time.monotonic() + _LEAST_S
+    for each in threads:
+        if each.thread is not threading.current_thread():
+            each.thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _address(store: Any) -> str:
+    """HOST:PORT of a TCPStore; "" of others."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""

@@ -1,0 +1,105 @@
+"""A thread that looks at the store for an engine's loop, which never waits for it.
+
+Used by weights' generator.py: `step` asks it to look once more, and takes up what it has found. It
+holds its rank weakly, and tries again by itself while the store does not answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from moe_p2p import log
+from moe_p2p.errors import ClosedError
+from moe_p2p.fleet.client import StoreError
+from moe_p2p.gpu.driver import relaxed_captures
+
+_AGAIN_S = 0.25  # until the next try, where the store is gone
+
+
+class _State:
+    def __init__(self, name: str) -> None:
+        self.name, self.changed = name, threading.Condition()
+        self.asked = self.looked = 0
+        self.over = threading.Event()
+        self.error: Exception | None = None
+        self.trouble: StoreError | None = None
+
+    def stop(self) -> None:
+        self.over.set()
+        with self.changed:
+            self.changed.notify_all()
+
+
+class Lookout:
+    """look: a method, called once for all calls of `ask` that come while it is in a look."""
+
+    def __init__(self, look: Callable[[], None], name: str) -> None:
+        self._state = _State(name)
+        self._thread = threading.Thread(
+            target=_run, args=(self._state, weakref.WeakMethod(look)), name=name, daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, self._state.stop)
+
+    def ask(self) -> None:
+        """Raises what an earlier look has raised."""
+        state = self._state
+        with state.changed:
+            state.asked += 1
+            state.changed.notify_all()
+        error, state.error = state.error, None
+        if error is not None:
+            raise error
+
+    def settle(self, timeout_s: float) -> None:
+        """Returns when what was asked for has been looked at; not for the engine's loop."""
+        state = self._state
+        with state.changed:
+            wanted = state.asked
+            state.changed.wait_for(lambda: state.looked >= wanted, timeout_s)
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why the last look saw nothing."""
+        return self._state.trouble
+
+    def stop(self, timeout_s: float) -> None:
+        """Looks no more; waits for the look that is under way."""
+        self._end()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+
+def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
+    with relaxed_captures():  # the engine may capture graphs meanwhile
+        while True:
+            with state.changed:
+                state.changed.wait_for(lambda: state.asked > state.looked or state.over.is_set())
+                asked = state.asked
+            method = look()
+            if method is None or state.over.is_set():
+                return
+            _look(state, method)
+            del method
+            if state.trouble is not None:
+                state.over.wait(_AGAIN_S)
+                continue
+            with state.changed:
+                state.looked = asked
+                state.changed.notify_all()
+
+
+def _look(state: _State, look: Callable[[], None]) -> None:
+    try:
+        look()
+        state.trouble = None
+    except StoreError as error:
+        if state.trouble is None:
+            log.warning(f"{state.name}: generation goes on without updates: {error}")
+        state.trouble = error
+    except ClosedError:
+        state.over.set()
+    except Exception as error:
+        state.error, state.trouble = error, None

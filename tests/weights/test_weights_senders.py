@@ -1,0 +1,141 @@
+"""Senders of vLLM's adapter with a client that fails, and an engine whose own loader fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from moe_p2p import ProtocolError
+from moe_p2p.integrations import vllm_weights
+from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
+from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from tests.engines.scenarios import free_port
+from tests.support.weights_fleet import BF16, engine_of
+
+LONG_S = 60.0
+
+
+class Source:
+    def __init__(self) -> None:
+        self.w = torch.ones(4, 8, dtype=torch.bfloat16)
+
+    def implements_iter_local(self) -> bool:
+        return True
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", self.w
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        rows = types.SimpleNamespace(dim=0)
+        return [types.SimpleNamespace(name="w", dtype=torch.bfloat16, shape=(8, 8), owners=(0, 1),
+                                      mesh_shape=(2,), placements=(rows,))]  # fmt: skip
+
+
+class Client:
+    fails = False
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if self.fails:
+            raise RuntimeError("503 from the server")
+
+
+class Sender(vllm_weights.Sender):
+    """Without vLLM's base."""
+
+    def __init__(self, *, client: Any, source: Any, is_sender: bool, rank: int) -> None:
+        self.client, self.source, self.is_sender, self.rank = client, source, is_sender, rank
+
+
+def test_trainers_stay_in_step_when_an_engine_cannot_finish() -> None:
+    port, client, over = free_port(), Client(), threading.Event()
+
+    def made(rank: int) -> Any:
+        init = vllm_weights.TrainerInit(rank=rank, world_size=2, host="127.0.0.1", port=port,
+                                        timeout_s=LONG_S / 2)  # fmt: skip
+        return Sender.trainer_init(init, client=client, source=Source())
+
+    def generate() -> int | None:
+        store = Fleet(host="127.0.0.1", port=port, timeout_s=LONG_S / 2).store()
+        layout = WeightLayout([Param("w", (8, 8), BF16, (0,))], 1)
+        tensors = {"w": torch.zeros(8, 8, dtype=torch.bfloat16)}
+        with engine_of("generator", 1) as engine, \
+                WeightGenerator(engine, store, layout, 0, tensors) as generator:  # fmt: skip
+            while not over.wait(0.002):
+                generator.step()
+            return generator.version
+
+    with ThreadPoolExecutor(3) as pool:
+        generator = pool.submit(generate)
+        trainers = [each.result(LONG_S) for each in [pool.submit(made, rank) for rank in range(2)]]
+        for version in (1, 2, 3):
+            client.fails = version == 1
+            sent = [pool.submit(each.send_weights) for each in trainers]
+            errors = [str(each.exception(LONG_S)) for each in sent]
+            assert errors == (["503 from the server", "None"] if client.fails else ["None"] * 2)
+            assert [each.version for each in trainers] == [version] * 2
+        over.set()
+        assert generator.result(LONG_S) in (2, 3)
+        for each in trainers:
+            each.shutdown()
+
+
+class Loaded(torch.nn.Module):
+    """Its loader copies, and fails while `fails`."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        if self.fails:
+            raise OSError("no memory")
+        for _, tensor in named:
+            self.w.data.copy_(tensor)
+
+
+def test_an_engine_whose_loader_failed_is_no_good_one() -> None:
+    store, model = HashStore(), Loaded()
+    ours = {"w": torch.ones(4, 4, dtype=torch.bfloat16)}
+    fleet = Fleet(host="", port=0, timeout_s=LONG_S / 2)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        layout = WeightLayout([Param("w", (4, 4), BF16, (0,))], 1)
+        made = pool.submit(EngineWeights, model, model.load_weights, fleet, 0, 1, direct=False,
+                           store=store)  # fmt: skip
+        trainer = stack.enter_context(
+            WeightTrainer(engine_of("trainer", 0), store, layout, 0, ours)
+        )
+        worker = made.result(LONG_S)
+        stack.callback(worker.close)
+        for version in (1, 2, 3):
+            model.fails = version == 2
+            ours["w"].fill_(version)
+            worker.begin()
+            trainer.update(version)
+            if model.fails:
+                with pytest.raises(ProtocolError, match="the engine's loader failed"):
+                    worker.commit()
+            else:
+                assert worker.commit() == version
+                assert model.w.unique().tolist() == [version]
+            until = time.monotonic() + LONG_S
+            while trainer.live() != {None if model.fails else version: 1}:
+                assert time.monotonic() < until, trainer.live()
