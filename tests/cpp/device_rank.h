@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fake_driver.h"
+#include "patience.h"
 #include "kernels/abi/handle.h"
 #include "moe/device/backend.h"
 

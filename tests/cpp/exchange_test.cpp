@@ -6,6 +6,7 @@
 #include "doctest/doctest.h"
 #include "exchange_pair.h"
 #include "fake_driver.h"
+#include "patience.h"
 #include "moe/host/gather.h"
 
 namespace moe_p2p::moe {

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "fake_driver.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
 

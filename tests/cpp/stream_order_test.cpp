@@ -10,6 +10,7 @@
 
 #include "base/log.h"
 #include "fake_driver.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {
