@@ -59,6 +59,8 @@ def how(unit: str, optimize: bool) -> str:
     """Returns how this unit's edge of build.ninja differs from the others."""
     if unit == "tests_cpp_main":  # only doctest: sanitizers look for faults of ours
         return "\n  flags = $flags -O0 -fno-sanitize=all\n  header ="
+    if unit == "tests_cpp_filled":
+        return "\n  flags = $flags -O2 -fno-sanitize=all\n  header ="
     if unit == "csrc_provider_loopback":
         return "" if optimize else "\n  flags = $flags -O1"
     if unit.startswith("csrc_"):

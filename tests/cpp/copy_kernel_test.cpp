@@ -8,7 +8,6 @@
 #include "doctest/doctest.h"
 #include "fake_driver.h"
 #include "patience.h"
-#include "patience.h"
 #include "platform/cuda_copy.h"
 
 namespace moe_p2p::test {

@@ -9,7 +9,6 @@
 #include "doctest/doctest.h"
 #include "fake_driver.h"
 #include "patience.h"
-#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {

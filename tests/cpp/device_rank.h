@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "fake_driver.h"
-#include "patience.h"
 #include "kernels/abi/handle.h"
 #include "moe/device/backend.h"
 

@@ -205,10 +205,11 @@ TEST_CASE("engine: many threads cancel what a polling thread sends") {
   Engines engines(network, {2, 2});
   Buffer source(engines[0], pattern(4000)), target(engines[1], pattern(4000));
   const auto* region = engines.region(0, 1, target);
-  std::atomic<bool> stop{false};
+  std::atomic<bool> stop{false}, running{false};
   std::thread poller([&] {
-    while (!stop.load()) engines.turn();
+    for (; !stop.load(); running = true) engines.turn();
   });
+  while (!running.load()) std::this_thread::yield();  // or cancel() would do the poller's work
   std::atomic<uint64_t> num_imms{0}, num_bytes{0};
   const auto user = [&] {
     for (int i = 0; i < 40; ++i) {

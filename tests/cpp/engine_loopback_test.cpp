@@ -4,7 +4,6 @@
 
 #include "engine_traffic.h"
 #include "fake_driver.h"
-#include "patience.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::test {

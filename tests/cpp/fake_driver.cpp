@@ -1,5 +1,4 @@
 #include "fake_driver.h"
-#include "patience.h"
 
 #include <fcntl.h>
 #include <unistd.h>

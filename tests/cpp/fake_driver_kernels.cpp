@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "fake_driver.h"
-#include "patience.h"
 #include "fake_driver_memory.h"
 #include "kernels/abi/copy.h"
 #include "kernels/abi/rows.h"

@@ -4,7 +4,6 @@
 #include <bit>
 
 #include "fake_driver.h"
-#include "patience.h"
 
 namespace moe_p2p::test {
 

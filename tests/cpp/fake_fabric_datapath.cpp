@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "fake_driver.h"
-#include "patience.h"
 #include "fake_fabric_world.h"
 
 namespace moe_p2p::test::fabric_world {

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "fake_driver.h"
-#include "patience.h"
 #include "platform/shm.h"
 #include "provider/loopback/segment.h"
 #include "provider_table.h"

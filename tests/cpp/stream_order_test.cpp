@@ -10,7 +10,6 @@
 
 #include "base/log.h"
 #include "fake_driver.h"
-#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {

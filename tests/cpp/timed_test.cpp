@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "fake_driver.h"
-#include "patience.h"
 #include "provider/loopback/link_model.h"
 #include "provider/loopback/test_hooks.h"
 #include "provider_table.h"

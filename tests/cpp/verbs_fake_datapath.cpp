@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "fake_driver.h"
-#include "patience.h"
 #include "verbs_fake_world.h"
 
 namespace moe_p2p::test::verbs_world {
