@@ -38,9 +38,11 @@ HEADERS = "precompiled.h.gch precompiled_tests.h.gch"
 # Optimizing all of ASan's checks takes longer than the tests, then faster, save; but the software
 # NIC of most tests, which is polled without end (how()).
 SANITIZERS = {
-    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "address": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-O1", "-fsanitize=thread"],
 }
+
+TESTS = "-O0 -fno-sanitize=null,alignment"
 
 
 # TSan has nothing to find in tests of one thread.
@@ -66,7 +68,7 @@ def how(unit: str, optimize: bool) -> str:
     if unit.startswith("csrc_"):
         return ""
     fast = optimize or "simulation" in unit
-    return "" if fast else "\n  flags = $flags -O0\n  header = -include precompiled_tests.h"
+    return "" if fast else f"\n  flags = $flags {TESTS}\n  header = -include precompiled_tests.h"
 
 
 def build(sanitize: str | None = None, optimize: bool = False, debug: bool = False) -> Path:
@@ -111,7 +113,7 @@ def build(sanitize: str | None = None, optimize: bool = False, debug: bool = Fal
         "  command = $cxx $flags $in -o $out -ldl -lrt -lpthread",
         f"build precompiled.h.gch: precompile {ROOT / 'tests/cpp/precompiled.h'}",
         f"build precompiled_tests.h.gch: precompile {ROOT / 'tests/cpp/precompiled_tests.h'}",
-        "  flags = $flags -O0",
+        f"  flags = $flags {TESTS}",
         *(edge(o, s, HEADERS) + how(o.removesuffix(".o"), optimize) for o, s in compiled.items()),
         f"build moe_p2p_tests: link {' '.join(compiled)}",
     ]
