@@ -7,7 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -61,7 +61,6 @@ class Node {
   std::shared_ptr<Domain> domain;
   std::vector<uint32_t> imms;                     // in the order seen
   std::vector<uint64_t> done;                     // wr_ids in the order seen
-  std::map<uint64_t, base::Status> status;        // by wr_id
   std::function<void(uint32_t imm)> on_imm = {};  // called as soon as the immediate is seen
   size_t poll_entries = 16;
   bool maps_windows = true;   // GPU memory of peers is mapped here before it is written to
@@ -77,22 +76,31 @@ class Node {
         if (on_imm) on_imm(c.imm);
       } else {
         done.push_back(c.wr_id);
-        status[c.wr_id] = c.status;
+        unmapped_.emplace_back(c.wr_id, c.status);
       }
     }
     return n;
   }
   PeerId connect(const Node& to) { return domain->connect(to.domain->address()); }
   bool post(const WorkRequest& request) { return domain->post({&request, 1}) == 1; }
+  // By wr_id. Made when somebody asks: to fill it takes longer than the writes.
+  const std::map<uint64_t, base::Status>& status() const {
+    for (const auto& [wr_id, status] : std::exchange(unmapped_, {})) by_id_[wr_id] = status;
+    return by_id_;
+  }
   Code code(uint64_t wr_id) const {
-    const auto it = status.find(wr_id);
-    return it == status.end() ? Code::kTimeout : it->second.code;
+    const auto it = status().find(wr_id);
+    return it == by_id_.end() ? Code::kTimeout : it->second.code;
   }
   size_t num_failed() const {
     size_t n = 0;
-    for (const auto& [id, s] : status) n += s.ok() ? 0 : 1;
+    for (const auto& [wr_id, status] : status()) n += status.ok() ? 0 : 1;
     return n;
   }
+
+ private:
+  mutable std::vector<std::pair<uint64_t, base::Status>> unmapped_;
+  mutable std::map<uint64_t, base::Status> by_id_;
 };
 
 // Memory registered at one node, zero at first; given back at the end. A node that writes to GPU

@@ -80,7 +80,7 @@ TEST_CASE("verbs: a refused write fails alone, those behind it arrive once over 
     settle({&pair.a, &pair.b}, 200);
     CHECK(pair.b.imms == all_but(60, 25));
     CHECK(pair.a.num_failed() == 1);
-    CHECK(pair.a.status[25].detail == status);
+    CHECK(pair.a.status().at(25).detail == status);
     const std::string reported = pair.a.domain->failure();
     CHECK(reported.find("fake0 port 1: a write of 1000 bytes to fake1 of ") != std::string::npos);
   }
