@@ -112,7 +112,10 @@ def build(sanitize: str | None = None, optimize: bool = False, debug: bool = Fal
         f"build precompiled.h.gch: precompile {ROOT / 'tests/cpp/precompiled.h'}",
         f"build precompiled_tests.h.gch: precompile {ROOT / 'tests/cpp/precompiled_tests.h'}",
         f"  own = {TESTS}",
-        *(edge(o, s, HEADERS) + how(o.removesuffix(".o"), sanitize, optimize) for o, s in compiled.items()),
+        *(
+            edge(o, s, HEADERS) + how(o.removesuffix(".o"), sanitize, optimize)
+            for o, s in compiled.items()
+        ),
         f"build moe_p2p_tests: link {' '.join(compiled)}",
     ]
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")

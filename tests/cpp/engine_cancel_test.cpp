@@ -228,8 +228,7 @@ TEST_CASE("engine: many threads cancel what a polling thread sends") {
   };
   std::thread users[] = {std::thread(user), std::thread(user), std::thread(user)};
   for (std::thread& thread : users) thread.join();
-  CHECK(
-      engines[1].imm_table().wait(3, num_imms, soon()));
+  CHECK(engines[1].imm_table().wait(3, num_imms, soon()));
   stop = true;
   poller.join();
   CHECK(engines.count(1, 3) == num_imms);

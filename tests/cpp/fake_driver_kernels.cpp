@@ -116,13 +116,12 @@ void run_until_written(Stream* stream) {
   const auto goes_on = [&](FakeDriver& f) {
     if (!f.streams.contains(stream)) return false;
     f.advance(*stream);
-    return stream->writes = std::ranges::any_of(stream->operations,
-                                                [](const auto& each) { return each.word; });
+    return stream->writes =
+               std::ranges::any_of(stream->operations, [](const auto& each) { return each.word; });
   };
   while (gpu().locked(goes_on)) {
-    gpu().wait_while([&](const FakeDriver& f) {
-      return f.streams.contains(stream) && f.stands_still(*stream);
-    });
+    gpu().wait_while(
+        [&](const FakeDriver& f) { return f.streams.contains(stream) && f.stands_still(*stream); });
     std::this_thread::yield();
   }
 }

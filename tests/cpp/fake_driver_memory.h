@@ -11,7 +11,7 @@ namespace moe_p2p::test {
 // A CUresult: what is wrong with this thread for a call that cuda.h calls potentially unsafe; with
 // a capture in another thread it would fail, and break that.
 int refusal();
-bool has_context();        // this thread
+bool has_context();       // this thread
 void* current_context();  // which has one
 
 int address_range(uint64_t* base, size_t* bytes, uint64_t address);
