@@ -1,4 +1,4 @@
-// Optimized and without sanitizers (build.py): it looks at every byte that tests send.
+// Optimized and without ASan's checks (build.py): it looks at every byte that tests send.
 #include "filled.h"
 
 #include <algorithm>
