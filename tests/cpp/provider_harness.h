@@ -170,7 +170,8 @@ class Memory {
   }
   template <typename Ended>
   static void until_gone(Ended&& ended) {
-    CHECK(test::poll_until([] { return false; }, ended));
+    const bool gone = test::poll_until([] { return false; }, ended);  // CHECK() would catch
+    CHECK(gone);
   }
 
   Node& node_;
