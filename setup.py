@@ -88,12 +88,13 @@ def build_file(folder: Path, sources: list[Path], output: Path) -> str:
     cxx = find_cxx()
     edge = runpy.run_path(str(ROOT / "csrc" / "letter.py"))["compile_edge"]
     libraries = [*shared_cxx_library(cxx), f"-L{torch / 'lib'}", "-ltorch_cpu"]
-    compiled = runpy.run_path(str(ROOT / "csrc" / "units.py"))["units"](folder / "units", sources)
+    units = runpy.run_path(str(ROOT / "csrc" / "units.py"))
+    compiled = units["units"](folder / "units", sources)
     lines = [
         f"cxx = {cxx}",
         f"flags = {' '.join(CXX_FLAGS + include)}",
         "rule compile",
-        "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
+        f"  command = {units['cached'](cxx)} $flags -MMD -MF $out.d -c $in -o $out",
         "  description = $in",
         "  depfile = $out.d",
         "  deps = gcc",

@@ -1,12 +1,14 @@
 """Which sources are compiled as one unit: most of a compiler's time goes into headers they share.
 
 Used by setup.py, tests/cpp/build.py and tests/lint.py. A unit hides an include that is missing:
-tests/package/test_aarch64.py compiles each file by itself.
+tests/package/test_aarch64.py compiles each file by itself. Both builds compile through ccache where
+it is installed; CCACHE_DISABLE=1 switches it off.
 """
 
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,3 +39,8 @@ def units(folder: Path, sources: list[Path]) -> dict[str, Path]:
             file.write_text(text)
         made[f"{name}.o"] = file
     return made
+
+
+def cached(cxx: str) -> str:
+    """Returns the command that compiles with this compiler: through ccache, if there is one."""
+    return f"ccache {cxx}" if shutil.which("ccache") and "ccache" not in cxx else cxx

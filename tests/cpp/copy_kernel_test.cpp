@@ -7,6 +7,7 @@
 
 #include "doctest/doctest.h"
 #include "fake_driver.h"
+#include "patience.h"
 #include "platform/cuda_copy.h"
 
 namespace moe_p2p::test {
@@ -28,8 +29,6 @@ struct Driver {
     fake.hold(false);
   }
 };
-
-platform::Deadline soon() { return Clock::now() + std::chrono::seconds(20); }
 
 // A queue and memory to copy, value i to place i.
 struct Job {

@@ -8,6 +8,7 @@
 
 #include "doctest/doctest.h"
 #include "fake_driver.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -26,8 +27,6 @@ struct Driver {
     fake.set_max_queries(12);
   }
 };
-
-platform::Deadline soon() { return Clock::now() + std::chrono::seconds(20); }
 
 TEST_CASE("copy queue: a copy is done when its bytes are there, and in order") {
   const Driver driver;

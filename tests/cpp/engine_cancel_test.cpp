@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "engine_pair.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -204,10 +205,11 @@ TEST_CASE("engine: many threads cancel what a polling thread sends") {
   Engines engines(network, {2, 2});
   Buffer source(engines[0], pattern(4000)), target(engines[1], pattern(4000));
   const auto* region = engines.region(0, 1, target);
-  std::atomic<bool> stop{false};
+  std::atomic<bool> stop{false}, running{false};
   std::thread poller([&] {
-    while (!stop.load()) engines.turn();
+    for (; !stop.load(); running = true) engines.turn();
   });
+  while (!running.load()) std::this_thread::yield();  // or cancel() would do the poller's work
   std::atomic<uint64_t> num_imms{0}, num_bytes{0};
   const auto user = [&] {
     for (int i = 0; i < 40; ++i) {
@@ -217,7 +219,7 @@ TEST_CASE("engine: many threads cancel what a polling thread sends") {
       std::thread rival([&] { second = engines[0].cancel(request); });
       const auto first = engines[0].cancel(request);
       rival.join();
-      REQUIRE(request.wait(platform::Clock::now() + std::chrono::seconds(30)));
+      REQUIRE(request.wait(soon()));
       REQUIRE(first.has_value() == second.has_value());
       if (first) CHECK(first->posted.bytes == second->posted.bytes);
       num_imms += first ? first->posted.imms : 2;
@@ -226,8 +228,7 @@ TEST_CASE("engine: many threads cancel what a polling thread sends") {
   };
   std::thread users[] = {std::thread(user), std::thread(user), std::thread(user)};
   for (std::thread& thread : users) thread.join();
-  CHECK(
-      engines[1].imm_table().wait(3, num_imms, platform::Clock::now() + std::chrono::seconds(30)));
+  CHECK(engines[1].imm_table().wait(3, num_imms, soon()));
   stop = true;
   poller.join();
   CHECK(engines.count(1, 3) == num_imms);

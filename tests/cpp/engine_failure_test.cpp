@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "engine_pair.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -211,8 +212,8 @@ TEST_CASE("engine: destruction fails active and mailed requests and wakes their 
   for (int i = 0; i < 5; ++i) engines.turn();
   engines[0].submit(mailed);
   std::thread waiter([&] {
-    CHECK(active.wait(platform::Clock::now() + std::chrono::seconds(20)));
-    CHECK(mailed.wait(platform::Clock::now() + std::chrono::seconds(20)));
+    CHECK(active.wait(soon()));
+    CHECK(mailed.wait(soon()));
   });
   engines.destroy(0);
   waiter.join();

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "engine_pair.h"
+#include "patience.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::test {
@@ -12,7 +13,6 @@ namespace {
 using namespace engine;
 using base::Code;
 using platform::Clock;
-using std::chrono::seconds;
 
 struct Gated {
   explicit Gated(FakeOptions options = {}, bool notified = false)
@@ -154,7 +154,7 @@ TEST_CASE("proxy: a sleeping thread sees a word, with a notification where one i
       CHECK(!request.wait(Clock::now() + std::chrono::milliseconds(step == 1 ? 20 : 0)));
       std::atomic_ref(world.word).store(step, std::memory_order_release);
       if (notified) platform::notify_all(world.engines[0].waker());
-      REQUIRE(request.wait(Clock::now() + seconds(30)));
+      REQUIRE(request.wait(soon()));
       CHECK(request.status().ok());
     }
   }

@@ -12,17 +12,21 @@ using platform::Clock;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// Polls both engines of a pair until the end of the scope, one thread each.
+// Polls both engines of a pair until the end of the scope, one thread each. As a ProxyThread it has
+// made a turn before others may call: without a polling thread their calls would do its work.
 class Pollers {
  public:
   Pollers(Engines& engines, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       threads_.emplace_back([this, &engine = engines[i]] {
+        engine.progress();
+        num_running_.fetch_add(1);
         while (!stop_.load(std::memory_order_acquire))
           if (!engine.progress()) std::this_thread::yield();
         engine.detach_poller();
       });
     }
+    while (num_running_.load() < count) std::this_thread::yield();
   }
   ~Pollers() {
     stop_.store(true, std::memory_order_release);
@@ -31,6 +35,7 @@ class Pollers {
 
  private:
   std::atomic<bool> stop_{false};
+  std::atomic<size_t> num_running_{0};
   std::vector<std::thread> threads_;
 };
 

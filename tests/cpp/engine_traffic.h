@@ -6,10 +6,9 @@
 #include <string>
 
 #include "engine_pair.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
-
-inline platform::Deadline soon() { return platform::Clock::now() + std::chrono::seconds(60); }
 
 inline engine::EngineOptions engine_options(const std::string& provider,
                                             const std::string& settings, int num_nics) {

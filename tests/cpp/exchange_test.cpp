@@ -7,6 +7,7 @@
 #include "exchange_pair.h"
 #include "fake_driver.h"
 #include "moe/host/gather.h"
+#include "patience.h"
 
 namespace moe_p2p::moe {
 
@@ -355,20 +356,22 @@ TEST_CASE("exchange: a probe in vain is a failure when somebody still asks a whi
 
 TEST_CASE("exchange: for a GPU it probes by itself while a step is not answered") {
   Pair pair(true);
-  const auto probes_within = [&](std::chrono::milliseconds time) {
-    const size_t before = pair.num_posted(0);
-    const auto end = platform::Clock::now() + time;
-    while (pair.num_posted(0) == before && platform::Clock::now() < end) pair.turn(1000);
-    return pair.num_posted(0) != before;
+  const auto turn = [&] {
+    pair.turn();
+    return false;
   };
   for (const Phase phase : {Phase::kDispatch, Phase::kCombine}) {
     pair.ring(0, phase, 0);
     pair.turn(100);
-    CHECK(probes_within(20 * Exchange::kProbeInterval));
+    const size_t before = pair.num_posted(0);
+    CHECK(test::poll_until(turn, [&] { return pair.num_posted(0) != before; }));
     pair.ring(1, phase, 0);
     pair.turn(100);
   }
-  CHECK(!probes_within(Exchange::kProbeInterval * 3 / 2));
+  const size_t before = pair.num_posted(0);
+  const auto until = platform::Clock::now() + Exchange::kProbeInterval * 3 / 2;
+  CHECK(test::poll_until(turn, [&] { return platform::Clock::now() > until; }));
+  CHECK(pair.num_posted(0) == before);
 }
 
 }  // namespace moe_p2p::moe

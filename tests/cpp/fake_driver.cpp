@@ -4,16 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "fake_driver_kernels.h"
 #include "fake_driver_memory.h"
-#include "kernels/abi/copy.h"
-#include "kernels/abi/rows.h"
 
 namespace {
 std::atomic<long> host_page_bytes{0};  // 0: as the system says
@@ -37,7 +34,6 @@ using Event = FakeDriver::Event;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidContext = 201;
-constexpr int kNotSupported = 801;
 constexpr int kCaptureUnsupported = 900;
 
 constexpr int kRelaxed = 2;
@@ -48,7 +44,7 @@ thread_local int capture_mode = 0;
 char primary[kNumDevices];  // contexts
 
 FakeDriver& fake() {
-  static FakeDriver driver;
+  static FakeDriver& driver = *new FakeDriver;  // its threads may outlive main()
   return driver;
 }
 
@@ -136,6 +132,7 @@ int stream_destroy(void* stream) {
       }
     f.streams.erase(it);
     delete it;
+    f.changed.notify_all();
     return 0;
   });
 }
@@ -190,121 +187,9 @@ int host_alloc(void** memory, size_t bytes, unsigned) {
 }
 int host_free(void* memory) { return std::free(memory), 0; }
 
-// What kernels/copy.cu does, by one thread.
-void copy_kernel(const abi::CopyParams& p, FakeDriver& f) {
-  using Clock = std::chrono::steady_clock;
-  auto& ring = *reinterpret_cast<abi::CopyRing*>(p.ring);
-  const auto report = [&](uint64_t& word, uint64_t value) {
-    std::atomic_ref(word).store(value, std::memory_order_release);
-  };
-  while (f.kernels_out) std::this_thread::yield();
-  report(ring.entered, p.launch);
-  auto idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
-  for (uint64_t next = p.first; next - p.first < f.kernel_copies;) {
-    auto& place = ring.request[next % abi::kCopyRequests];
-    const auto word = [](uint64_t& w) {
-      return std::atomic_ref(w).load(std::memory_order_acquire);
-    };
-    const uint64_t check = word(place.check);
-    const abi::CopyRequest request{word(place.to), word(place.from), word(place.bytes), check};
-    if (!request.is(next)) {
-      if (!f.kernels_in && Clock::now() > idle_at) break;
-      std::this_thread::yield();
-      continue;
-    }
-    f.locked([&](FakeDriver&) {  // as copies of the engines: writes may be to the same place
-      return std::memcpy(reinterpret_cast<void*>(request.to),
-                         reinterpret_cast<const void*>(request.from), request.bytes);
-    });
-    report(ring.done, ++next);
-    idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
-  }
-  report(ring.left, p.launch);
-}
-
-// What kernels/rows.cu does, by one thread, behind the kernel before it in the stream.
-void row_kernel(const abi::RowsParams& p, FakeDriver& f, uint32_t naps) {
-  for (; naps > 0; --naps) std::this_thread::yield();
-  while (f.rows_held || f.locked([](FakeDriver& driver) { return driver.held; }))
-    std::this_thread::yield();
-  const auto* rows = reinterpret_cast<const abi::RowCopy*>(p.rows);
-  f.locked([&](FakeDriver&) {
-    for (uint64_t i = 0; i < p.count; ++i) {
-      const abi::RowCopy& row = rows[(p.first + i) % abi::kRowCopies];
-      std::memcpy(reinterpret_cast<void*>(row.to), reinterpret_cast<const void*>(row.from),
-                  row.bytes);
-    }
-    return 0;
-  });
-  for (uint64_t& word : reinterpret_cast<abi::CopyWords*>(p.words)->rows_done)
-    std::atomic_ref(word).store(p.batch, std::memory_order_release);
-}
-
-// Others wait for the word while nobody asks for an event: the stream goes on by itself until then.
-void run_until_written(Stream* stream) {
-  const auto goes_on = [&](FakeDriver& f) {
-    if (!f.streams.contains(stream)) return false;
-    f.advance(*stream);
-    return std::ranges::any_of(stream->operations, [](const auto& o) { return o.word != nullptr; });
-  };
-  while (fake().locked(goes_on)) std::this_thread::yield();
-}
 int host_pointer(uint64_t* address, void* memory, unsigned) {
   *address = reinterpret_cast<uint64_t>(memory);
   return contexts.empty() ? kInvalidContext : 0;
-}
-int stream_write(void* stream, uint64_t address, uint64_t value, unsigned) {
-  if (contexts.empty()) return kInvalidContext;
-  if (!fake().writes_words) return kNotSupported;
-  auto* const it = static_cast<Stream*>(stream);
-  fake().locked([&](FakeDriver&) {
-    it->operations.push_back({{}, nullptr, nullptr, reinterpret_cast<uint64_t*>(address), value});
-    return 0;
-  });
-  std::thread(run_until_written, it).detach();
-  return 0;
-}
-
-// A launch of rows.
-int launch_rows(const abi::RowsParams& p, Stream& stream) {
-  ++fake().row_launches;
-  const auto ended = std::make_shared<std::atomic<bool>>(false);
-  auto before = std::exchange(stream.last_kernel, ended);
-  const uint32_t naps = fake().locked([&](FakeDriver& f) {
-    stream.operations.push_back({{}, nullptr, ended});
-    return static_cast<uint32_t>(stream.random() % (f.max_queries + 1));
-  });
-  std::thread([p, before = std::move(before), ended, naps] {
-    while (before && !*before) std::this_thread::yield();
-    row_kernel(p, fake(), naps);
-    *ended = true;
-  }).detach();
-  return 0;
-}
-
-int launch(const void* config, void* function, void** params, void**) {
-  struct Config {  // as in csrc/platform/cuda.cpp
-    unsigned grid[3], block[3], shared_bytes;
-    void* stream;
-  };
-  if (contexts.empty()) return kInvalidContext;
-  if (reinterpret_cast<uint64_t>(function) == FakeDriver::kRowKernel) {
-    auto* const stream = static_cast<Stream*>(static_cast<const Config*>(config)->stream);
-    return launch_rows(*static_cast<const abi::RowsParams*>(params[0]), *stream);
-  }
-  const auto p = *static_cast<const abi::CopyParams*>(params[0]);
-  const auto ended = std::make_shared<std::atomic<bool>>(false);
-  ++fake().launches;
-  fake().locked([&](FakeDriver&) {
-    auto* const stream = static_cast<Stream*>(static_cast<const Config*>(config)->stream);
-    stream->operations.push_back({{}, nullptr, ended});
-    return 0;
-  });
-  std::thread([p, ended] {
-    copy_kernel(p, fake());
-    *ended = true;
-  }).detach();
-  return 0;
 }
 
 constexpr platform::DriverTable kTable = {
@@ -351,8 +236,15 @@ int refusal() {
   if (contexts.empty()) return kInvalidContext;
   return capture_mode != kRelaxed ? kCaptureUnsupported : 0;
 }
+bool has_context() { return !contexts.empty(); }
 void* current_context() { return contexts.back(); }
 
+bool FakeDriver::stands_still(const Stream& stream) const {
+  if (stream.operations.empty()) return false;
+  const Operation& next = stream.operations.front();
+  if (next.ended) return !*next.ended;
+  return held && !next.event && !next.word;
+}
 // One query's worth of progress.
 void FakeDriver::advance(Stream& stream) {
   while (!stream.operations.empty()) {
@@ -421,7 +313,22 @@ void FakeDriver::set_max_queries(uint32_t num) {
 }
 void FakeDriver::set_host_page(long bytes) { host_page_bytes = bytes; }
 void FakeDriver::hold(bool on) {
-  locked([&](FakeDriver& f) { f.held = on; });
+  change([&](FakeDriver& f) { f.held = on; });
+}
+void FakeDriver::hold_rows(bool on) {
+  change([&](FakeDriver& f) { f.rows_held = on; });
+}
+void FakeDriver::keep_kernels_out(bool out) {
+  change([&](FakeDriver& f) { f.kernels_out = out; });
+}
+bool FakeDriver::runs_by_itself() {
+  return locked([](FakeDriver& f) {
+    return std::ranges::any_of(f.streams, [](const Stream* stream) {
+      return std::ranges::any_of(stream->operations, [](const Operation& each) {
+        return each.word || (each.ended && !*each.ended);
+      });
+    });
+  });
 }
 void FakeDriver::fail_copies(int error) {
   locked([&](FakeDriver& f) { f.copy_error = error; });

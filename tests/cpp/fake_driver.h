@@ -11,6 +11,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -21,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "fake_driver_kernels.h"
 #include "platform/cuda_driver.h"
 
 namespace moe_p2p::test {
@@ -32,15 +34,15 @@ class FakeDriver {
 
   // A copy takes up to so many queries after those before it. At first 12.
   void set_max_queries(uint32_t max_queries);
-  void hold(bool held);                            // no copy is done
-  void hold_rows(bool held) { rows_held = held; }  // no kernel of rows has room on the device
+  void hold(bool held);       // no copy is done
+  void hold_rows(bool held);  // no kernel of rows has room on the device
   // Bytes of a page of the host from now on, for all who ask the system; 0: its own.
   static void set_host_page(long bytes);
   // What each copy or event query returns from now on; 0: what is right.
   void fail_copies(int error);
   void fail_queries(int error);
   // Copy kernels wait for room on the device from now on, or no longer.
-  void keep_kernels_out(bool out) { kernels_out = out; }
+  void keep_kernels_out(bool out);
   void keep_kernels_in(bool in) { kernels_in = in; }  // they do not leave when nothing comes
   // Each leaves once it has done so many copies, whatever is asked for by then.
   void let_kernels_leave_after(uint64_t num_copies) { kernel_copies = num_copies; }
@@ -59,6 +61,7 @@ class FakeDriver {
   void reach_peers(bool on) { reaches_peers = on; }  // GPUs use memory of each other, or cannot
   static constexpr uint64_t kRowKernel = 77;         // its function
   // Since install() was first called.
+  bool runs_by_itself();  // a kernel has not ended, or a word is not written yet
   uint64_t num_copies();  // begun
   int num_contexts();     // retained and not released
   // Streams that were destroyed with copies left.
@@ -80,8 +83,9 @@ class FakeDriver {
   struct Stream {
     std::deque<Operation> operations;
     std::mt19937_64 random{1};  // each its own, so that a run of one thread repeats exactly
-    std::shared_ptr<std::atomic<bool>> last_kernel = nullptr;
-    int64_t queries_left = -1;  // of the copy at the front; -1: not drawn
+    std::unique_ptr<Kernels> kernels = nullptr;  // from the first launch on
+    bool writes = false;                         // a thread goes on until all words are written
+    int64_t queries_left = -1;                   // of the copy at the front; -1: not drawn
   };
   struct Event {
     Stream* stream = nullptr;
@@ -92,16 +96,31 @@ class FakeDriver {
     const std::lock_guard lock(mutex_);
     return step(*this);
   }
+  // The same for what others wait for in wait_while().
+  template <typename Change>
+  void change(Change&& change) {
+    const std::lock_guard lock(mutex_);
+    change(*this);
+    changed.notify_all();
+  }
+  template <typename Condition>
+  void wait_while(Condition&& condition) {
+    std::unique_lock lock(mutex_);
+    changed.wait(lock, [&] { return !condition(*this); });
+  }
   void advance(Stream& stream);
+  bool stands_still(const Stream& stream) const;  // until a kernel ends or copies are let go on
+
+  std::condition_variable changed;
 
   std::set<Stream*> streams;  // that were not destroyed
-  bool held = false;
+  bool held = false, rows_held = false, kernels_out = false;
   uint32_t max_queries = 12;
   int copy_error = 0, query_error = 0, contexts = 0, broken_off = 0;
   uint64_t copies = 0;
-  std::atomic<bool> kernels_out{false}, kernels_in{false};
+  std::atomic<bool> kernels_in{false};
   std::atomic<bool> shares_memory{false}, writes_words{true}, registers_pages{true};
-  std::atomic<bool> reaches_peers{true}, rows_held{false};
+  std::atomic<bool> reaches_peers{true};
   std::set<std::pair<void*, void*>> peers;  // contexts: the first uses memory of the second
   std::set<void*> registered;               // pages of the host
   std::atomic<uint64_t> kernel_copies{~uint64_t{0}}, launches{0}, row_launches{0};

@@ -11,7 +11,8 @@ namespace moe_p2p::test {
 // A CUresult: what is wrong with this thread for a call that cuda.h calls potentially unsafe; with
 // a capture in another thread it would fail, and break that.
 int refusal();
-void* current_context();  // of this thread, which has one
+bool has_context();       // this thread
+void* current_context();  // which has one
 
 int address_range(uint64_t* base, size_t* bytes, uint64_t address);
 int ipc_get(platform::IpcHandle* handle, uint64_t base);

@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "doctest/doctest.h"
+#include "patience.h"
 
 namespace moe_p2p::engine {
 namespace {
 
 using platform::Clock;
 using std::chrono::milliseconds;
-using std::chrono::seconds;
 
 struct RecordingSink final : ImmSink {
   void on_imm(const ImmKey& key) noexcept override { keys.push_back(key.pack()); }
@@ -125,7 +125,7 @@ TEST_CASE("imm table: one value after the other is counted for the life of an en
 TEST_CASE("imm table: a value that is waited for is not given back") {
   ImmTable table;
   table.deliver(5);
-  std::thread waiter([&] { CHECK(table.wait(5, 2, Clock::now() + seconds(20))); });
+  std::thread waiter([&] { CHECK(table.wait(5, 2, test::soon())); });
   while (table.give_back(5)) table.deliver(5);  // until the waiter has it
   for (int i = 0; i < 2; ++i) table.deliver(5);
   waiter.join();
@@ -142,7 +142,7 @@ TEST_CASE("imm table: sleepers wake when the expected count is reached") {
   ImmTable table;
   uint64_t payload = 0;
   std::thread waiter([&] {
-    CHECK(table.wait(5, 1000, Clock::now() + seconds(20)));
+    CHECK(table.wait(5, 1000, test::soon()));
     CHECK(payload == 42);
   });
   payload = 42;
@@ -164,8 +164,7 @@ TEST_CASE("imm table: users wait for and give back what the polling thread count
   for (uint32_t first : {0u, 1u})
     users.emplace_back([&table, &num_wrong, first] {
       for (uint32_t value = first; value < kValues; value += 2)
-        if (!table.wait(value, 1, Clock::now() + seconds(20)) || table.give_back(value) != 1)
-          ++num_wrong;
+        if (!table.wait(value, 1, test::soon()) || table.give_back(value) != 1) ++num_wrong;
     });
   poller.join();
   for (std::thread& user : users) user.join();

@@ -132,7 +132,7 @@ TEST_CASE("lent memory: a read that the driver refuses fails with its number, ot
     pair.post(pair.read(0, 0, kLong));
     CHECK(pair.pump_until_done(1));
     CHECK(pair.a.code(0) == Code::kTransport);
-    CHECK(pair.a.status.at(0).detail == 700);
+    CHECK(pair.a.status().at(0).detail == 700);
     driver.fake.fail_copies(0);
     for (uint64_t i = 1; i <= 3; ++i) pair.post(pair.read(i, 0, i == 3 ? kLong : 4000));
     CHECK(pair.pump_until_done(4));

@@ -95,7 +95,7 @@ TEST_CASE("libfabric on efa: a peer that takes nothing is given up, and only tha
   CHECK(pair.pump_until_done(30));
   for (uint64_t i = 0; i < 30; ++i) {
     CHECK(pair.a.code(i) == Code::kPeerDead);
-    CHECK(pair.a.status[i].detail == ETIMEDOUT);
+    CHECK(pair.a.status().at(i).detail == ETIMEDOUT);
   }
   FakeFabric::refuse_all(false);
   pair.post(pair.write(30, 0, 1000));  // the peer is back
@@ -121,7 +121,7 @@ TEST_CASE("libfabric on efa: numbers of the device become statuses") {
     pair.post(pair.write(wr_id, 0, 100));
     CHECK(pair.pump_until_done(wr_id + 1));
     CHECK(pair.a.code(wr_id) == one.code);
-    CHECK(pair.a.status[wr_id++].detail == one.err);
+    CHECK(pair.a.status().at(wr_id++).detail == one.err);
   }
   CHECK(has(pair.a.domain->failure(), "efa7"));
   CHECK(has(pair.a.domain->failure(), "remote"));
@@ -266,7 +266,7 @@ TEST_CASE("libfabric on efa: a full queue is not blamed on the peers that wait f
   for (uint64_t i = 0; i < kHeld; ++i) fan.post(1000 + i, fan.to_b, fan.at_b);
   for (uint64_t i = 0; i < kWaiting; ++i) fan.post(2000 + i, fan.to_c, fan.at_c);
   // Whoever holds the queue is given up first.
-  CHECK(pump({&fan.a, &fan.c}, [&] { return fan.a.status.count(1000) == 1; }));
+  CHECK(pump({&fan.a, &fan.c}, [&] { return fan.a.status().count(1000) == 1; }));
   CHECK(fan.a.code(1000) == Code::kPeerDead);
   FakeFabric::silence("");
   CHECK(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.done.size() == 2 + kHeld + kWaiting; }));
@@ -295,10 +295,10 @@ TEST_CASE("libfabric on efa: a chain goes on to the next peer, unless hands are 
     REQUIRE(pump({&fan.a, &fan.b}, [&] { return fan.a.done.size() == num_shaken; }));
     FakeFabric::silence("efa9");
     post_both(fan, 100, turn % 2 == 0);
-    REQUIRE(pump({&fan.a, &fan.b}, [&] { return fan.a.status.count(100) == 1; }));
-    CHECK(fan.a.status.count(101) == 0);
+    REQUIRE(pump({&fan.a, &fan.b}, [&] { return fan.a.status().count(100) == 1; }));
+    CHECK(fan.a.status().count(101) == 0);
     FakeFabric::silence("");
-    REQUIRE(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.status.count(101) == 1; }));
+    REQUIRE(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.status().count(101) == 1; }));
     CHECK(fan.a.num_failed() == 0);
     CHECK(FakeFabric::counts().across_peers == 0);
   }

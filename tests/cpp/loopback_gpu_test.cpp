@@ -148,7 +148,7 @@ TEST_CASE("loopback GPU: a copy that the driver refuses fails its write with the
     CHECK(pair.pump_until_done(40));
     driver.fake.fail_copies(0);
     for (uint64_t i = 20; i < 40; ++i)
-      CHECK(pair.a.status[i] == base::Status{Code::kTransport, 719});
+      CHECK(pair.a.status().at(i) == base::Status{Code::kTransport, 719});
     const size_t num_good = 40 - pair.a.num_failed();
     post(40);  // the slots are clean again
     CHECK(pair.pump_until_done(60));
@@ -202,7 +202,7 @@ TEST_CASE("loopback GPU: a device that fails fails all that is under way and all
     pair.post(with_imm(pair.write(20, 0, 3000), 20));
     CHECK(pair.pump_until_done(21));
     for (uint64_t i = 0; i <= 20; ++i)
-      CHECK(pair.a.status[i] == base::Status{Code::kTransport, 700});
+      CHECK(pair.a.status().at(i) == base::Status{Code::kTransport, 700});
     pair.post(make_imm(21, pair.peer, 21));  // needs no copy
     CHECK(pair.pump_until_seen(1));
     CHECK(pair.b.imms == std::vector<uint32_t>{21});

@@ -154,7 +154,7 @@ TEST_CASE("loopback process: a killed receiver fails its writers in bounded time
     }));
     CHECK(pump({&node}, [&] { return node.done.size() == posted; }));
     CHECK(platform::Clock::now() - start < std::chrono::seconds(5));
-    for (const auto& [wr_id, status] : node.status)
+    for (const auto& [wr_id, status] : node.status())
       if (!status.ok()) CHECK(status.code == Code::kPeerDead);
     CHECK(node.domain->idle());
     REQUIRE(node.post(write_to(introduction, posted, peer, source)));  // at once from now on

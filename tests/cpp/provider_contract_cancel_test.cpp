@@ -18,9 +18,7 @@ struct Cancelling {
     b = std::make_unique<engine::TransferEngine>(options);
   }
   bool pump(const std::function<bool()>& ready) const {
-    const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
-    while (!ready() && platform::Clock::now() < deadline) a->progress(), b->progress();
-    return ready();
+    return test::poll_until([this] { return a->progress() | b->progress(); }, ready);
   }
   const engine::EngineOptions options;
   std::unique_ptr<engine::TransferEngine> a, b;

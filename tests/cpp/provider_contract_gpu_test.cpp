@@ -76,9 +76,7 @@ struct EnginePair {
   }
   template <typename Ready>
   bool pump(Ready&& ready) {
-    const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
-    while (!ready() && platform::Clock::now() < deadline) a.progress(), b.progress();
-    return ready();
+    return test::poll_until([this] { return a.progress() | b.progress(); }, ready);
   }
   template <typename Ready>
   bool pump_for(Ready&& ready) {

@@ -74,9 +74,7 @@ struct Delayed {
     return {bytes.data(), bytes.size(), kind, kind == MemoryKind::kHost ? -1 : 0};
   }
   bool pump(const std::function<bool()>& ready) const {
-    const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
-    while (!ready() && platform::Clock::now() < deadline) sender->progress(), receiver->progress();
-    return ready();
+    return test::poll_until([this] { return sender->progress() | receiver->progress(); }, ready);
   }
 
   const MemoryKind kind;

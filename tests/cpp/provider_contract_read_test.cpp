@@ -26,7 +26,7 @@ TEST_CASE("provider contract: a good completion of a read says that the bytes ar
     settle({&pair.a, &pair.b}, 500);
     CHECK(num_wrong == 0);
     CHECK(pair.a.num_failed() == 0);
-    CHECK(pair.a.status.size() == 200);
+    CHECK(pair.a.status().size() == 200);
     CHECK(pair.a.done.size() == 200);
     CHECK(pair.b.done.empty());
     CHECK(pair.b.imms.empty());

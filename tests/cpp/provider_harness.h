@@ -1,6 +1,5 @@
 // What the provider tests share: a Domain together with everything it has shown so far, registered
-// memory, and pump(), which polls nodes in turn until something holds. No sleeps; a condition that
-// never holds ends at a deadline and fails the test.
+// memory, and pump(), which polls nodes in turn until something holds (patience.h).
 #pragma once
 
 #include <chrono>
@@ -8,12 +7,14 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/log.h"
 #include "doctest/doctest.h"
 #include "fake_driver.h"
+#include "filled.h"
+#include "patience.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::provider_test {
@@ -27,6 +28,8 @@ using provider::MemoryKind;
 using provider::MemorySpan;
 using provider::PeerId;
 using provider::WorkRequest;
+using test::Patience;
+using test::soon;
 
 // The text of the error that an action throws; empty if it throws none.
 inline std::string text_of_error(const std::function<void()>& action) {
@@ -39,24 +42,6 @@ inline std::string text_of_error(const std::function<void()>& action) {
 }
 inline bool contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
-}
-
-// Byte i of everything that write `index` carries.
-inline std::byte pattern(uint64_t index, uint64_t i) {
-  return static_cast<std::byte>((index * 131 + i * 7 + (i >> 8)) % 251 + 1);  // never 0
-}
-inline void fill(std::span<std::byte> bytes, uint64_t index) {
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = pattern(index, i);
-}
-inline bool holds(std::span<const std::byte> bytes, uint64_t index) {
-  for (size_t i = 0; i < bytes.size(); ++i)
-    if (bytes[i] != pattern(index, i)) return false;
-  return true;
-}
-inline bool all_zero(std::span<const std::byte> bytes) {
-  for (const std::byte b : bytes)
-    if (b != std::byte{0}) return false;
-  return true;
 }
 
 class Node {
@@ -76,7 +61,6 @@ class Node {
   std::shared_ptr<Domain> domain;
   std::vector<uint32_t> imms;                     // in the order seen
   std::vector<uint64_t> done;                     // wr_ids in the order seen
-  std::map<uint64_t, base::Status> status;        // by wr_id
   std::function<void(uint32_t imm)> on_imm = {};  // called as soon as the immediate is seen
   size_t poll_entries = 16;
   bool maps_windows = true;   // GPU memory of peers is mapped here before it is written to
@@ -92,22 +76,31 @@ class Node {
         if (on_imm) on_imm(c.imm);
       } else {
         done.push_back(c.wr_id);
-        status[c.wr_id] = c.status;
+        unmapped_.emplace_back(c.wr_id, c.status);
       }
     }
     return n;
   }
   PeerId connect(const Node& to) { return domain->connect(to.domain->address()); }
   bool post(const WorkRequest& request) { return domain->post({&request, 1}) == 1; }
+  // By wr_id. Made when somebody asks: to fill it takes longer than the writes.
+  const std::map<uint64_t, base::Status>& status() const {
+    for (const auto& [wr_id, status] : std::exchange(unmapped_, {})) by_id_[wr_id] = status;
+    return by_id_;
+  }
   Code code(uint64_t wr_id) const {
-    const auto it = status.find(wr_id);
-    return it == status.end() ? Code::kTimeout : it->second.code;
+    const auto it = status().find(wr_id);
+    return it == by_id_.end() ? Code::kTimeout : it->second.code;
   }
   size_t num_failed() const {
     size_t n = 0;
-    for (const auto& [id, s] : status) n += s.ok() ? 0 : 1;
+    for (const auto& [wr_id, status] : status()) n += status.ok() ? 0 : 1;
     return n;
   }
+
+ private:
+  mutable std::vector<std::pair<uint64_t, base::Status>> unmapped_;
+  mutable std::map<uint64_t, base::Status> by_id_;
 };
 
 // Memory registered at one node, zero at first; given back at the end. A node that writes to GPU
@@ -130,24 +123,19 @@ class Memory {
   }
   void unmap() {
     for (const auto& mapped : windows_)
-      if (const auto domain = mapped.lock()) domain->map_remote(key.remote_key, {});
+      if (const auto domain = mapped.lock())
+        until_gone([&] { return ends([&] { domain->map_remote(key.remote_key, {}); }); });
     windows_.clear();
   }
   void unregister() {
     if (!node_.lent_windows) unmap();
-    const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
-    while (!give_back()) CHECK(platform::Clock::now() < deadline);
+    until_gone([this] { return give_back(); });
     unmap();
   }
-  // False: copies into lent memory have not ended, on a machine with much to do.
   bool give_back() {
-    try {
-      node_.domain->unregister_memory(key);
-    } catch (const base::Error& error) {
-      if (!node_.lent_windows || error.code() != Code::kTimeout) throw;
-      return false;
-    }
-    return !(registered_ = false);
+    const bool back = ends([this] { node_.domain->unregister_memory(key); });
+    if (back) registered_ = false;
+    return back;
   }
   MemorySpan span() const {
     const bool host = node_.memory_kind == MemoryKind::kHost;
@@ -167,6 +155,24 @@ class Memory {
 
  private:
   MemoryKey add() { return node_.domain->register_memory(span()); }
+  // False: copies of a GPU's have not ended in the seconds that a call has, on a machine with much
+  // to do. It may be called again.
+  template <typename Call>
+  bool ends(Call&& call) {
+    try {
+      call();
+      return true;
+    } catch (const base::Error& error) {
+      const bool copied = node_.lent_windows || span().kind == MemoryKind::kCuda;
+      if (!copied || error.code() != Code::kTimeout) throw;
+      return false;
+    }
+  }
+  template <typename Ended>
+  static void until_gone(Ended&& ended) {
+    const bool gone = test::poll_until([] { return false; }, ended);  // CHECK() would catch
+    CHECK(gone);
+  }
 
   Node& node_;
   bool registered_ = true;
@@ -209,31 +215,14 @@ inline WorkRequest make_imm(uint64_t wr_id, PeerId peer, uint32_t imm) {
   return with_imm(request, imm);
 }
 
-// Offers the core now and then: other threads may need it. At every empty poll would be far too
-// often: an adversary shows nothing in most polls, and on a busy machine a yield costs
-// milliseconds.
-class Patience {
- public:
-  void polled(size_t num_shown) {
-    num_empty_ = num_shown == 0 ? num_empty_ + 1 : 0;
-    if (num_empty_ % 64 == 63) std::this_thread::yield();
-  }
-
- private:
-  uint32_t num_empty_ = 0;
-};
-
-// Polls all in turn until ready(); false when 20 seconds did not suffice.
+// Polls all in turn until ready(); false when nothing has been shown for a minute.
 inline bool pump(const std::vector<Node*>& nodes, const std::function<bool()>& ready) {
-  const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
-  Patience patience;
-  while (!ready()) {
+  const auto poll_all = [&] {
     size_t num_shown = 0;
     for (Node* node : nodes) num_shown += node->poll();
-    patience.polled(num_shown);
-    if (platform::Clock::now() > deadline) return ready();
-  }
-  return true;
+    return num_shown > 0;
+  };
+  return test::poll_until(poll_all, ready);
 }
 // Posts, polling all when there is no room.
 inline void post_all(Node& from, std::initializer_list<Node*> nodes, const WorkRequest& request) {

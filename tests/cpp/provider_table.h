@@ -117,6 +117,13 @@ inline std::string why_unavailable(const ProviderUnderTest& provider) {
     return error.what();
   }
 }
+// The same of one in kProviders, asked once: opening one takes milliseconds.
+inline const std::string& why_not(const ProviderUnderTest& listed) {
+  static std::map<const ProviderUnderTest*, std::string> reasons;
+  const auto known = reasons.find(&listed);
+  if (known != reasons.end()) return known->second;
+  return reasons.emplace(&listed, why_unavailable(listed)).first->second;
+}
 
 // Runs body once per line of the table, each as a subcase of its own. A provider that cannot run
 // here is skipped with its reason.
@@ -130,7 +137,7 @@ void for_each_provider(Body&& body) {
     const std::string label = base::concat(provider.name, " ", provider.settings, memory);
     SUBCASE(label.c_str()) {
       INFO("provider ", label);
-      const std::string reason = why_unavailable(provider);
+      const std::string& reason = why_not(provider);
       if (reason.empty()) {
         body(provider);
       } else {

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "engine_pair.h"
+#include "patience.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -14,19 +15,10 @@ using platform::Clock;
 using platform::WaitMode;
 using proxy::ProxyTask;
 using proxy::ProxyThread;
-using std::chrono::seconds;
 
-platform::Deadline soon() { return Clock::now() + seconds(30); }
-
-// Yields until ready(); the deadline only turns a hang into a failure.
 template <typename Ready>
 bool eventually(Ready&& ready) {
-  const auto deadline = soon();
-  while (!ready()) {
-    if (Clock::now() > deadline) return false;
-    std::this_thread::yield();
-  }
-  return true;
+  return poll_until([] { return false; }, ready);
 }
 
 // A doorbell that sends one immediate per ring.

@@ -19,18 +19,17 @@ namespace {
 using platform::Clock;
 using provider::verbs::NicAddress;
 using provider::verbs::Socket;
-using std::chrono::seconds;
 
 NicAddress address_of(const Node& node) { return NicAddress::decode(node.domain->address()); }
 uint64_t num_refused(const Node& node) {
   return dynamic_cast<provider::verbs::VerbsDomain&>(*node.domain).num_refused();
 }
 Socket dial(const Node& node) {
-  return Socket::dial("127.0.0.1", address_of(node).tcp_port, Clock::now() + seconds(20));
+  return Socket::dial("127.0.0.1", address_of(node).tcp_port, soon());
 }
-// Reads until the other side closes; false when it has not within 20 seconds.
+// Reads until the other side closes; false when it has not within a minute.
 bool is_closed(const Socket& socket) {
-  const auto deadline = Clock::now() + seconds(20);
+  const auto deadline = soon();
   while (Clock::now() < deadline) {
     pollfd entry{socket.fd(), POLLIN, 0};
     if (::poll(&entry, 1, 100) <= 0) continue;
@@ -67,7 +66,7 @@ TEST_CASE("verbs: who floods the handshake's port is closed after one message") 
     std::vector<char> bytes(1 << 16, 'x');
     std::memcpy(bytes.data(), &length, sizeof length);
     size_t sent = 0;
-    const auto deadline = Clock::now() + seconds(20);
+    const auto deadline = soon();
     bool closed = false;
     while (!closed && sent < (size_t{64} << 20) && Clock::now() < deadline) {
       const ssize_t put = send(stranger.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -88,7 +87,7 @@ TEST_CASE("verbs: the counters of an engine have the connections that each NIC r
   CHECK(refused(0) + refused(1) == 0);
   const auto second = NicAddress::decode(engine.address().nics[1]);
   for (int i = 0; i < 3; ++i) {
-    const Socket stranger = Socket::dial("127.0.0.1", second.tcp_port, Clock::now() + seconds(20));
+    const Socket stranger = Socket::dial("127.0.0.1", second.tcp_port, soon());
     std::vector<char> bytes(5000, 'x');
     static_cast<void>(send(stranger.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
     CHECK(is_closed(stranger));
@@ -129,7 +128,7 @@ TEST_CASE("verbs: a peer without the secret gets nothing") {
 // Passes on one connection to `target` and keeps what the connector sent.
 std::vector<char> relay(const Socket& listener, const Node& target) {
   Socket from;
-  const auto deadline = Clock::now() + seconds(20);
+  const auto deadline = soon();
   while (!(from = listener.accept()) && Clock::now() < deadline) std::this_thread::yield();
   const Socket to = dial(target);
   std::vector<char> text;
