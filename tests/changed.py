@@ -43,6 +43,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "moe_p2p/reference/": ("reference/", *GPU),
     "moe_p2p/rendezvous/": ("rendezvous/", "nics/"),
     "moe_p2p/nics/": ("nics/",),
+    "moe_p2p/fleet/": ("kv/", "weights/", "integrations/", "package/test_strangers.py"),
     "moe_p2p/kv/": ("kv/", "integrations/", "engines/test_vllm_kv", "engines/test_sglang_kv"),
     "moe_p2p/weights/": ("weights/", "engines/"),
     "moe_p2p/mooncake/": ("integrations/", "engines/test_mooncake"),
@@ -62,7 +63,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tests/rdma/": ("nics/test_rdma",),
 }
 # Folders of moe_p2p/ that suites of moe_p2p/ itself do not need.
-PRODUCTS = ("kv", "weights", "mooncake", "deep_ep", "integrations", "tools", "examples")
+PRODUCTS = ("fleet", "kv", "weights", "mooncake", "deep_ep", "integrations", "tools", "examples")
 
 
 class Step(NamedTuple):
