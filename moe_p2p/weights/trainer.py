@@ -101,6 +101,7 @@ class WeightTrainer:
             )
         self._member = Member(self._board, f"trainer {rank}", {}, lease_s)
         self._attempt = self._changes = self._returns = 0
+        self._decided_on = 0  # version of the attempt under way
         self._undecided: Keys | None = None  # of an attempt that failed while the store was away
         self._stamp = 0  # of the last update
         self._members: dict[str, Record] | None = None  # the leader's; None: look
@@ -227,6 +228,7 @@ class WeightTrainer:
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, deadline: Deadline) -> bool:
         keys = self._keys
         self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
+        self._decided_on = wish["version"]
         taken, update = False, dict[str, Any]()
         try:
             given.take(tensors or {}, self._given)
@@ -239,7 +241,7 @@ class WeightTrainer:
                 raise failed.named(self.stages) from failed
             self._commit(keys, update, deadline)
         except BaseException as error:
-            mine = self._refusal(str(error) or type(error).__name__, version=wish["version"])
+            mine = self._refusal(str(error) or type(error).__name__, version=self._decided_on)
             try:
                 if isinstance(error, StoreError):
                     self._undecided, self._members = keys, None
@@ -336,6 +338,8 @@ class WeightTrainer:
         else:
             wanted = {keys.update: f"trainer {leader}"}
             update = self._wait(keys, wanted, deadline)[keys.update]
+        # A trainer that begins later finds the decision under the version that it has in mind.
+        self._decided_on = update["version"]
         theirs = {name: update["wish"][name] for name in wish}
         if theirs != wish:
             text = f"this trainer updates to {wish}, another one to {theirs}"

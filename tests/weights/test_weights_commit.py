@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -294,6 +295,21 @@ def test_trainers_of_different_versions_are_refused() -> None:
             with pytest.raises(MoeP2pError, match="another one to"):
                 each.result(60)
         assert [each.step() for each in found.generators] == [None, None]
+
+
+def test_a_late_trainer_hears_of_versions_that_differ() -> None:
+    """The attempt is decided against by one of another version before it begins."""
+    with fleet(MODELS["fused"]) as found:
+        late = found.trainers[1]
+        early = [each for each in found.trainers if each is not late]
+        running = [found.pool.submit(each.update, 1 + each.rank // 3) for each in early]
+        for each in running:
+            with pytest.raises(MoeP2pError, match="another one to"):
+                each.result(60)
+        began = time.monotonic()
+        with pytest.raises(MoeP2pError, match="another one to"):
+            late.update(1)
+        assert time.monotonic() - began < late.timeout_s / 2
 
 
 def test_bytes_that_changed_on_the_way_are_found_by_their_sums(

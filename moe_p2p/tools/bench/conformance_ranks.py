@@ -39,6 +39,7 @@ TYPES: dict[str, tuple[Any, dict[str, Any]]] = {
 GIVEN_NAMES = ("x", "topk_idx", "topk_weights", "scales", "extras")
 SOON_S = 5.0  # timeout_s where a rank stays away on purpose
 CHECK_S = 240.0  # deadline of a check beyond timeout_s; on a GPU its first call compiles kernels
+OTHERS_S = 5.0  # the rank that stops ends first, and says where; others wait for it
 
 Wrong = list[str]
 
@@ -85,6 +86,7 @@ class Ranks:
             found = check(*args, **how)
         except errors.MoeP2pError as error:
             found = [f"{type(error).__name__}: {error}"]
+        self.set_deadline(OTHERS_S)
         every = [f"rank {r}: {text}" for r, one in enumerate(everyones(found)) for text in one]
         self.print(f"{'WRONG' if every else 'ok'}, {time.monotonic() - began:.1f} s")
         for text in every[:8]:
@@ -92,9 +94,9 @@ class Ranks:
         self.wrong += [f"{name}: {text}" for text in every]
         self.set_deadline()  # of what is made before the next check, too
 
-    def set_deadline(self) -> None:
+    def set_deadline(self, more_s: float = 0.0) -> None:
         """Ends this process, with the place where each thread is, if none follows in time."""
-        faulthandler.dump_traceback_later(CHECK_S + self.options.timeout_s, exit=True)
+        faulthandler.dump_traceback_later(CHECK_S + self.options.timeout_s + more_s, exit=True)
 
     # --- calls ---
 

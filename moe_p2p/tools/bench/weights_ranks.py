@@ -328,8 +328,11 @@ class _Generator(_Side):
             self.measured.pause_s.append(time.monotonic() - began)
             self.measured.spans_s.append(spans(self.generator.stages))
             return
-        while self.generator.step() != version or "offered" not in self.generator.stages:
+        while self.generator.step() != version:  # ranks of the engine make as many steps
             require(time.monotonic() - began < LIMIT_S, f"no version {version} in {LIMIT_S} s")
+            time.sleep(0.0005)
+        while "offered" not in self.generator.stages:
+            require(time.monotonic() - began < LIMIT_S, f"version {version} is not offered")
             time.sleep(0.0005)
         found = spans(self.generator.stages)
         self.measured.pause_s.append(found["copied"])
