@@ -305,12 +305,11 @@ class WeightGenerator:
         if self._lookout is None:
             self.require_not_dirty()
             return self.version
-        self._lookout.ask()
         with self._hand:
             committed = self._committed  # while it is not taken, the thread changes nothing
             if self._agree(committed) == committed > self._taken:
                 self._commit()
-                self._lookout.ask()
+        self._lookout.ask()  # not before: the pause would share Python's lock with its thread
         return self.version
 
     def require_clean(self) -> None:

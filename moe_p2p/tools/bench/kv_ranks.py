@@ -329,7 +329,8 @@ def _compute_alone(side: Side, compute: Compute, times: Measured) -> None:
     dist.barrier()
     if side.rank == 0:
         began = time.monotonic()
-        for _ in computed(compute, side.options.layers):
+        # One thread launches all, as an engine does that sends nothing.
+        for _ in computed(compute, side.options.layers, lambda _: None):
             pass
         times.ttft_s.setdefault("compute", []).append(time.monotonic() - began)
     dist.barrier()
