@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -262,11 +263,15 @@ def demonstrate(router: Router, port: int, num_requests: int) -> bool:
             names = [p.instance for role in router.processes.values() for p in role]
             show(f"{len(right)} of {num_requests} equal one process; {', '.join(names)}")
 
-    clients = [threading.Thread(target=client) for _ in range(4)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join()
+    # Ctrl-C in Thread.join() would leave clients in torch when the interpreter ends, which aborts.
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client) for _ in range(4)]
+        try:
+            for each in clients:
+                each.result()
+        except BaseException:
+            router.close()  # so that they end
+            raise
     print()
     for text in wrong:
         print(f"WRONG {text}", file=sys.stderr)
