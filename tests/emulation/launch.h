@@ -37,7 +37,7 @@ constexpr unsigned kIdleUs = 20;   // for peers: other threads of this machine
 constexpr unsigned kMostIdle = 8;  // times what a look at all threads took, while no peer releases
 constexpr unsigned kLate = 64;     // rounds in which some stores to shared memory are not seen
 constexpr unsigned kAwake = 64;    // turns of a warp, on average, until it sleeps
-constexpr auto kPatience = std::chrono::seconds(60);  // when no progress is possible
+constexpr auto kPatience = std::chrono::minutes(3);  // when no progress is possible
 
 // Stacks of threads, kept from launch to launch: mapping and unmapping one takes the host's kernel
 // longer than most threads run. Not a power of two apart, or their ends, of which there are

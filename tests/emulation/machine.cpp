@@ -360,7 +360,7 @@ void run(const std::vector<Work>& stream) {
       last_progress = now;
     } else {
       if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
-      if (now - last_progress > kPatience) fail("nothing has happened for a minute");
+      if (now - last_progress > kPatience) fail("nothing has happened for three minutes");
       idle(cpu_time() - began, released);
     }
   }
