@@ -21,6 +21,7 @@ from moe_p2p.errors import AbortedError
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
 from moe_p2p.weights.attempt import COMMIT, Keys
 from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights.job import SetUp, current
 from tests.support.weights_fleet import BF16, engine_of
 
 SHAPE = (8, 6)
@@ -386,6 +387,67 @@ def test_a_refusal_at_set_up_is_heard_by_all() -> None:
         found.generators = [fine.result(60)]
         found.update(1)
         found.check(1)
+
+
+@pytest.mark.parametrize("who", ["trainer 0", "trainer 1", "generator 0"])
+def test_a_wrong_argument_of_one_rank_is_heard_by_all_that_wait(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checks come first: trainer 0 has opened no job yet."""
+    waiting, listen = set[str](), SetUp.listen
+
+    def listens(self: SetUp, *missing: Any) -> None:
+        waiting.add(self._who)
+        listen(self, *missing)
+
+    monkeypatch.setattr(SetUp, "listen", listens)
+    with ExitStack() as stack:
+        found = World(stack)
+        ranks = {"trainer 0": lambda **how: found.begin_trainer(0, 0.0, **how),
+                 "trainer 1": lambda **how: found.begin_trainer(1, 0.0, **how),
+                 "generator 0": found.begin_generator}  # fmt: skip
+        others = [ranks[each]() for each in ranks if each != who]
+        until = time.monotonic() + LIMITS["timeout_s"] / 2
+        while waiting != ranks.keys() - {who}:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        wrong = ranks[who](lease_s=-1.0)
+        began = time.monotonic()
+        for each in (wrong, *others):
+            with pytest.raises(MoeP2pError, match=f"{who}: lease_s is -1.0"):
+                each.result(60)
+        assert time.monotonic() - began < LIMITS["timeout_s"] / 2  # not at its deadline
+        fine = found.begin_generator()
+        found.train()
+        found.generators = [fine.result(60)]
+        found.update(1)
+        found.check(1)
+
+
+def test_a_joiner_that_is_refused_stands_in_nobodys_way() -> None:
+    """Neither of later ones, nor of trainers and joiners that are in their set-up."""
+    with world() as found:
+        found.update(1)
+
+        def refused(**how: Any) -> None:
+            with pytest.raises(MoeP2pError):
+                found.begin_generator("wrong", **how).result(60)
+
+        refused(watermark=1)
+        found.generators.append(found.begin_generator("late").result(60))
+        for each in found.trainers:
+            each.close()
+        first = found.begin_trainer(0, 0.0)
+        board = found.generators[0]._board
+        while current(board) is not None:
+            time.sleep(0.001)
+        joining = found.begin_generator("later")
+        refused(lease_s=-1.0)
+        second = found.begin_trainer(1, 0.0)
+        found.trainers = [first.result(60), second.result(60)]
+        found.generators.append(joining.result(60))
+        found.update(2)
+        found.check(2)
 
 
 def test_keys_of_old_updates_leave_the_store() -> None:
