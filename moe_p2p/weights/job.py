@@ -81,6 +81,7 @@ class SetUp:
 
     def __init__(self, board: Board, who: str, *, heard: bool = True) -> None:
         self._board, self._who, self._heard, self._before = board, who, heard, None
+        self.job: Job | None = None  # of a trainer that has met the others
         with suppress(StoreError), board.within(Deadline(_SAY_S)):
             self._before = board.get(REFUSED)
 
@@ -110,6 +111,17 @@ class SetUp:
         if found is not None and found != self._before:
             text = str(make(AbortedError, f"the set-up failed: {found['why']}"))
             raise SetUpError(text)
+        if self.job is not None:
+            counting(self._board, self.job.number, self._who)
+
+
+def counting(board: Board, number: int, who: str) -> dict[str, Any] | None:
+    """The word that says which job counts. Raises where it is another one than this trainer's."""
+    now: dict[str, Any] | None = board.get(NOW)
+    if now is not None and now["job"] != number:
+        text = f"{who} was replaced: another job of trainers has taken the name"
+        raise ReplacedError(str(make(AbortedError, text)))
+    return now
 
 
 def open_job(board: Board, layout: WeightLayout) -> None:
@@ -144,7 +156,7 @@ def meet(
                 board.put(f"{now['job']}/trainer {rank}", mine)
                 answered = now["job"]
             if rank == 0:
-                _call_the_roll(board, set_up, now, layout, deadline)
+                _call_the_roll(board, member, set_up, now, layout, deadline)
         set_up.listen()
         member.check()
         if not deadline.left:
@@ -155,18 +167,29 @@ def meet(
 
 
 def _call_the_roll(
-    board: Board, set_up: SetUp, now: Mapping[str, Any], layout: WeightLayout, deadline: Deadline
+    board: Board,
+    member: Member,
+    set_up: SetUp,
+    now: Mapping[str, Any],
+    layout: WeightLayout,
+    deadline: Deadline,
 ) -> None:
     number = now["job"]
+
+    def listen(missing: list[str]) -> None:
+        set_up.listen()
+        member.check()
+        counting(board, number, member.name)
+
     keys = {f"{number}/trainer {i}": f"trainer {i}" for i in range(layout.world_size)}
-    found = board.wait(keys, deadline, set_up.listen)
+    found = board.wait(keys, deadline, listen)
     all_of = [found[key] for key in keys]
     for i, each in enumerate(all_of):
         if each["source"] != layout.digest:
             raise make(InvalidArgumentError, f"trainer {i} has another layout than trainer 0")
     roll = {"ids": [each["id"] for each in all_of], "nics": [each["nics"] for each in all_of],
             "source": layout.digest, "founded": board.get(FOUNDED) is not None}  # fmt: skip
-    board.put(f"{number}/roll", roll)
+    board.decide(f"{number}/roll", roll)  # of two trainers 0 one is in the job
 
 
 def current(board: Board) -> Job | None:

@@ -118,7 +118,7 @@ class WeightTrainer:
         self.attempts_failed = 0
         with set_up.heard(self.close):
             mine = (self._member, set_up, rank, layout, engine.num_nics)
-            self._job = job.meet(self._board, *mine, deadline)
+            self._job = set_up.job = job.meet(self._board, *mine, deadline)
             self._meet(set_up, deadline)
 
     def _meet(self, set_up: job.SetUp, deadline: Deadline) -> None:
@@ -276,6 +276,7 @@ class WeightTrainer:
     def _next(self, wish: _Update) -> int:
         """Number of this call's attempt: the next one, unless this rank missed some."""
         now = self._now()
+        self._member.check()  # else others take it for lost: its lease is another process's
         if self._undecided is not None:
             why = "the store did not answer; this trainer gave the attempt up"
             self._decide_against(self._undecided, self._refusal(why))
@@ -298,14 +299,10 @@ class WeightTrainer:
 
     def _now(self) -> _Update:
         """The word that says which job counts. Raises where it is another one than this rank's."""
-        now: _Update | None = self._board.get(job.NOW)
+        now = job.counting(self._board, self._job.number, f"trainer {self.rank}")
         if now is None:  # a store that was lost, and is served anew
             now = {"job": self._job.number, "attempt": self._attempt, "source": self._job.source}
             self._board.swap(job.NOW, None, now)
-            return now
-        if now["job"] != self._job.number:
-            text = f"trainer {self.rank} was replaced: another job of trainers has taken the name"
-            raise make(AbortedError, text)
         return now
 
     def _refusal(self, why: str, **how: Any) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.errors import AbortedError
-from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer, job
 from moe_p2p.weights.attempt import COMMIT, Keys
 from moe_p2p.weights.inbox import Inbox
 from moe_p2p.weights.job import SetUp, current
@@ -193,6 +194,33 @@ def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
             if each not in found.generators:
                 is_replaced(each)
         assert all("was replaced" in each for each in errors)
+
+
+def test_of_two_trainers_0_that_call_the_roll_one_is_in_the_job() -> None:
+    board = Board(HashStore(), alone=True)
+    set_up = SetUp(board, "trainer 0")
+    job.open_job(board, WHOLE)
+    number = board.get(job.NOW)["job"]
+    for who in ("trainer 0#a", "trainer 0#b"):
+        mine = {"id": who, "nics": 1, "source": WHOLE.digest}
+        board.put(f"{number}/trainer 0", mine)
+        member: Any = None  # is asked only while others are missing
+        job._call_the_roll(board, member, set_up, board.get(job.NOW), WHOLE, Deadline(5.0))
+    found = current(board)
+    assert found is not None
+    assert found.ids == ["trainer 0#a"]
+
+
+def test_a_trainer_whose_name_was_taken_within_its_job_finds_out() -> None:
+    """Its lease is gone: others would take it for lost once an update takes longer."""
+    with world() as found:
+        found.update(1)
+        second = found.begin_trainer(1, 0.0, timeout_s=1.0)
+        found.trainers[1]._member._beat.stopped.wait(LIMITS["timeout_s"])
+        with pytest.raises(AbortedError, match="trainer 1 was replaced"):
+            found.trainers[1].update(2)
+        with pytest.raises(MoeP2pError, match="has another process in this place"):
+            second.result(60)
 
 
 # --- trainers restart ---
