@@ -104,7 +104,7 @@ def chosen(kills: str) -> list[Run]:
     for run in fifth:
         has = {(run.side, run.stage), (run.kind, run.mode, run.side)}
         if run.kind in KINDS:
-            has = {(run.kind, run.mode), (run.kind, run.side)}
+            has = {(run.kind, run.side), (run.mode, run.side)}
         few += [run] if has - seen else []
         seen |= has
     rest = [run for run in fifth if run not in few]
