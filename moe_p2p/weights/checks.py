@@ -18,10 +18,16 @@ _MOST_VERSION = (1 << 63) - 1  # a word beside the tensors has it
 _MOST_S = 1e6
 
 
+def check_store(who: str, store: Any) -> None:
+    require(
+        hasattr(store, "compare_set"),
+        f"{who}: store is {store!r}, must be a torch store, as TCPStore",
+    )
+
+
 def check_rank(
     who: str,
     engine: Engine,
-    store: Any,
     layout: WeightLayout,
     rank: int,
     tensors: Mapping[str, Tensor],
@@ -29,10 +35,6 @@ def check_rank(
 ) -> None:
     """Of a trainer or generator. seconds: timeout_s and lease_s."""
     require_type(f"{who}: engine", engine, Engine, "an Engine")
-    require(
-        hasattr(store, "compare_set"),
-        f"{who}: store is {store!r}, must be a torch store, as TCPStore",
-    )
     require_type(f"{who}: layout", layout, WeightLayout, "a WeightLayout")
     require(
         type(rank) is int and 0 <= rank < layout.world_size,

@@ -39,7 +39,13 @@ from moe_p2p.weights import attempt, given, job, joining
 from moe_p2p.weights.agreeing import Agree
 from moe_p2p.weights.arrivals import Arrivals
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
-from moe_p2p.weights.checks import check_engine, check_rank, check_seconds, check_tensors
+from moe_p2p.weights.checks import (
+    check_engine,
+    check_rank,
+    check_seconds,
+    check_store,
+    check_tensors,
+)
 from moe_p2p.weights.inbox import Finalize, Inbox
 from moe_p2p.weights.job import Job
 from moe_p2p.weights.joining import Lent, State
@@ -92,10 +98,15 @@ class WeightGenerator:
         timeout_s: float = 30.0,
         lease_s: float = 5.0,
     ) -> None:
-        seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-        check_rank(f"generator {rank}", engine, store, layout, rank, tensors, seconds)
-        self._shared = check_engine(f"generator {rank}", mode, engine_ranks, agree, replica)
-        self._tensors = given.of_generator(rank, layout, tensors, padding)
+        who = f"generator {rank}"
+        check_store(who, store)
+        self._board = Board(store, job.prefix_of(name))
+        set_up = job.SetUp(self._board, who, heard=not replica)
+        with set_up.heard(self._board.client.close):
+            seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
+            check_rank(who, engine, layout, rank, tensors, seconds)
+            self._shared = check_engine(who, mode, engine_ranks, agree, replica)
+            self._tensors = given.of_generator(rank, layout, tensors, padding)
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
@@ -118,7 +129,6 @@ class WeightGenerator:
         self._lookout: Lookout | None = None
         self._usable = True  # else it reports no version
         deadline, self._began = Deadline(timeout_s), time.monotonic()
-        self._board = Board(store, job.prefix_of(name))
         job.publish(self._board, layout)
         if rank == 0 and not replica:
             self._board.put("generator layout", layout.digest)
@@ -126,8 +136,8 @@ class WeightGenerator:
         record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
                   "engine": [attempt.generator_name(replica, each) for each in engine_ranks],
                   "signature": self._signature}  # fmt: skip
-        with job.heard(self._board, self.name, lambda: None):
-            self._job = job.find(self._board, deadline)
+        with set_up.heard(self._board.client.close):
+            self._job = job.find(self._board, set_up, deadline)
             self.plan = job.plan_of(self._board, self._job, layout, deadline)
             self._check_layout(replica)
             self._reached("planned")
@@ -145,7 +155,7 @@ class WeightGenerator:
         self._lent = Lent(engine, self._tensors)
         self._member = Member(self._board, self.name, record, lease_s)
         self._returns = self._board.client.returns
-        with job.heard(self._board, self.name, self.close):
+        with set_up.heard(self.close):
             self._board.put(f"live/{self._member.id}", self._lent.address())
             self._serve(self._job, 1)
             self._reached("registered")

@@ -6,6 +6,7 @@ job beside generators that run. moe_p2p/fleet/README.md has its words. Used by b
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,13 +14,18 @@ from typing import Any, NamedTuple
 
 from moe_p2p import log
 from moe_p2p.errors import AbortedError, InvalidArgumentError, TimeoutError, make
-from moe_p2p.fleet.board import Board, Deadline, newer
+from moe_p2p.fleet.board import Board, Deadline, StoreError, newer
 from moe_p2p.fleet.member import Member, ReplacedError, name_of
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
 
 NOW = "now"
+FOUNDED = "founded"  # the first job has met its generators
+# Why the last set-up failed. job: the one that it ended, as all of it wait for each other; None:
+# none, a job that runs goes on.
+REFUSED = "refused"
 _LOOK_S = 0.002
+_SAY_S = 2.0  # who refuses waits so long for a store that is gone
 
 
 def prefix_of(name: str) -> str:
@@ -62,28 +68,60 @@ def source_of(board: Board, deadline: Deadline) -> WeightLayout:
 # --- set-up ---
 
 
-@contextmanager
-def heard(board: Board, who: str, clean_up: Callable[[], None]) -> Iterator[None]:
-    """Who fails in it says why to all that wait in the set-up of the job."""
-    try:
-        yield
-    except ReplacedError:  # the process that has the name now goes on
-        clean_up()
-        raise
-    except BaseException as error:
-        with suppress(Exception):  # the store may be gone
-            now = board.get(NOW)
-            if now is not None and board.get(f"{now['job']}/refused") is None:
-                board.put(f"{now['job']}/refused", f"{who}: {error}")
-        clean_up()
-        raise
+class SetUpError(AbortedError):
+    """Another rank has refused the set-up."""
 
 
-def listen(board: Board, number: int | None) -> None:
-    """Raises what somebody has refused the set-up for."""
-    why = None if number is None else board.get(f"{number}/refused")
-    if why is not None:
-        raise make(AbortedError, f"the set-up failed: {why}")
+class SetUp:
+    """What a rank's set-up hears of others, and what others hear of it. Made before its arguments
+    are checked: what was refused by then is of a set-up that is over.
+
+    heard: by all that wait; others wait for no generator that joins as a replica.
+    """
+
+    def __init__(self, board: Board, who: str, *, heard: bool = True) -> None:
+        self._board, self._who, self._heard, self._before = board, who, heard, None
+        self.job: Job | None = None  # of a trainer that has met the others
+        with suppress(StoreError), board.within(Deadline(_SAY_S)):
+            self._before = board.get(REFUSED)
+
+    @contextmanager
+    def heard(self, clean_up: Callable[[], None]) -> Iterator[None]:
+        """Who fails in it says why."""
+        try:
+            yield
+        except BaseException as error:
+            # The process that has the name now goes on; what was heard was said.
+            if self._heard and not isinstance(error, (ReplacedError, SetUpError)):
+                with suppress(Exception), self._board.within(Deadline(_SAY_S)):
+                    self._say(str(error) or type(error).__name__)
+            clean_up()
+            raise
+
+    def _say(self, why: str) -> None:
+        now = self._board.get(NOW)
+        ends = now is not None and self._board.get(FOUNDED) is None
+        word = {"why": why if self._who in why else f"{self._who}: {why}",
+                "id": secrets.token_hex(4), "job": now["job"] if ends else None}  # fmt: skip
+        self._board.put(REFUSED, word)
+
+    def listen(self, missing: list[str] | None = None) -> None:
+        """Raises what somebody has refused the set-up for. missing: as of `Board.wait`."""
+        found = self._board.get(REFUSED)
+        if found is not None and found != self._before:
+            text = str(make(AbortedError, f"the set-up failed: {found['why']}"))
+            raise SetUpError(text)
+        if self.job is not None:
+            counting(self._board, self.job.number, self._who)
+
+
+def counting(board: Board, number: int, who: str) -> dict[str, Any] | None:
+    """The word that says which job counts. Raises where it is another one than this trainer's."""
+    now: dict[str, Any] | None = board.get(NOW)
+    if now is not None and now["job"] != number:
+        text = f"{who} was replaced: another job of trainers has taken the name"
+        raise ReplacedError(str(make(AbortedError, text)))
+    return now
 
 
 def open_job(board: Board, layout: WeightLayout) -> None:
@@ -97,7 +135,13 @@ def open_job(board: Board, layout: WeightLayout) -> None:
 
 
 def meet(
-    board: Board, member: Member, rank: int, layout: WeightLayout, nics: int, deadline: Deadline
+    board: Board,
+    member: Member,
+    set_up: SetUp,
+    rank: int,
+    layout: WeightLayout,
+    nics: int,
+    deadline: Deadline,
 ) -> Job:
     """By each trainer, after `open_job` of trainer 0; returns the job of all."""
     answered = None
@@ -112,8 +156,8 @@ def meet(
                 board.put(f"{now['job']}/trainer {rank}", mine)
                 answered = now["job"]
             if rank == 0:
-                _call_the_roll(board, now, layout, deadline)
-            listen(board, now["job"])
+                _call_the_roll(board, member, set_up, now, layout, deadline)
+        set_up.listen()
         member.check()
         if not deadline.left:
             why = "" if roll is None else "; the job that runs has another process in this place"
@@ -123,18 +167,29 @@ def meet(
 
 
 def _call_the_roll(
-    board: Board, now: Mapping[str, Any], layout: WeightLayout, deadline: Deadline
+    board: Board,
+    member: Member,
+    set_up: SetUp,
+    now: Mapping[str, Any],
+    layout: WeightLayout,
+    deadline: Deadline,
 ) -> None:
     number = now["job"]
+
+    def listen(missing: list[str]) -> None:
+        set_up.listen()
+        member.check()
+        counting(board, number, member.name)
+
     keys = {f"{number}/trainer {i}": f"trainer {i}" for i in range(layout.world_size)}
-    found = board.wait(keys, deadline, lambda missing: listen(board, number))
+    found = board.wait(keys, deadline, listen)
     all_of = [found[key] for key in keys]
     for i, each in enumerate(all_of):
         if each["source"] != layout.digest:
             raise make(InvalidArgumentError, f"trainer {i} has another layout than trainer 0")
     roll = {"ids": [each["id"] for each in all_of], "nics": [each["nics"] for each in all_of],
-            "source": layout.digest, "founded": board.get("founded") is not None}  # fmt: skip
-    board.put(f"{number}/roll", roll)
+            "source": layout.digest, "founded": board.get(FOUNDED) is not None}  # fmt: skip
+    board.decide(f"{number}/roll", roll)  # of two trainers 0 one is in the job
 
 
 def current(board: Board) -> Job | None:
@@ -144,21 +199,17 @@ def current(board: Board) -> Job | None:
     return None if roll is None else Job(number=now["job"], **roll)
 
 
-def find(board: Board, deadline: Deadline) -> Job:
+def find(board: Board, set_up: SetUp, deadline: Deadline) -> Job:
     """By generators at set-up."""
-    first: Any = ()
     while True:
-        now = board.get(NOW)
-        refused = None if now is None else board.get(f"{now['job']}/refused")
+        refused = board.get(REFUSED)
         found = current(board)
-        if found is not None and refused is None:
+        if found is not None and (refused is None or refused["job"] != found.number):
             return found
-        if first == ():
-            first = None if refused is None else now
-        if refused is not None and now != first:  # else of a job that is over
-            listen(board, now["job"])
+        set_up.listen()
         if not deadline.left:
-            why = f"; the last set-up failed: {refused}" if refused else ""
+            now = board.get(NOW)
+            why = f"; the last set-up failed: {refused['why']}" if refused else ""
             late = "trainer 0" if now is None else _late(board, now)
             raise make(TimeoutError, f"within {deadline.timeout_s:g} s no word from {late}{why}")
         time.sleep(_LOOK_S)
@@ -177,14 +228,14 @@ def plan_of(board: Board, job: Job, layout: WeightLayout, deadline: Deadline) ->
 
 
 def await_founders(
-    board: Board, member: Member, job: Job, names: list[str], deadline: Deadline
+    board: Board, member: Member, set_up: SetUp, job: Job, names: list[str], deadline: Deadline
 ) -> dict[str, str]:
     """By trainers: returns ids of founders by name. A job that follows another one takes those
     that are there; after a lease, it goes on when any generator is."""
     if not job.founded:
         keys = {job.key(f"there/{name}"): name for name in names}
-        found = board.wait(keys, deadline, lambda missing: listen(board, job.number))
-        board.put("founded", True)
+        found = board.wait(keys, deadline, set_up.listen)
+        board.put(FOUNDED, True)
         return {name: found[job.key(f"there/{name}")] for name in names}
     began = time.monotonic()
     while True:
@@ -198,5 +249,6 @@ def await_founders(
         if not deadline.left:
             text = f"within {deadline.timeout_s:g} s no word from {', '.join(missing)}"
             raise make(TimeoutError, text)
-        listen(board, job.number)
+        if not there:
+            set_up.listen()
         time.sleep(min(0.05, member.lease_s / 4))

@@ -39,6 +39,7 @@ from moe_p2p.weights.checks import (
     alone,
     check_rank,
     check_seconds,
+    check_store,
     check_tensors,
     check_update,
 )
@@ -78,20 +79,23 @@ class WeightTrainer:
         watermark: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-        check_rank(f"trainer {rank}", engine, store, layout, rank, tensors, seconds)
-        self._tensors = given.of_trainer(rank, layout, tensors)
-        self._given = {name: given.plain(each) for name, each in tensors.items()}  # as `update`s
-        self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
-        self.version: int | None = None  # what the fleet is at
-        self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
-        deadline = Deadline(timeout_s)
+        who = f"trainer {rank}"
+        check_store(who, store)
         self._board = Board(store, job.prefix_of(name))
-        if rank == 0:
-            job.open_job(self._board, layout)
-        key = "generator layout"
-        with job.heard(self._board, f"trainer {rank}", lambda: None):
-            digest = self._board.wait({key: "generator 0"}, deadline, self._refused)[key]
+        set_up = job.SetUp(self._board, who)
+        with set_up.heard(self._board.client.close):
+            seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
+            check_rank(who, engine, layout, rank, tensors, seconds)
+            self._tensors = given.of_trainer(rank, layout, tensors)
+            self._given = {name: given.plain(each) for name, each in tensors.items()}  # as updates
+            self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
+            self.version: int | None = None  # what the fleet is at
+            self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
+            deadline = Deadline(timeout_s)
+            if rank == 0:
+                job.open_job(self._board, layout)
+            key = "generator layout"
+            digest = self._board.wait({key: "generator 0"}, deadline, set_up.listen)[key]
             theirs = job.layout_of(self._board, digest, "generator 0", deadline)
             self.plan = weight_plan(layout, theirs)
             first = next(iter(self._tensors.values()), None)
@@ -99,7 +103,7 @@ class WeightTrainer:
             self._outbox = Outbox(
                 engine, rank, self.plan, self._tensors, torch.device(where), watermark
             )
-        self._member = Member(self._board, f"trainer {rank}", {}, lease_s)
+        self._member = Member(self._board, who, {}, lease_s)
         self._attempt = self._changes = self._returns = 0
         self._decided_on = 0  # version of the attempt under way
         self._undecided: Keys | None = None  # of an attempt that failed while the store was away
@@ -112,18 +116,15 @@ class WeightTrainer:
         self._full = False  # a generator cannot take a part
         self._under_way = threading.Lock()
         self.attempts_failed = 0
-        with job.heard(self._board, f"trainer {rank}", self.close):
-            self._job = job.meet(self._board, self._member, rank, layout, engine.num_nics, deadline)
-            self._meet(deadline)
+        with set_up.heard(self.close):
+            mine = (self._member, set_up, rank, layout, engine.num_nics)
+            self._job = set_up.job = job.meet(self._board, *mine, deadline)
+            self._meet(set_up, deadline)
 
-    def _refused(self, missing: list[str]) -> None:
-        now = self._board.get(job.NOW)
-        if now is not None and self._board.get(f"{now['job']}/roll") is None:
-            job.listen(self._board, now["job"])
-
-    def _meet(self, deadline: Deadline) -> None:
+    def _meet(self, set_up: job.SetUp, deadline: Deadline) -> None:
         founders = {attempt.generator_name("", i): i for i in range(self.plan.target.world_size)}
-        there = job.await_founders(self._board, self._member, self._job, list(founders), deadline)
+        among = (self._member, set_up, self._job, list(founders))
+        there = job.await_founders(self._board, *among, deadline)
         for name, who in there.items():
             if founders[name] in self._outbox.targets(""):
                 key = self._job.key(f"lends/{who}")
@@ -134,7 +135,7 @@ class WeightTrainer:
                     if who in self._member.members():
                         raise
                     # It left since, as an engine that is set up anew; `update` finds who is there.
-        self._meet_for_maxima(deadline, lambda missing: job.listen(self._board, self._job.number))
+        self._meet_for_maxima(deadline, set_up.listen)
 
     def _there(self) -> list[int]:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]
@@ -275,6 +276,7 @@ class WeightTrainer:
     def _next(self, wish: _Update) -> int:
         """Number of this call's attempt: the next one, unless this rank missed some."""
         now = self._now()
+        self._member.check()  # else others take it for lost: its lease is another process's
         if self._undecided is not None:
             why = "the store did not answer; this trainer gave the attempt up"
             self._decide_against(self._undecided, self._refusal(why))
@@ -297,14 +299,10 @@ class WeightTrainer:
 
     def _now(self) -> _Update:
         """The word that says which job counts. Raises where it is another one than this rank's."""
-        now: _Update | None = self._board.get(job.NOW)
+        now = job.counting(self._board, self._job.number, f"trainer {self.rank}")
         if now is None:  # a store that was lost, and is served anew
             now = {"job": self._job.number, "attempt": self._attempt, "source": self._job.source}
             self._board.swap(job.NOW, None, now)
-            return now
-        if now["job"] != self._job.number:
-            text = f"trainer {self.rank} was replaced: another job of trainers has taken the name"
-            raise make(AbortedError, text)
         return now
 
     def _refusal(self, why: str, **how: Any) -> dict[str, Any]:

@@ -78,6 +78,14 @@ class Model:
             each.view(-1).view(torch.uint8).fill_(FILLER)
         return tensors
 
+    def holds(self, rank: int, live: dict[str, Tensor], version: int) -> bool:
+        """Whether a generator's tensors have the values of this seed."""
+        wanted = self.wanted(rank, self.values(version))
+        return all(
+            torch.equal(live[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
+            for name, each in wanted.items()
+        )
+
 
 def _typed(params: list[Param], found: dict[str, Tensor]) -> dict[str, Tensor]:
     types = {each.tensor: getattr(torch, each.dtype) for each in params}

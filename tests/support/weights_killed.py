@@ -1,4 +1,5 @@
 """A rank of a weight update is killed at each stage, in both modes; what is left tells the truth.
+It begins anew, and is replaced (weights_replaced.py).
 
     python -m tests.support.weights_killed                           a fifth of the runs
     MOE_P2P_WEIGHTS_KILLS=all python -m tests.support.weights_killed
@@ -27,6 +28,7 @@ from moe_p2p.errors import MoeP2pError
 from moe_p2p.weights import WeightGenerator, WeightTrainer
 from moe_p2p.weights.joining import Reader
 from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, Model, engine_of
+from tests.support.weights_replaced import KINDS, Supervisor
 
 TRAINER_STAGES = ("begin", "maxima", "ready", "one write", "converted", "submitted", "written",
                   "sent", "decided")  # fmt: skip
@@ -34,15 +36,16 @@ GENERATOR_STAGES = ("begin", "arrived", "decided", "copied")
 JOINING_STAGES = ("lent", "one read", "joined")
 LONG_S, SHORT_S = 60.0, 1.5  # leases: nobody is lost within an update; or before it ends
 TOGETHER = 3  # runs at a time: they wait most of the time
-UPDATE_S = 1.0  # of the update in which a rank is killed
-SLACK_S = 15.0  # for busy machines; who waits for MOST_S or a lease takes longer
+UPDATE_S = 3.0  # of the update in which a rank is killed. Too short: it is over before its stage
+SLACK_S = 6.0  # for busy machines; who waits for MOST_S or a lease takes longer
 MOST_S = 30.0
 
 
 class Run(NamedTuple):
     """kind: "alone": nobody else holds what a trainer has, and leases outlast the update.
     "replicas": others have it, and leases are short: the update goes on without the victim.
-    "joining": a third generator joins before the update, and is killed."""
+    "joining": a third generator joins before the update, and is killed. Others: of
+    weights_replaced.py."""
 
     mode: Any
     side: str
@@ -86,7 +89,11 @@ def runs() -> list[Run]:
     ]
     joining = [Run(mode, "generator", GENERATORS, stage, "joining")
                for mode in ("shadow", "in_place") for stage in JOINING_STAGES]  # fmt: skip
-    return found + joining
+    replaced = [run._replace(kind=kind) for kind in ("restart", "stopped", "alive")
+                for run in found if run.kind == "alone"]  # fmt: skip
+    replaced += [Run(mode, side, rank, "", "founders") for mode in ("shadow", "in_place")
+                 for side, count, _ in sides for rank in range(count)]  # fmt: skip
+    return found + joining + replaced
 
 
 def chosen(kills: str) -> list[Run]:
@@ -96,6 +103,8 @@ def chosen(kills: str) -> list[Run]:
     few, seen = [], set[tuple[str, ...]]()
     for run in fifth:
         has = {(run.side, run.stage), (run.kind, run.mode, run.side)}
+        if run.kind in KINDS:
+            has = {(run.kind, run.side), (run.mode, run.side)}
         few += [run] if has - seen else []
         seen |= has
     rest = [run for run in fifth if run not in few]
@@ -180,7 +189,7 @@ def generate(run: Run, rank: int, store: Any) -> dict[str, Any]:
         generator.step()
     except MoeP2pError:
         refused = True
-    holds = [version for version in (1, 2) if _holds(run.model, rank, live, version)]
+    holds = [version for version in (1, 2) if run.model.holds(rank, live, version)]
     return {"error": error, "seconds": seconds, "version": generator.version, "holds": holds,
             "dirty": generator.dirty, "refused": refused}  # fmt: skip
 
@@ -216,15 +225,7 @@ def _update(generator: WeightGenerator) -> None:
     generator.wait(MOST_S)
 
 
-def _holds(model: Model, rank: int, live: dict[str, torch.Tensor], version: int) -> bool:
-    wanted = model.wanted(rank, model.values(version))
-    return all(
-        torch.equal(live[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
-        for name, each in wanted.items()
-    )
-
-
-def _fork(work: Callable[[], dict[str, Any]], into: Path) -> int:
+def _fork(work: Callable[[], Any], into: Path) -> int:
     child = os.fork()
     if child:
         return child
@@ -256,7 +257,10 @@ class Started:
                 name = f"{side} {rank}"
                 self._children[name] = _fork(begin, at / name)
 
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def faults(self) -> list[str]:
+        return faults(self.run, self._reports())
+
+    def _reports(self) -> dict[str, dict[str, Any]]:
         """Of each rank that is left, once all have ended."""
         _join(self._children)
         files = {name: Path(self._folder.name) / name for name in self._children}
@@ -264,6 +268,25 @@ class Started:
                  for name, file in files.items() if file.exists()}  # fmt: skip
         self._folder.cleanup()
         return found
+
+
+class Supervised:
+    """A run of weights_replaced.py, whose supervisor is a child."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self._folder = run, tempfile.TemporaryDirectory()
+        at = Path(self._folder.name)
+        self._child = _fork(lambda: Supervisor(run, at).supervise(), at / "found")
+
+    def faults(self) -> list[str]:
+        os.waitpid(self._child, 0)
+        found = pickle.loads((Path(self._folder.name) / "found").read_bytes())
+        self._folder.cleanup()
+        return [str(found)] if isinstance(found, dict) else list(found)
+
+
+def begin(run: Run) -> Started | Supervised:
+    return Supervised(run) if run.kind in KINDS else Started(run)
 
 
 def _join(children: dict[str, int]) -> None:
@@ -322,8 +345,8 @@ def main() -> int:
     torch.set_num_threads(1)
     wrong, began = 0, time.monotonic()
     for at in range(0, len(wanted), TOGETHER):
-        for started in [Started(run) for run in wanted[at : at + TOGETHER]]:
-            found, run = faults(started.run, started.reports()), started.run
+        for started in [begin(run) for run in wanted[at : at + TOGETHER]]:
+            found, run = started.faults(), started.run
             wrong += bool(found)
             print(f"{run.kind}, {run.mode}, {run.victim} at {run.stage}:", *found or ["ok"],
                   sep="\n  ", flush=True)  # fmt: skip

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ProtocolError
-from moe_p2p.errors import RemoteAccessError
+from moe_p2p.errors import AbortedError, RemoteAccessError
 from moe_p2p.fleet.board import Deadline
 from moe_p2p.weights import WeightGenerator, attempt
+from moe_p2p.weights.attempt import COMMIT
 from moe_p2p.weights.outbox import Outbox
 from moe_p2p.weights.sending import UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
@@ -130,11 +132,64 @@ def blocks_of_neighbours_have_one_scale() -> None:
         check(found, 1)
 
 
+def a_generator_that_was_replaced_stops() -> None:
+    with fleet(MODELS["fused"], lease_s=0.4) as found:
+        update(found, 1)
+        old = found.generators[1]
+        found.join("", 1)
+        del found.generators[1], found.live[1]
+        try:
+            update(found, 2)
+            check(found, 2)
+            if not old._member._beat.stopped.wait(3):  # at its next renewal
+                raise NotTrueError("it goes on")
+            with pytest.raises(AbortedError, match="was replaced"):
+                old.step()
+            assert old.version == 1
+        finally:
+            old.close()
+
+
+def a_decision_counts_for_who_has_reported() -> None:
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1)
+        running = found.train(2, timeout_s=1.0)
+        board, keys = found.trainers[0]._board, found.generators[0]._keys
+        board.wait({keys.update: "trainer 0"}, Deadline(20))
+        board.decide(keys.decision, COMMIT)
+        generator = found.generators[0]
+        generator._progress()
+        for each in running:
+            each.exception(60)
+        if generator.step() != 1:
+            raise NotTrueError("it went to a version that it had not reported")
+
+
+def a_copy_fails() -> None:
+    with fleet(MODELS["fused"]) as found:
+        update(found, 1)
+        generator = found.generators[0]
+        running = found.train(2)
+        other = found.pool.submit(found.generators[1].wait)
+        with (
+            mock.patch.object(generator._inbox, "commit", side_effect=OSError("a copy fails")),
+            pytest.raises(OSError, match="a copy fails"),
+        ):
+            generator.wait()
+        for each in [*running, other]:
+            each.result(60)
+        if not generator.dirty or generator.version != 1:
+            raise NotTrueError("it is clean, and was not copied")
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     "publish before count": lambda: bytes_that_come_late_are_counted_first("derived"),
     "no epoch": immediates_come_after_their_update,
     "skip finalize": derived_tensors_are_made,
     "no boundary maxima": blocks_of_neighbours_have_one_scale,
+    "no incarnation in the record": a_generator_that_was_replaced_stops,
+    "commit without arrival": a_decision_counts_for_who_has_reported,
+    "clean before copied": a_copy_fails,
     "no fence": a_write_comes_after_its_update,
 }
 

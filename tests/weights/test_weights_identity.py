@@ -18,9 +18,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.errors import AbortedError
-from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer, job
 from moe_p2p.weights.attempt import COMMIT, Keys
 from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights.job import SetUp, current
 from tests.support.weights_fleet import BF16, engine_of
 
 SHAPE = (8, 6)
@@ -192,6 +194,33 @@ def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
             if each not in found.generators:
                 is_replaced(each)
         assert all("was replaced" in each for each in errors)
+
+
+def test_of_two_trainers_0_that_call_the_roll_one_is_in_the_job() -> None:
+    board = Board(HashStore(), alone=True)
+    set_up = SetUp(board, "trainer 0")
+    job.open_job(board, WHOLE)
+    number = board.get(job.NOW)["job"]
+    for who in ("trainer 0#a", "trainer 0#b"):
+        mine = {"id": who, "nics": 1, "source": WHOLE.digest}
+        board.put(f"{number}/trainer 0", mine)
+        member: Any = None  # is asked only while others are missing
+        job._call_the_roll(board, member, set_up, board.get(job.NOW), WHOLE, Deadline(5.0))
+    found = current(board)
+    assert found is not None
+    assert found.ids == ["trainer 0#a"]
+
+
+def test_a_trainer_whose_name_was_taken_within_its_job_finds_out() -> None:
+    """Its lease is gone: others would take it for lost once an update takes longer."""
+    with world() as found:
+        found.update(1)
+        second = found.begin_trainer(1, 0.0, timeout_s=1.0)
+        found.trainers[1]._member._beat.stopped.wait(LIMITS["timeout_s"])
+        with pytest.raises(AbortedError, match="trainer 1 was replaced"):
+            found.trainers[1].update(2)
+        with pytest.raises(MoeP2pError, match="has another process in this place"):
+            second.result(60)
 
 
 # --- trainers restart ---
@@ -386,6 +415,67 @@ def test_a_refusal_at_set_up_is_heard_by_all() -> None:
         found.generators = [fine.result(60)]
         found.update(1)
         found.check(1)
+
+
+@pytest.mark.parametrize("who", ["trainer 0", "trainer 1", "generator 0"])
+def test_a_wrong_argument_of_one_rank_is_heard_by_all_that_wait(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checks come first: trainer 0 has opened no job yet."""
+    waiting, listen = set[str](), SetUp.listen
+
+    def listens(self: SetUp, *missing: Any) -> None:
+        waiting.add(self._who)
+        listen(self, *missing)
+
+    monkeypatch.setattr(SetUp, "listen", listens)
+    with ExitStack() as stack:
+        found = World(stack)
+        ranks = {"trainer 0": lambda **how: found.begin_trainer(0, 0.0, **how),
+                 "trainer 1": lambda **how: found.begin_trainer(1, 0.0, **how),
+                 "generator 0": found.begin_generator}  # fmt: skip
+        others = [ranks[each]() for each in ranks if each != who]
+        until = time.monotonic() + LIMITS["timeout_s"] / 2
+        while waiting != ranks.keys() - {who}:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        wrong = ranks[who](lease_s=-1.0)
+        began = time.monotonic()
+        for each in (wrong, *others):
+            with pytest.raises(MoeP2pError, match=f"{who}: lease_s is -1.0"):
+                each.result(60)
+        assert time.monotonic() - began < LIMITS["timeout_s"] / 2  # not at its deadline
+        fine = found.begin_generator()
+        found.train()
+        found.generators = [fine.result(60)]
+        found.update(1)
+        found.check(1)
+
+
+def test_a_joiner_that_is_refused_stands_in_nobodys_way() -> None:
+    """Neither of later ones, nor of trainers and joiners that are in their set-up."""
+    with world() as found:
+        found.update(1)
+
+        def refused(**how: Any) -> None:
+            with pytest.raises(MoeP2pError):
+                found.begin_generator("wrong", **how).result(60)
+
+        refused(watermark=1)
+        found.generators.append(found.begin_generator("late").result(60))
+        for each in found.trainers:
+            each.close()
+        first = found.begin_trainer(0, 0.0)
+        board = found.generators[0]._board
+        while current(board) is not None:
+            time.sleep(0.001)
+        joining = found.begin_generator("later")
+        refused(lease_s=-1.0)
+        second = found.begin_trainer(1, 0.0)
+        found.trainers = [first.result(60), second.result(60)]
+        found.generators.append(joining.result(60))
+        found.update(2)
+        found.check(2)
 
 
 def test_keys_of_old_updates_leave_the_store() -> None:

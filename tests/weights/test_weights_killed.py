@@ -1,5 +1,5 @@
-"""A rank killed at each stage of an update: some of the runs, or all (weights_killed.py). One
-that is stopped, and goes on (weights_stopped.py)."""
+"""A rank killed at each stage of an update, begun anew, replaced: some of the runs, or all
+(weights_killed.py, weights_replaced.py). One that is stopped, and goes on (weights_stopped.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import cells, warm
 from tests.support.weights_killed import Run, chosen, faults, runs
+from tests.support.weights_replaced import KINDS
 
 
 def output_of(module: str, **environment: str) -> str:
@@ -39,11 +40,13 @@ def test_few_of_a_fifth_have_all_stages_and_both_modes_and_sides() -> None:
         assert {(each.mode, each.side) for each in few if each.kind == kind} == {
             (mode, side) for mode in ("shadow", "in_place") for side in ("trainer", "generator")
         }
-    stages = {(each.side, each.stage) for each in runs() if each.kind != "joining"}
+    for kind in KINDS:
+        assert {each.side for each in few if each.kind == kind} == {"trainer", "generator"}
+    stages = {(each.side, each.stage) for each in runs() if each.kind not in ("joining", *KINDS)}
     assert stages <= {(each.side, each.stage) for each in few}
     assert any(each.kind == "joining" for each in few)
     assert sorted(few + chosen("rest")) == sorted(chosen(""))
-    assert len(few) < 20 < len(chosen("")) == len(chosen("all")) // 5
+    assert len(few) < 36 < len(chosen("")) == len(chosen("all")) // 5 + 1
 
 
 def test_lies_are_found() -> None:
