@@ -2,7 +2,9 @@
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MoeP2pConnector",
         "kv_connector_module_path": "moe_p2p.integrations.vllm_kv", "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"store": "HOST:PORT"}}'           decode: "kv_consumer"
+        "kv_connector_extra_config": {"store": "HOST:PORT"}}'
+
+decode: "kv_consumer"; "kv_both": requests say by their kv_transfer_params which of both they want.
 
 Other fields of kv_connector_extra_config: "host", the address under which others reach this engine;
 "verify" of KVReceiver; fields of KVTimeouts. docs/kv.md says what is carried and what is not.
@@ -19,7 +21,7 @@ from torch import Tensor
 from moe_p2p.errors import UnavailableError, make
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv_worker import serve_store
-from moe_p2p.integrations.vllm_kv_layout import check_parallelism, refuse
+from moe_p2p.integrations.vllm_kv_layout import check_parallelism
 from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
 from moe_p2p.integrations.vllm_kv_stats import prom_class, stats_class
 from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
@@ -33,10 +35,6 @@ class Connector:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         config = vllm_config.kv_transfer_config
-        if config.kv_role == "kv_both":
-            raise refuse(
-                "kv_role=kv_both", 'pass "kv_producer" for prefill, "kv_consumer" for decode'
-            )
         check_parallelism(vllm_config.parallel_config)
         store = config.get_from_extra_config("store", f"127.0.0.1:{config.kv_port}")
         given = (vllm_config, kv_cache_config, config.engine_id, store)

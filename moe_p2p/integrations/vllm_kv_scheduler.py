@@ -75,6 +75,7 @@ def attempt_name(name: str, attempt: int) -> str:
 class KVScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine_id: str, store: str) -> None:
         self._config, self._caches = vllm_config, kv_cache_config
+        self._transfer = vllm_config.kv_transfer_config
         self._engine_id, self._store = engine_id, store
         self._sending: dict[str, _Sending] = {}
         self._meta = StepMeta()  # of the next step
@@ -85,11 +86,16 @@ class KVScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
-        if not (_name_of(params, request) and params.get("remote_engine_id")):
-            log.warning(
-                f"request {request.request_id}: kv_transfer_params need remote_engine_id, and "
-                f"remote_request_id or transfer_id, not {params}; its prompt is computed here"
+        why = ""
+        if not self._transfer.is_kv_consumer:
+            why = "this engine awaits no pages, its kv_role is kv_producer, not kv_both"
+        elif not (_name_of(params, request) and params.get("remote_engine_id")):
+            why = (
+                "kv_transfer_params need remote_engine_id, and remote_request_id or transfer_id, "
+                f"not {params}"
             )
+        if why:
+            log.warning(f"request {request.request_id}: {why}; its prompt is computed here")
             params["do_remote_prefill"] = False
             return 0, False
         count = request.num_prompt_tokens - num_computed_tokens
@@ -117,10 +123,17 @@ class KVScheduler:
 
     def added(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
+        if not params.get("do_remote_decode"):
+            return
+        if self._transfer.is_kv_producer:
             name = _name_of({"transfer_id": params.get("transfer_id")}, request)
             name = name or request.request_id
             self._sending[request.request_id] = _Sending(name, request.num_prompt_tokens)
+            return
+        log.warning(
+            f"request {request.request_id}: this engine sends no pages, its kv_role is "
+            "kv_consumer, not kv_both; it is computed here"
+        )
 
     def _schedule_sends(self, output: Any) -> None:
         for request_id in output.preempted_req_ids or ():
@@ -183,9 +196,8 @@ class KVScheduler:
         if params.get("do_remote_prefill"):  # rejected here before it was scheduled
             params["do_remote_prefill"] = False
             name, source = _name_of(params, request), params.get("remote_engine_id")
-            if name and source:
+            if name and source and self._transfer.is_kv_consumer:
                 self._meta.declined[name] = source
-            return False, None
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
             return False, None

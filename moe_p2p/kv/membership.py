@@ -67,6 +67,8 @@ class Membership:
         self.record = dataclasses.replace(
             worker.worker, host=host, port=listening.getsockname()[1], secret=drawn
         )
+        # A rank may have a worker of either role.
+        self._lease = f"{self.record.name} ({self.record.role})"
         self._stop = threading.Event()
         self._left = threading.Event()  # and all pairs are lost
         self._beat = threading.Event()
@@ -97,7 +99,7 @@ class Membership:
         failing = False
         while not self._stop.is_set():
             try:
-                self.leases.renew(self.record.name, self.record.to_bytes())
+                self.leases.renew(self._lease, self.record.to_bytes())
                 self._look_at(self.leases.members())
                 failing = False
             except Exception as error:  # the store is gone: pairs go on as long as they can
@@ -109,7 +111,7 @@ class Membership:
             self._beat.wait(every)
             self._beat.clear()
         with suppress(Exception):  # the store may be gone
-            self.leases.withdraw(self.record.name)
+            self.leases.withdraw(self._lease)
 
     def _look_at(self, members: dict[str, bytes]) -> None:
         found = self._workers(members)
@@ -121,17 +123,20 @@ class Membership:
                 self.worker.lose(pair, "it was started anew")
         self._known = found
         for other in found.values():
-            wanted = self.worker.role == "receiver" and other.role == "sender"
-            if wanted and other.name not in self.worker.pairs and other.name not in self._dialing:
+            dials = self.worker.role == "receiver" and other.name not in self.worker.pairs
+            if dials and other.name not in self._dialing:
                 self._dialing.add(other.name)
                 self._thread(f"dials {other.name}", self._dial, other)
 
     def _workers(self, members: dict[str, bytes]) -> dict[str, Worker]:
-        """Without those whose records this build does not read: others go on."""
+        """Of the other role, by name. Without those whose records this build does not read: others
+        go on."""
         found = {}
         for name, record in members.items():
             try:
-                found[name] = Worker.from_bytes(record)
+                worker = Worker.from_bytes(record)
+                if worker.role != self.worker.role:
+                    found[worker.name] = worker
             except MoeP2pError as error:
                 if record not in self._unread:
                     log.warning(f"{self.record.name}: the lease of {name}: {error}")

@@ -196,7 +196,7 @@ class Engine:
         self.hasher = kv_cache_utils.get_request_block_hasher(block, sha256)
         self.name = extra.pop("engine_id", f"{role}-{id(self):x}")
         self.model, self.tp, self.block, self.graphs = model, tp, block, graphs
-        extra["store"] = store
+        self.store = extra["store"] = store
 
         def config(rank: int) -> Any:
             return vllm_config(
@@ -288,6 +288,7 @@ class Rank:
         self.connector: Any = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, caches
         )
+        self.half = self.connector._worker
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.active = ActiveKVConnector(config, self.tensors)
         heads = max(engine.model.heads // engine.tp, 1)

@@ -25,17 +25,23 @@ def pair(
     prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any
 ) -> Iterator[tuple[Engine, Engine]]:
     store = f"127.0.0.1:{free_port()}"
-    first = Engine("kv_producer", store, **both, **(prefill or {}))
-    second = Engine("kv_consumer", store, **{"verify": "always", **both, **(decode or {})})
+    first = Engine(**{"role": "kv_producer", "store": store, **both, **(prefill or {})})
+    of_second = {"role": "kv_consumer", "store": store, "verify": "always"}
+    second = Engine(**{**of_second, **both, **(decode or {})})
     try:
-        for rank in second.ranks:  # connecting is apart from requests
-            rank.connector._worker.worker.wait_for(first.name)
-        for rank in first.ranks:
-            rank.connector._worker.worker.wait_for(second.name)
+        meet(first, second)
         yield first, second
     finally:
         second.close()
         first.close()
+
+
+def meet(first: Engine, second: Engine) -> None:
+    """Connecting is apart from requests."""
+    for rank in second.ranks:
+        rank.half.receiver.wait_for(first.name)
+    for rank in first.ranks:
+        rank.half.sender.wait_for(second.name)
 
 
 def run(*all_engines: Engine, until: Callable[[], bool]) -> None:
@@ -164,7 +170,7 @@ def prefix_hits_on_both_sides_send_the_suffix_only() -> None:
         send(first, second, "a", PROMPT)
         longer = PROMPT + list(range(300, 313))
         sent: list[int] = []
-        worker = second.ranks[0].connector._worker.worker
+        worker = second.ranks[0].half.receiver
         reserve = worker.reserve
         worker.reserve = lambda *given, **more: (
             sent.append(more["begin"]),
@@ -285,7 +291,7 @@ def decode_aborts_while_layers_arrive() -> None:
 @scenario
 def blocks_come_back_after_the_fence_where_the_prefiller_does_not_answer() -> None:
     with pair({"max_num_batched_tokens": 8}, {"drain_s": 0.5}) as (first, second):
-        worker = first.ranks[0].connector._worker.worker
+        worker = first.ranks[0].half.sender
         hears = worker.on_message
         worker.on_message = lambda to, told: None if told.kind == "cancel" else hears(to, told)
         send_at_once(first, second, "a", PROMPT)
@@ -393,6 +399,67 @@ def parameters_of_nobody_are_named_and_the_prompt_is_computed() -> None:
 
 
 @scenario
+def engines_of_both_roles_send_to_each_other_and_on() -> None:
+    roles = {"prefill": {"role": "kv_both"}, "decode": {"role": "kv_both", "tp": 2}}
+    with pair(**roles) as (first, second):
+        third = Engine("kv_consumer", first.store, verify="always")
+        try:
+            meet(second, first)
+            meet(second, third)
+            meet(first, first)
+            send(first, second, "a", PROMPT)
+            check_loaded(second, "a there", PROMPT)
+            send_at_once(first, second, "b", PROMPT[::-1])
+            send_at_once(second, first, "c", list(range(500, 522)))
+            run(first, second, until=lambda: {"b there"} <= second.finished.keys())
+            run(first, second, until=lambda: {"c there"} <= first.finished.keys())
+            check_loaded(second, "b there", PROMPT[::-1])
+            check_loaded(first, "c there", list(range(500, 522)))
+            tokens = list(range(700, 722))  # the second loads them, and sends them on
+            first.add("d", tokens, {"do_remote_decode": True})
+            run(first, until=lambda: "d" in first.finished)
+            second.add("d too", tokens, first.answers["d"] | {"do_remote_decode": True})
+            run(first, second, until=lambda: "d too" in second.finished)
+            third.add("d there", tokens, second.answers["d too"], max_tokens=2)
+            run(second, third, until=lambda: "d there" in third.finished)
+            check_loaded(second, "d too", tokens)
+            check_loaded(third, "d there", tokens)
+            send(first, first, "e", list(range(800, 822)))  # a router that picks one engine twice
+            run_until_idle(first, second, third)
+        finally:
+            third.close()
+
+
+@scenario
+def an_aborted_request_of_both_roles_is_heard_of_on_both_sides() -> None:
+    with pair({"role": "kv_both"}, {"role": "kv_both"}) as (first, second):
+        meet(second, first)
+        first.add("a", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "a" in first.finished)
+        second.add("a too", PROMPT, first.answers["a"] | {"do_remote_decode": True})
+        then = {"do_remote_prefill": True, "remote_engine_id": second.name, "transfer_id": "a"}
+        first.add("a there", PROMPT[::-1], then)
+        first.step()
+        second.abort("a too")  # before it was scheduled
+        run(first, second, until=lambda: "a there" in first.finished)
+        scenario.expect_logged("'a#0'", "aborted at the prefiller")
+        run_until_idle(first, second)
+
+
+@scenario
+def a_request_for_the_other_role_is_computed_here() -> None:
+    with pair() as (first, second):
+        params = {"do_remote_prefill": True, "remote_engine_id": second.name, "transfer_id": "a"}
+        first.add("a", PROMPT, params)
+        second.add("b", PROMPT, {"do_remote_decode": True})
+        run(first, second, until=lambda: "a" in first.finished and "b" in second.finished)
+        assert (first.finished["a"], second.finished["b"]) == ("length", "length")
+        scenario.expect_logged("request a:", "kv_role is kv_producer", "kv_both")
+        scenario.expect_logged("request b:", "kv_role is kv_consumer", "kv_both")
+        run_until_idle(first, second)
+
+
+@scenario
 def what_is_not_carried_is_refused_by_name() -> None:
     from vllm.v1 import kv_cache_interface as kv
 
@@ -400,7 +467,6 @@ def what_is_not_carried_is_refused_by_name() -> None:
 
     store = f"127.0.0.1:{free_port()}"
 
-    refused(lambda: Engine("kv_both", store), "kv_both", "kv_producer")
     refused(lambda: Engine("kv_producer", "nowhere"), "HOST:PORT")
     config = engines.vllm_config(
         "kv_producer", "p", tp=1, rank=0, block=4, blocks=8, extra={"store": store}
