@@ -149,11 +149,23 @@ class EngineWorker:
         self.worker: Any = kind(
             self.engine, cache, instance=instance, timeouts=timeouts, max_requests=1024, **more
         )
-        self.membership = Membership(
-            self.worker,
-            TorchLeases(leases_store(store), timeouts.lease_s),
-            host=settings.get("host") or own_host(store),
-        )
+        self._leases = TorchLeases(leases_store(store), timeouts.lease_s)
+        self._host = settings.get("host") or own_host(store)
+        self.membership = Membership(self.worker, self._leases, host=self._host)
+        self._away = False
+
+    def leave(self) -> None:
+        """When it returns, no memory of the cache is registered, and nothing lands in it. Raises
+        TimeoutError where that cannot be said; to be called again."""
+        self._away = True
+        self.membership.close()
+        self.worker.check_withdrawn()
+
+    def join(self) -> None:
+        """After `leave`: it meets the others again."""
+        if self._away:
+            self.membership = Membership(self.worker, self._leases, host=self._host)
+            self._away = False
 
     def close(self) -> None:
         self.membership.close()

@@ -61,7 +61,7 @@ class Connector:
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return False  # peers write to memory that sleep mode would unmap
+        return True
 
     # --- scheduler ---
 
@@ -102,6 +102,12 @@ class Connector:
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]

@@ -27,6 +27,7 @@ from moe_p2p.kv.worker import KVWorker
 
 PREEMPTED = "preempted at the prefiller, which begins anew"
 ABORTED = "aborted at the prefiller"
+ASLEEP = "the engine goes to sleep"
 
 
 @dataclass
@@ -87,6 +88,20 @@ class KVWorkerHalf:
             self._signals = KVSignals(self.sender)
         if self._transfer.is_kv_consumer:
             self._receiver = worker(KVReceiver)
+
+    def unregister(self) -> None:
+        """Before sleep mode unmaps the cache: what is under way fails, and peers are fenced."""
+        for sending in self._sends.values():
+            sending.cancel(ASLEEP)
+        for loading in self._loads.values():
+            if loading.reservation is not None:
+                loading.reservation.cancel(ASLEEP)
+        for own in self._own:
+            own.leave()
+
+    def restore(self) -> None:
+        for own in self._own:
+            own.join()
 
     @property
     def sender(self) -> KVSender:

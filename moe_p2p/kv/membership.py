@@ -23,6 +23,7 @@ from types import TracebackType
 
 from moe_p2p import env, log
 from moe_p2p.errors import (
+    ClosedError,
     MoeP2pError,
     ProtocolError,
     UnavailableError,
@@ -31,7 +32,7 @@ from moe_p2p.errors import (
     require_type,
 )
 from moe_p2p.fleet.board import Deadline
-from moe_p2p.fleet.listener import Listener, warn_of_strangers
+from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
 from moe_p2p.kv.channel import Channel, prove, receive
 from moe_p2p.kv.leases import Leases, Worker
 from moe_p2p.kv.pair import Hello, Pair, PairMemory
@@ -73,6 +74,8 @@ class Membership:
         self._left = threading.Event()  # and all pairs are lost
         self._beat = threading.Event()
         self._dialing: set[str] = set()
+        self._meeting: set[socket.socket] = set()  # not yet a pair's
+        self._met = threading.Condition()
         self._known: dict[str, Worker] = {}
         self._unread: set[bytes] = set()
         self._warned_at = float("-inf")
@@ -178,7 +181,11 @@ class Membership:
     ) -> None:
         """Both ends: proof, hello, and a pair that requests may use. proved: where it answers."""
         memory: PairMemory | None = None
+        with self._met:
+            self._meeting.add(connection)
         try:
+            if self._stop.is_set():
+                raise make(ClosedError, f"{self.record.name} leaves")
             connection.settimeout(deadline.timeout_s)  # of what is sent
             prove(connection, secret, deadline, dials=proved is None)
             if proved is not None:
@@ -190,12 +197,17 @@ class Membership:
                 raise make(ProtocolError, f"{theirs.worker.name} is a {theirs.worker.role} too")
             channel = Channel(connection, deadline.timeout_s)
             pair = self.worker.meet(memory, theirs, channel)
+            memory = None  # the pair's
+            self._begin(pair, channel)
         except BaseException:
             connection.close()
             if memory is not None:
                 memory.withdraw()
             raise
-        self._begin(pair, channel)
+        finally:
+            with self._met:
+                self._meeting.discard(connection)
+                self._met.notify_all()
 
     def _begin(self, pair: Pair, channel: Channel) -> None:
         self.worker.attach(pair)
@@ -230,8 +242,8 @@ class Membership:
     def close(self) -> None:
         """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent.
 
-        A fence that does not succeed within connect_s is tried again afterwards, until the engine
-        is closed.
+        Then no memory is registered. A fence that does not succeed within connect_s is tried again
+        afterwards, until the engine is closed. The worker may have another Membership then.
         """
         if self._stop.is_set():
             return
@@ -242,6 +254,10 @@ class Membership:
         self._left.set()
         self.worker.wake.set()
         self._listener.close()
+        with self._met:
+            for connection in self._meeting:
+                end(connection)
+            self._met.wait_for(lambda: not self._meeting, self.worker.timeouts.connect_s)
         self.worker.wait_fenced(self.worker.timeouts.connect_s)
         for thread in self._threads:
             if thread is not self._threads[-1] or not self.worker.is_fencing:

@@ -8,6 +8,8 @@ the prefix cache, from another engine or computed anew has to hold the same ones
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
 import sys
 import types
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ import torch
 from tests.engines import absent, packages
 
 HEAD_SIZE = 4
+MEMORIES: list[Any] = []  # that were ever registered with an Engine
 # Of structured outputs, which no request here asks for.
 GRAMMARS = types.SimpleNamespace(
     accept_tokens=lambda *_, **__: True, should_advance=lambda *_: False, reset=lambda *_: None
@@ -36,10 +39,19 @@ def begin() -> None:
 
     cuda.CudaPlatform.get_device_capability = classmethod(lambda *_, **__: None)
     vllm.platforms._current_platform = cuda.CudaPlatform()
+    from moe_p2p.engine import Engine as Transport
+
+    register = Transport.register
+    Transport.register = lambda *given, **more: remember(register(*given, **more))
     from vllm import _custom_ops
 
     for name in ("scaled_mm_supports_fp8", "scaled_mm_supports_block_fp8", "group_gemm_supported"):
         setattr(_custom_ops, f"cutlass_{name}", lambda *_: False)  # asked while modules load
+
+
+def remember(memory: Any) -> Any:
+    MEMORIES.append(memory)
+    return memory
 
 
 @dataclass(frozen=True)
@@ -258,6 +270,23 @@ class Engine:
                     if each.kv_transfer_params:
                         self.answers[each.request_id] = each.kv_transfer_params
 
+    def sleep(self) -> None:
+        """After a pause of mode "keep": transfers may be under way."""
+        for rank in self.ranks:
+            rank.connector.unregister_kv_caches()
+            known = [
+                memory for memory in MEMORIES if memory.tensor.data_ptr() == rank.raw.data_ptr()
+            ]
+            assert known, "it was registered"
+            assert not any(memory.registered for memory in known)
+            rank.protect(0)
+
+    def wake_up(self) -> None:
+        for rank in self.ranks:
+            rank.protect(mmap.PROT_READ | mmap.PROT_WRITE)
+            rank.raw.fill_(-1)
+            rank.connector.restore_kv_caches()
+
     def close(self) -> None:
         for rank in self.ranks:
             rank.connector.shutdown()
@@ -278,7 +307,8 @@ class Rank:
 
         self.engine, self.rank, self.state = engine, rank, kv_transfer_state
         caches = engine.caches
-        raw = torch.zeros(caches.kv_cache_tensors[0].size, dtype=torch.int8)
+        self.memory = mmap.mmap(-1, caches.kv_cache_tensors[0].size)
+        self.raw = raw = torch.frombuffer(self.memory, dtype=torch.int8)
         self.tensors: dict[str, torch.Tensor] = {}
         for tensor, group in zip(caches.kv_cache_tensors, caches.kv_cache_groups, strict=True):
             views = create_kv_cache_views(
@@ -301,6 +331,13 @@ class Rank:
                 write(layer_name)
 
         self.attention = maybe_transfer_kv_layer(attention)
+
+    def protect(self, how: int) -> None:
+        """A late write to what sleep has unmapped ends this process."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = -(-len(self.memory) // mmap.PAGESIZE) * mmap.PAGESIZE
+        done = libc.mprotect(ctypes.c_void_p(self.raw.data_ptr()), ctypes.c_size_t(size), how)
+        assert done == 0, ctypes.get_errno()
 
     def execute(self, output: Any) -> Any:
         """As GPUModelRunner does around a forward pass."""

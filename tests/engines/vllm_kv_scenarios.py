@@ -446,6 +446,48 @@ def an_aborted_request_of_both_roles_is_heard_of_on_both_sides() -> None:
         run_until_idle(first, second)
 
 
+def _sleeps_while_layers_arrive(at: int) -> None:
+    with pair({"max_num_batched_tokens": 8}) as both:
+        first, second = both
+        sleeps, other = both[at], both[1 - at]
+        assert type(sleeps.ranks[0].connector).supports_sleep_mode(None)
+        first.add("later", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "later" in first.finished)
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        sleeps.sleep()
+        sleeps.sleep()  # vLLM's words: idempotent
+        for _ in range(3):  # later chunks of the prefiller would land in what is unmapped
+            other.step()
+        sleeps.wake_up()
+        sleeps.wake_up()
+        meet(first, second)
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "error"
+        scenario.expect_logged("'a to both#0'", f"{first.name}/0")
+        second.add("later there", PROMPT, first.answers["later"], max_tokens=2)
+        run(first, second, until=lambda: "later there" in second.finished)
+        if sleeps is first:  # its pages are gone
+            assert second.finished["later there"] == "error"
+            scenario.expect_logged("'later#0'", "the engine goes to sleep")
+        else:
+            check_loaded(second, "later there", PROMPT)
+        send(first, second, "b", list(range(300, 322)))
+        check_loaded(second, "b there", list(range(300, 322)))
+        run_until_idle(first, second)
+
+
+@scenario
+def the_prefiller_sleeps_and_meets_its_decoder_again() -> None:
+    _sleeps_while_layers_arrive(0)
+
+
+@scenario
+def the_decoder_sleeps_and_meets_its_prefiller_again() -> None:
+    _sleeps_while_layers_arrive(1)
+
+
 @scenario
 def a_request_for_the_other_role_is_computed_here() -> None:
     with pair() as (first, second):
