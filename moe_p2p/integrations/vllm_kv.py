@@ -98,6 +98,14 @@ class Connector:
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and bool(self._scheduler.has_news())
 
+    def has_pending_block_frees(self) -> bool:
+        return bool(self._scheduler.about_to_free())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        moving = None if meta is None else meta.moving
+        self._scheduler.heard(moving, connector_output.finished_sending or ())
+
     # --- worker ---
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
@@ -143,6 +151,10 @@ class Connector:
         found = self._worker.results(finished_req_ids, by_block=self._by_block)
         results = required(_V1, "vllm").KVConnectorTransferResults
         return results(found.sent, found.received, found.failed)
+
+    def build_connector_worker_meta(self) -> Any:
+        moving = self._worker.take_moving()
+        return None if moving is None else _worker_meta_class()(moving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         found: set[int] = self._worker.take_bad_blocks()
@@ -204,9 +216,26 @@ def _meta_class() -> Any:
     return type(base)("MoeP2pStepMeta", (base,), {"__init__": init, "__module__": __name__})
 
 
+@functools.cache
+def _worker_meta_class() -> Any:
+    """What workers say to the scheduler, pickled likewise. moving: requests that are being sent."""
+    base = required(_V1, "vllm").KVConnectorWorkerMetadata
+
+    def init(self: Any, moving: set[str]) -> None:
+        self.moving = moving
+
+    def aggregate(self: Any, other: Any) -> Any:  # of another rank
+        return type(self)(self.moving | other.moving)
+
+    body = {"__init__": init, "aggregate": aggregate, "__module__": __name__}
+    return type(base)("MoeP2pWorkerMeta", (base,), body)
+
+
 def __getattr__(name: str) -> Any:
     if name == "MoeP2pConnector":
         return _connector_class()
     if name == "MoeP2pStepMeta":
         return _meta_class()
+    if name == "MoeP2pWorkerMeta":
+        return _worker_meta_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ attempt of the same name.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,8 @@ class KVScheduler:
         self._engine_id, self._store = engine_id, store
         self._sending: dict[str, _Sending] = {}
         self._meta = StepMeta()  # of the next step
+        self._ended: set[str] = set()  # requests whose blocks workers still read
+        self._moving: set[str] = set()  # that workers send right now
 
     # --- decode ---
 
@@ -188,6 +191,14 @@ class KVScheduler:
         meta = self._meta
         return bool(meta.aborted or meta.declined or meta.preempted)
 
+    def heard(self, moving: set[str] | None, sent: Iterable[str]) -> None:
+        self._moving = self._moving if moving is None else moving
+        self._ended.difference_update(sent)
+
+    def about_to_free(self) -> set[str]:
+        """Not those that no decoder has opened: that may take open_s, and vLLM would wait."""
+        return self._ended & self._moving
+
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -201,6 +212,8 @@ class KVScheduler:
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
             return False, None
+        if sending.active:
+            self._ended.add(request.request_id)
         if request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             name = attempt_name(sending.name, sending.attempt)
             self._meta.aborted[request.request_id] = name

@@ -62,6 +62,7 @@ class KVWorkerHalf:
         self._step: dict[str, tuple[KVSending, SendStep]] = {}
         self._signals: KVSignals | None = None  # of a prefiller
         self._refused: set[str] = set()  # requests that are computed and not sent
+        self._moving: set[str] = set()  # as the scheduler knows them
         self._signalled: set[int] = set()  # layers, in this step
         self._tensors: dict[int, Tensor] = {}  # by layer
         self._reported = KVTotals()
@@ -312,6 +313,17 @@ class KVWorkerHalf:
                 else:
                     found.failed.add(request)
         return found
+
+    def take_moving(self) -> set[str] | None:
+        """Sends that end soon: all their receivers have opened them, or they have failed and drain.
+        None: there are none, as before."""
+        found = set()
+        for request, sending in self._sends.items():
+            states = [flight.state for flight in sending.flights]
+            if sending.error is not None or (states and "waiting" not in states):
+                found.add(request)
+        before, self._moving = self._moving, found
+        return found if found or before else None
 
     def _loaded_blocks(self, load: Load) -> set[int]:
         spec = self._caches.transfer_groups[0].kv_cache_spec

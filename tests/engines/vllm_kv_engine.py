@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import mmap
+import pickle
 import sys
 import types
 from collections.abc import Sequence
@@ -257,8 +258,9 @@ class Engine:
 
     def step(self) -> None:
         output = self.scheduler.schedule()
-        # Copies, as processes send them: aggregating changes vLLM's constant empty output.
-        made = [copy.copy(rank.execute(output)) for rank in self.ranks]
+        # As processes send them.
+        sent = pickle.loads(pickle.dumps(output))
+        made = [pickle.loads(pickle.dumps(rank.execute(sent))) for rank in self.ranks]
         for each in made:
             if each.kv_connector_output and each.kv_connector_output.kv_connector_stats:
                 self.stats.append(copy.copy(each.kv_connector_output.kv_connector_stats))

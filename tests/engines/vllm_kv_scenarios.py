@@ -218,6 +218,38 @@ def prefill_is_preempted_and_its_pages_go_to_others() -> None:
 
 
 @scenario
+def prefill_waits_for_a_send_that_is_about_to_free_blocks() -> None:
+    """Six of seven blocks are of a request that is being sent, one of another that needs more."""
+    with pair({"blocks": 8}) as (first, second):
+        connector, sender = first.scheduler.connector, first.ranks[0].half.sender
+        other = first.add("other", [1, 2, 3], max_tokens=12)
+        first.add("unopened", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "unopened" in first.finished)
+        run(first, until=lambda: other.num_preemptions == 1)
+        assert not connector.has_pending_block_frees(), "it may take open_s"
+        second.add("unopened there", PROMPT, first.answers["unopened"])
+        run(first, second, until=lambda: "other" in first.finished)
+        run_until_idle(first, second)
+
+        other = first.add("again", [4, 5, 6], max_tokens=12)
+        sender.poll = lambda sending: False  # a slow link
+        send_at_once(first, second, "a", list(range(300, 322)))
+        second.step()
+        run(first, second, until=connector.has_pending_block_frees)
+        for _ in range(10):
+            first.step()
+        assert "again" not in first.finished
+        assert other.num_preemptions == 0
+        del sender.poll
+        run(first, second, until=lambda: "again" in first.finished)
+        assert other.num_preemptions == 0
+        run(first, second, until=lambda: "a there" in second.finished)
+        check_loaded(second, "a there", list(range(300, 322)))
+        run_until_idle(first, second)
+        assert not connector.has_pending_block_frees()
+
+
+@scenario
 def prefill_aborts_before_it_is_scheduled() -> None:
     with pair() as (first, second):
         send_at_once(first, second, "a", PROMPT)
