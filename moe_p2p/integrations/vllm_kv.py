@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
 from moe_p2p.integrations.vllm_kv_stats import prom_class, stats_class
 from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
 
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
@@ -202,6 +204,9 @@ def _connector_class() -> Any:
             f"this vLLM asks connectors for {', '.join(missing)}, which MoeP2pConnector does not "
             "have: use a version of vLLM that docs/engines.md names",
         )
+    with suppress(ValueError):  # MultiConnector looks for its children's stats by name alone
+        factory = required(_FACTORY, "vllm").KVConnectorFactory
+        factory.register_connector("MoeP2pConnector", __name__, "MoeP2pConnector")
     return made
 
 

@@ -124,14 +124,31 @@ def vllm_config(
 
     budget = extra.pop("max_num_batched_tokens", 64)
     policy = extra.pop("kv_load_failure_policy", "fail")
-    transfer = KVTransferConfig(
-        kv_connector="MoeP2pConnector",
-        kv_connector_module_path="moe_p2p.integrations.vllm_kv",
-        kv_role=role,
-        engine_id=engine_id,
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config=extra,
+    stores = {name: extra.pop(name, None) for name in ("disk_first", "disk_last")}
+    ours: dict[str, Any] = {
+        "kv_connector": "MoeP2pConnector",
+        "kv_connector_module_path": "moe_p2p.integrations.vllm_kv",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+    first, last = (
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": at},
+        }
+        for at in stores.values()
     )
+    multi = any(stores.values())
+    if multi:
+        connectors = [ours, last] if stores["disk_last"] else [first, ours]
+        of_all = {"connectors": connectors}
+        ours = {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": of_all,
+        }
+    transfer = KVTransferConfig(engine_id=engine_id, kv_load_failure_policy=policy, **ours)
     scheduler = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=budget,
@@ -140,6 +157,7 @@ def vllm_config(
         enable_chunked_prefill=True,
         watermark=0.0,
         scheduler_reserve_full_isl=False,
+        disable_hybrid_kv_cache_manager=multi,  # ExampleConnector has no groups
     )
     cache = CacheConfig(block_size=block, enable_prefix_caching=True)
     cache.num_gpu_blocks = blocks
@@ -182,6 +200,8 @@ class Config(types.SimpleNamespace):
     """What the scheduler reads of VllmConfig; what is not named here is off."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return 0 if name.startswith(("num_", "max_")) else None
 
 
@@ -320,7 +340,8 @@ class Rank:
         self.connector: Any = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, caches
         )
-        self.half = self.connector._worker
+        of_all = getattr(self.connector, "sub_connectors", [self.connector])
+        self.half = next(each._worker for each in of_all if hasattr(each, "_worker"))
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.active = ActiveKVConnector(config, self.tensors)
         heads = max(engine.model.heads // engine.tp, 1)

@@ -5,9 +5,13 @@ python -m tests.engines.vllm_kv_scenarios FILE    writes {scenario: error text} 
 
 from __future__ import annotations
 
+import io
 import time
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -418,6 +422,66 @@ def figures_reach_the_log_and_prometheus() -> None:
         assert by_name["vllm:moe_p2p_kv_requests"] == 6
         assert by_name["vllm:moe_p2p_kv_bytes"] == found["nbytes"]
         assert by_name["vllm:moe_p2p_kv_transfer_seconds"] > 0
+
+
+@scenario
+def beside_another_connector_in_multi_connector() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    files = types.SimpleNamespace(  # by its own name torch.load would ask safetensors
+        load_file=lambda at: torch.load(io.BytesIO(Path(at).read_bytes())),
+        save_file=lambda tensors, at: Path(at).write_bytes(saved(tensors)),
+    )
+
+    def saved(tensors: Any) -> bytes:
+        torch.save(tensors, at := io.BytesIO())
+        return at.getvalue()
+
+    example_connector.safetensors = types.SimpleNamespace(torch=files)
+    with ExitStack() as stack:
+        disks = [stack.enter_context(TemporaryDirectory()) for _ in range(3)]
+        both = pair({"disk_last": disks[0]}, {"disk_first": disks[1]})
+        first, second = stack.enter_context(both)
+        third = Engine("kv_consumer", first.store, verify="always", disk_last=disks[1])
+        stack.callback(third.close)
+        meet(first, third)
+        config = first.scheduler.connector._vllm_config.kv_transfer_config
+        connector = type(first.ranks[0].connector)
+        assert connector.__name__ == "MultiConnector"
+        assert (
+            connector.get_required_kvcache_layout(first.scheduler.connector._vllm_config) == "LBHNC"
+        )
+        assert not connector.requires_piecewise_for_cudagraph(config.kv_connector_extra_config)
+
+        send(first, second, "a", PROMPT)
+        check_loaded(second, "a there", PROMPT)
+        run_until_idle(first, second)
+        for engine in (first, second):
+            assert engine.scheduler.reset_prefix_cache()
+        first.computed.clear()
+        send(first, third, "b", PROMPT)  # prefill reads pages of its disk, and sends them on
+        assert first.computed[0] == ("b", 20, 22)
+        check_loaded(third, "b there", PROMPT)
+        first.add("c", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "c" in first.finished)
+        second.add("c there", PROMPT, first.answers["c"], max_tokens=2)
+        run(second, until=lambda: "c there" in second.finished)
+        assert second.checked["c there"] == 20, "from its disk, which comes first"
+        run_until_idle(first, second, third)  # open_s is 480: it was declined
+
+        send_at_once(first, third, "d", list(range(300, 322)))
+        third.step()
+        first.abort("d")
+        run(first, third, until=lambda: "d there" in third.finished)
+        assert third.finished["d there"] == "error"
+        run_until_idle(first, second, third)
+        lines: list[str] = []
+        logging = KVConnectorLogging(config)
+        for stats in first.stats:
+            logging.observe(stats.to_dict())
+        logging.log(lambda text, values: lines.append(text % values))
+        assert "'requests': 3" in lines[0], lines
 
 
 @scenario
