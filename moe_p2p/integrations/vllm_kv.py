@@ -37,7 +37,7 @@ class Connector:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         config = vllm_config.kv_transfer_config
-        check_parallelism(vllm_config.parallel_config)
+        check_parallelism(vllm_config)
         store = config.get_from_extra_config("store", f"127.0.0.1:{config.kv_port}")
         given = (vllm_config, kv_cache_config, config.engine_id, store)
         self._scheduler: Any = None

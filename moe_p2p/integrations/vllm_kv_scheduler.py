@@ -230,7 +230,7 @@ class KVScheduler:
             "remote_port": port,
             "tp_size": parallel.tensor_parallel_size,
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": parallel.pipeline_parallel_size,
             "remote_num_tokens": request.num_computed_tokens,
             "transfer_mode": "push",
             "transfer_id": params.get("transfer_id") or request.request_id,

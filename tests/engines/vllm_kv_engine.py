@@ -73,6 +73,10 @@ class Model:
         return 1 if self.window is None else 2
 
 
+def number(layer: str) -> int:
+    return int(layer.split(".")[2])
+
+
 def kv_bytes(layer: int, heads: range, tokens: Sequence[int], begin: int) -> torch.Tensor:
     """[tokens, heads, 2 * HEAD_SIZE] bf16 of tokens from `begin` on."""
     prefix, sums = 0, []
@@ -86,8 +90,11 @@ def kv_bytes(layer: int, heads: range, tokens: Sequence[int], begin: int) -> tor
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str) -> Any:
-    """As vLLM's planner makes it: groups of equal shape that lie over each other in memory."""
+def cache_config(
+    model: Model, *, tp: int, block: int, blocks: int, layout: str, stage: range | None = None
+) -> Any:
+    """As vLLM's planner makes it: groups of equal shape that lie over each other in memory. stage:
+    the layers of a rank, where there are pipeline stages."""
     from vllm.v1 import kv_cache_interface as kv
 
     heads = max(model.heads // tp, 1)
@@ -101,7 +108,10 @@ def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str)
     specs = [kv.FullAttentionSpec(**shape)]
     if model.window is not None:
         specs.append(kv.SlidingWindowSpec(**shape, sliding_window=model.window))
-    groups = [kv.KVCacheGroupSpec(model.names(at), spec) for at, spec in enumerate(specs)]
+    groups = [
+        kv.KVCacheGroupSpec([n for n in model.names(at) if stage is None or number(n) in stage], s)
+        for at, s in enumerate(specs)
+    ]
     most = max(len(group.layer_names) for group in groups)
     page = specs[0].page_size_bytes
     outer = layout.startswith("B")
@@ -118,7 +128,16 @@ def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str)
 
 
 def vllm_config(
-    role: str, engine_id: str, *, tp: int, rank: int, block: int, blocks: int, extra: dict[str, Any]
+    role: str,
+    engine_id: str,
+    *,
+    tp: int,
+    rank: int,
+    block: int,
+    blocks: int,
+    extra: dict[str, Any],
+    pp: int = 1,
+    layers: int = 3,
 ) -> Any:
     from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig
 
@@ -163,7 +182,7 @@ def vllm_config(
     cache.num_gpu_blocks = blocks
     parallel = types.SimpleNamespace(
         tensor_parallel_size=tp,
-        pipeline_parallel_size=1,
+        pipeline_parallel_size=pp,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
         data_parallel_size=1,
@@ -184,6 +203,7 @@ def vllm_config(
             supports_multimodal_inputs=False,
             return_sampling_mask=False,
             use_mla=False,
+            get_total_num_hidden_layers=lambda: layers,
             enable_return_routed_experts=False,
         ),
         observability_config=types.SimpleNamespace(
@@ -215,6 +235,7 @@ class Engine:
         *,
         model: Model = Model(),
         tp: int = 1,
+        stages: tuple[int, ...] = (),
         block: int = 4,
         blocks: int = 64,
         layout: str = "LBHNC",
@@ -233,10 +254,30 @@ class Engine:
 
         def config(rank: int) -> Any:
             return vllm_config(
-                role, self.name, tp=tp, rank=rank, block=block, blocks=blocks, extra=dict(extra)
+                role,
+                self.name,
+                tp=tp,
+                rank=rank,
+                block=block,
+                blocks=blocks,
+                extra=dict(extra),
+                pp=max(len(stages), 1),
+                layers=model.layers,
             )
 
-        self.caches = cache_config(model, tp=tp, block=block, blocks=blocks, layout=layout)
+        sizes = stages or (model.layers,)
+        caches = [
+            cache_config(
+                model,
+                tp=tp,
+                block=block,
+                blocks=blocks,
+                layout=layout,
+                stage=range(sum(sizes[:at]), sum(sizes[: at + 1])),
+            )
+            for at in range(len(sizes))
+        ]
+        self.caches = caches[0]
         self.scheduler = Scheduler(
             config(0),
             self.caches,
@@ -245,10 +286,13 @@ class Engine:
             log_stats=False,
         )
         self.idle = self.free_blocks
-        self.ranks = [Rank(self, config(rank), rank, layout) for rank in range(tp)]
+        self.ranks = [
+            Rank(self, config(rank), rank, layout, caches[rank // tp])
+            for rank in range(tp * len(sizes))
+        ]
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-        self.aggregator = KVOutputAggregator(tp)
+        self.aggregator = KVOutputAggregator(len(self.ranks))
         self.stats: list[Any] = []  # what ranks reported, step by step
         self.answers: dict[str, dict[str, Any]] = {}  # kv_transfer_params of finished requests
         self.finished: dict[str, str] = {}  # finish reasons
@@ -284,7 +328,7 @@ class Engine:
         for each in made:
             if each.kv_connector_output and each.kv_connector_output.kv_connector_stats:
                 self.stats.append(copy.copy(each.kv_connector_output.kv_connector_stats))
-        whole = self.aggregator.aggregate(made) if self.tp > 1 else made[0]
+        whole = self.aggregator.aggregate(made) if len(made) > 1 else made[0]
         for core in self.scheduler.update_from_output(output, whole).values():
             for each in core.outputs:
                 if each.finish_reason is not None:
@@ -318,7 +362,7 @@ class Engine:
 class Rank:
     """A worker: its caches, its connector, and vLLM's own ActiveKVConnector around it."""
 
-    def __init__(self, engine: Engine, config: Any, rank: int, layout: str) -> None:
+    def __init__(self, engine: Engine, config: Any, rank: int, layout: str, caches: Any) -> None:
         from vllm.distributed.kv_transfer import kv_transfer_state
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -328,7 +372,7 @@ class Rank:
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
         self.engine, self.rank, self.state = engine, rank, kv_transfer_state
-        caches = engine.caches
+        self.caches = caches
         self.memory = mmap.mmap(-1, caches.kv_cache_tensors[0].size)
         self.raw = raw = torch.frombuffer(self.memory, dtype=torch.int8)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -345,7 +389,7 @@ class Rank:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.active = ActiveKVConnector(config, self.tensors)
         heads = max(engine.model.heads // engine.tp, 1)
-        first = rank * engine.model.heads // engine.tp
+        first = rank % engine.tp * engine.model.heads // engine.tp
         self.heads = range(first, first + heads)
         self.blocks: dict[str, tuple[list[int], ...]] = {}
 
@@ -425,7 +469,7 @@ class Rank:
         return writes, sampled
 
     def places(self, name: str, layer: str, begin: int, end: int) -> tuple[Any, Any]:
-        groups = self.engine.caches.kv_cache_groups
+        groups = self.caches.kv_cache_groups
         group = next(at for at, each in enumerate(groups) if layer in each.layer_names)
         at = torch.arange(begin, end)
         ids = torch.tensor(self.blocks[name][group])[at // self.engine.block]
@@ -433,19 +477,20 @@ class Rank:
 
     def write(self, name: str, layer: str, tokens: list[int], begin: int, end: int) -> None:
         ids, within = self.places(name, layer, begin, end)
-        number = int(layer.split(".")[2])
-        self.tensors[layer][ids, :, within] = kv_bytes(number, self.heads, tokens[:end], begin)
+        self.tensors[layer][ids, :, within] = kv_bytes(
+            number(layer), self.heads, tokens[:end], begin
+        )
 
     def check(self, name: str, tokens: list[int], end: int) -> None:
         """All that attention reads of tokens before `end` is what a prefiller wrote."""
         for layer in self.tensors:
-            number, begin = int(layer.split(".")[2]), 0
-            if self.engine.model.window is not None and number % 2:
+            begin = 0
+            if self.engine.model.window is not None and number(layer) % 2:
                 # vLLM keeps one token less for the last one of a prompt, computed again.
                 again = end + 1 == self.engine.scheduler.requests[name].num_prompt_tokens
                 begin = max(end - self.engine.model.window + 1 + again, 0)
             ids, within = self.places(name, layer, begin, end)
-            want = kv_bytes(number, self.heads, tokens[:end], begin)
+            want = kv_bytes(number(layer), self.heads, tokens[:end], begin)
             got = self.tensors[layer][ids, :, within]
             assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (
                 f"{self.engine.name}/{self.rank}: request {name}, {layer}, tokens {begin} to {end}"

@@ -133,6 +133,14 @@ def replicated_heads_and_layers_of_a_page_side_by_side() -> None:
 
 
 @scenario
+def pipeline_stages_send_their_layers() -> None:
+    """vLLM deals three layers to two stages as two and one."""
+    chunks = {"max_num_batched_tokens": 8}
+    _layouts(Model(), {"tp": 2, "stages": (2, 1), **chunks}, {"tp": 1, "block": 8})
+    _layouts(Model(layers=4), {"stages": (1, 2, 1), "layout": "BLHNC"}, {"tp": 2})
+
+
+@scenario
 def layers_of_a_chunk_arrive_before_the_next_chunk_is_computed() -> None:
     with pair({"max_num_batched_tokens": 8}) as (first, second):
         send_at_once(first, second, "a", PROMPT)
@@ -610,12 +618,17 @@ def what_is_not_carried_is_refused_by_name() -> None:
         "kv_producer", "p", tp=1, rank=0, block=4, blocks=8, extra={"store": store}
     )
     caches = engines.cache_config(Model(), tp=1, block=4, blocks=8, layout="LBHNC")
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
-        setattr(config.parallel_config, name, 2)
-        refused(
-            lambda: vllm_kv_layout.vllm_cache(config, caches, {}), f"{name}=2", "start vLLM with"
-        )
-        setattr(config.parallel_config, name, 1)
+    config.parallel_config.decode_context_parallel_size = 2
+    refused(
+        lambda: vllm_kv_layout.vllm_cache(config, caches, {}),
+        "decode_context_parallel_size=2",
+        "start vLLM with",
+    )
+    config.parallel_config.decode_context_parallel_size = 1
+    both = {"prefill": {"role": "kv_both", "stages": (2, 1)}}
+    refused(lambda: pair(**both).__enter__(), "pipeline_parallel_size=2", "decodes", "kv_producer")
+    windows = {"model": Model(layers=4, window=10), "stages": (2, 2)}
+    refused(lambda: pair(windows).__enter__(), "stage 0 of 2", "2 cache groups")
     apart = {name: torch.zeros(2, 8, 4, 8).transpose(0, 1) for name in Model().names(0)}
     refused(lambda: vllm_kv_layout.vllm_cache(config, caches, apart), "strides", "LBHNC")
     caches.kv_cache_groups[0].kv_cache_spec = kv.MambaSpec(

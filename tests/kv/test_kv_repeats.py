@@ -28,7 +28,7 @@ class Prefiller:
 
     def __init__(self, sender: kv.KVSender) -> None:
         transfer = Named(is_kv_producer=True, is_kv_consumer=False)
-        parallel = Named(tensor_parallel_size=1)
+        parallel = Named(tensor_parallel_size=1, pipeline_parallel_size=1)
         config = Named(kv_transfer_config=transfer, parallel_config=parallel)
         groups: Any = Named(select_transfer_block_ids=lambda blocks: blocks)
         self.scheduler = KVScheduler(config, groups, "prefill", "host:1")
