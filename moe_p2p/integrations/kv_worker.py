@@ -128,8 +128,9 @@ def timeouts_of(settings: Mapping[str, Any], limit_s: float | None) -> KVTimeout
 class EngineWorker:
     """A KVSender or KVReceiver of one rank of an engine, with its membership.
 
-    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts. limit_s: after which the
-    engine itself gives up a request that does not move.
+    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts; before the environment's
+    MOE_P2P_KV_VERIFY, MOE_P2P_KV_HOST, MOE_P2P_KV_FENCE and MOE_P2P_KV_TIMEOUTS. limit_s: after
+    which the engine itself gives up a request that does not move.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class EngineWorker:
         limit_s: float | None = None,
     ) -> None:
         timeouts = timeouts_of(settings, limit_s)
+        given = {"verify": env.kv_verify(), "host": env.kv_host()}
+        settings = {name: value for name, value in given.items() if value} | dict(settings)
         wanted = ("fence", "verify") if kind is KVReceiver else ("fence",)
         more = {name: settings[name] for name in wanted if name in settings}
         device = cache.tensors[0].device

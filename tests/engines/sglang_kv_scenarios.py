@@ -382,6 +382,22 @@ def the_prefiller_ends() -> None:
 
 
 @scenario
+def settings_come_from_the_environment() -> None:
+    given = {"HOST": "127.0.0.2", "VERIFY": "always", "TIMEOUTS": "tail_s=7"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(f"MOE_P2P_KV_{name}", value)
+        with servers() as made:
+            for rank in (*made.prefill, *made.decode):
+                assert rank.manager.own.membership.record.host == "127.0.0.2"
+                assert rank.manager.worker.timeouts.tail_s == 7
+            assert made.decode[0].manager.worker.verify.mode == "always"
+            transfer(made, 101, [2])
+        patch.setenv("MOE_P2P_KV_FENCE", "queue_pair")
+        refused(Servers, "queue_pair", "verbs")
+
+
+@scenario
 def what_is_not_carried_is_refused_by_name() -> None:
     from sglang.srt.disaggregation.base.conn import StateType
 
