@@ -314,13 +314,16 @@ class Receiver:
     ) -> None:
         this: Any = self
         manager = this.kv_mgr
-        if getattr(destination, "value", "device") != "device":
-            raise refuse("KV pages in host memory", "leave host destinations off")
         size, begin = manager.kv_args.page_size, decode_prefix_len or 0
-        require(
-            begin % size == 0 and len(kv_indices) > 0,
-            f"decode_prefix_len={begin} must be whole pages of {size} tokens, not the prompt",
-        )
+        why = ""
+        if getattr(destination, "value", "device") != "device":
+            why = str(refuse("KV pages in host memory", "leave host destinations off"))
+        elif begin % size or not len(kv_indices):
+            why = f"decode_prefix_len={begin} must be whole pages of {size} tokens, not the prompt"
+        if why:
+            self._fail(why)
+            self._send_abort_notification()
+            return
         pages = manager.pages(kv_indices, aux_index, begin // size)
         self._wanted = {"pages": pages, "total": len(pages["kv"]) * size, "begin": begin}
         self._until = manager.worker.clock() + manager.worker.timeouts.connect_s

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_p2p import log
 from moe_p2p.errors import UnavailableError, make
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv_worker import serve_store
@@ -26,9 +27,11 @@ from moe_p2p.integrations.vllm_kv_layout import check_parallelism
 from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
 from moe_p2p.integrations.vllm_kv_stats import prom_class, stats_class
 from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
+from moe_p2p.kv.worker import KVTimeouts
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_SETTINGS = {"store", "host", "verify", "fence", *KVTimeouts.__dataclass_fields__}
 
 
 class Connector:
@@ -44,6 +47,12 @@ class Connector:
         self._worker: Any = None
         if role.name == "SCHEDULER":
             serve_store(store)
+            unknown = config.kv_connector_extra_config.keys() - _SETTINGS
+            if unknown:
+                log.warning(
+                    f"MoeP2pConnector does not know {', '.join(sorted(unknown))} of "
+                    f"kv_connector_extra_config, only {', '.join(sorted(_SETTINGS))}"
+                )
             self._scheduler = KVScheduler(*given)
         else:
             self._worker = KVWorkerHalf(*given)

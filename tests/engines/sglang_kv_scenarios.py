@@ -368,6 +368,24 @@ def decode_rejects_before_it_has_pages() -> None:
 
 
 @scenario
+def pages_that_are_not_carried_fail_their_request() -> None:
+    with servers() as made:
+        device, host = types.SimpleNamespace(value="device"), types.SimpleNamespace(value="host")
+        for room, begin, to, words in (
+            (86, 3, device, "decode_prefix_len=3 must be whole pages"),
+            (87, 0, host, "KV pages in host memory"),
+        ):
+            (sender,), (receiver,) = made.senders(room), made.receivers(room)
+            wait(lambda: bool(made.decode[0].manager.worker.pairs))
+            receiver.send_metadata(pages(20, 21), 1, [], decode_prefix_len=begin, destination=to)
+            sender.init(2, 1)
+            poll([sender], FAILED)  # it has heard
+            assert receiver.poll() == FAILED
+            scenario.expect_logged(f"room {room} failed", words)
+        transfer(made, 88, [3])
+
+
+@scenario
 def the_prefiller_ends() -> None:
     with servers() as made:
         (sender,), (receiver,) = made.senders(91), made.receivers(91)

@@ -614,6 +614,8 @@ def what_is_not_carried_is_refused_by_name() -> None:
     store = f"127.0.0.1:{free_port()}"
 
     refused(lambda: Engine("kv_producer", "nowhere"), "HOST:PORT")
+    Engine("kv_producer", store, bidirectional_kv_xfer=True).close()
+    scenario.expect_logged("does not know bidirectional_kv_xfer", "tail_s")
     config = engines.vllm_config(
         "kv_producer", "p", tp=1, rank=0, block=4, blocks=8, extra={"store": store}
     )
