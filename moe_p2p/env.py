@@ -24,6 +24,8 @@ PYTHONPATH                  extended for processes that this one starts
 MOE_P2P_KV_STORE            HOST:PORT where KV workers of SGLang find each other; SGLang moves KV
                             through moe_p2p where it is set
 MOE_P2P_KV_FENCE            key or queue_pair: how KV workers take memory back (default: key)
+MOE_P2P_KV_HOST             address under which KV workers of engines are reached
+MOE_P2P_KV_VERIFY           off, always or sample:0.01: checksums of KV workers in engines
 MOE_P2P_KV_TIMEOUTS         open_s=300,tail_s=60: deadlines of KV workers in engines
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
@@ -70,6 +72,16 @@ def kv_store() -> str:
 def kv_fence() -> str:
     """How KV workers take memory back where their caller does not say."""
     return os.environ.get("MOE_P2P_KV_FENCE", "key")
+
+
+def kv_host() -> str:
+    """Under which KV workers of engines are reached; empty: as their store's machine sees them."""
+    return os.environ.get("MOE_P2P_KV_HOST", "")
+
+
+def kv_verify() -> str:
+    """Of KV workers that decode in engines, as `KVReceiver.verify`; empty: its default."""
+    return os.environ.get("MOE_P2P_KV_VERIFY", "")
 
 
 def kv_timeouts() -> str:

@@ -64,7 +64,7 @@ class Listener:
                     self._changed.wait(left)
                 else:
                     del self._strangers[longest]
-                    _end(longest)
+                    end(longest)
             self._strangers[connection] = time.monotonic()
 
     def _meet(self, connection: socket.socket) -> None:
@@ -82,15 +82,15 @@ class Listener:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        _end(self._listening)
+        end(self._listening)
         self._thread.join(self._limit_s)
         self._listening.close()
         with self._changed:
             for each in self._strangers:
-                _end(each)
+                end(each)
 
 
-def _end(connection: socket.socket) -> None:
+def end(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # its thread wakes, and closes it
 

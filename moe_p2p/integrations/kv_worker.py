@@ -128,8 +128,9 @@ def timeouts_of(settings: Mapping[str, Any], limit_s: float | None) -> KVTimeout
 class EngineWorker:
     """A KVSender or KVReceiver of one rank of an engine, with its membership.
 
-    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts. limit_s: after which the
-    engine itself gives up a request that does not move.
+    settings: "verify" (decode), "host", "fence", and fields of KVTimeouts; before the environment's
+    MOE_P2P_KV_VERIFY, MOE_P2P_KV_HOST, MOE_P2P_KV_FENCE and MOE_P2P_KV_TIMEOUTS. limit_s: after
+    which the engine itself gives up a request that does not move.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class EngineWorker:
         limit_s: float | None = None,
     ) -> None:
         timeouts = timeouts_of(settings, limit_s)
+        given = {"verify": env.kv_verify(), "host": env.kv_host()}
+        settings = {name: value for name, value in given.items() if value} | dict(settings)
         wanted = ("fence", "verify") if kind is KVReceiver else ("fence",)
         more = {name: settings[name] for name in wanted if name in settings}
         device = cache.tensors[0].device
@@ -149,11 +152,23 @@ class EngineWorker:
         self.worker: Any = kind(
             self.engine, cache, instance=instance, timeouts=timeouts, max_requests=1024, **more
         )
-        self.membership = Membership(
-            self.worker,
-            TorchLeases(leases_store(store), timeouts.lease_s),
-            host=settings.get("host") or own_host(store),
-        )
+        self._leases = TorchLeases(leases_store(store), timeouts.lease_s)
+        self._host = settings.get("host") or own_host(store)
+        self.membership = Membership(self.worker, self._leases, host=self._host)
+        self._away = False
+
+    def leave(self) -> None:
+        """When it returns, no memory of the cache is registered, and nothing lands in it. Raises
+        TimeoutError where that cannot be said; to be called again."""
+        self._away = True
+        self.membership.close()
+        self.worker.check_withdrawn()
+
+    def join(self) -> None:
+        """After `leave`: it meets the others again."""
+        if self._away:
+            self.membership = Membership(self.worker, self._leases, host=self._host)
+            self._away = False
 
     def close(self) -> None:
         self.membership.close()

@@ -7,8 +7,9 @@ SGLang's list of transfer backends is closed, so install() puts these classes in
 them, by wrapping `get_kv_class`. SGLang's bootstrap server and its HTTP stay as they are: they say
 which ranks and sizes a prefiller has. The workers find each other in the store.
 
-A room is a request; its tokens are counted in whole pages, as SGLang counts them. What SGLang calls
-aux, the first token and its like, is a group of state: one page a request.
+A room is a request; so is each sample where n > 1, and the request before them that fills the
+prefix cache: all have one room. Tokens are counted in whole pages, as SGLang counts them. What
+SGLang calls aux, the first token and its like, is a group of state: one page a request.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import functools
 import socket
 import sys
+import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,6 +40,7 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _DECODE = "sglang.srt.disaggregation.decode"
 # Heads of a rank's pool and of the model, while a decoder's queue makes its KV manager.
 _heads: ContextVar[tuple[int, int] | None] = ContextVar("moe_p2p_sglang_heads", default=None)
+_ROOM_S = 60.0  # between two samples of a room; too short: they are taken for requests of others
 _FAILED, _WAITING, _TRANSFERRING, _SUCCESS = 0, 2, 3, 4  # KVPoll
 
 
@@ -162,7 +166,8 @@ class Manager:
             KVSender if prefills else KVReceiver, cache, name, store, {}, float(limit_s)
         )
         self.worker: Any = self.own.worker
-        self.reservations: dict[int, KVReservation] = {}  # by room, of this decoder
+        self.reservations: dict[int, list[KVReservation]] = {}  # by room, of this decoder
+        self.rooms = Rooms()
 
     def pages(self, kv: Any, aux: int | None, skipped: int) -> dict[str, torch.Tensor]:
         """skipped: pages before them, which the decoder has."""
@@ -174,11 +179,13 @@ class Manager:
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no write can land in the pages of an aborted room."""
-        reservation = self.reservations.get(bootstrap_room)
-        return reservation is None or reservation.reusable
+        found = self.reservations.get(bootstrap_room, [])
+        return all(each.reusable for each in found if each.error is not None)
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        self.reservations.pop(bootstrap_room, None)
+        found = [each for each in self.reservations.pop(bootstrap_room, []) if not each.reusable]
+        if found:
+            self.reservations[bootstrap_room] = found
 
     def teardown(self) -> None:
         """SGLang's, where a scheduler gives up its role. The garbage collector would wait for ever
@@ -188,7 +195,54 @@ class Manager:
         this._zmq_ctx.destroy(linger=0)
 
 
-class Sender:
+class Rooms:
+    """Numbers the requests of a room as they come.
+
+    Both servers, and all ranks of each, have them in one order: equal numbers meet. A room is
+    forgotten when none of its requests has begun or ended for a while: until then a room that only
+    one of the servers has seen cannot be used again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next: dict[int, tuple[int, float]] = {}  # and since when, in this order
+
+    def take(self, room: int) -> int:
+        number = self._next.get(room, (0, 0.0))[0]
+        self.used(room, number)
+        return number
+
+    def used(self, room: int, number: int) -> None:
+        before = self._next.pop(room, (0, 0.0))[0]
+        now = self._clock()
+        self._next[room] = max(before, number + 1), now
+        for other, (_, since) in list(self._next.items()):
+            if now - since <= _ROOM_S:
+                break
+            del self._next[other]
+
+
+class Sample:
+    """A request of a room. SGLang's managers know it by a number of its own, their `room`."""
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **by: Any):
+        self._room, self._number = bootstrap_room, mgr.rooms.take(bootstrap_room)
+        own = bootstrap_room
+        if self._number:  # no other room has it; the DP rank that follows from it is the same
+            own += (self._number << 64) * required(_COMMON, "sglang").get_parallel().num_dp_ranks
+        super().__init__(mgr, bootstrap_addr, own, *more, **by)  # type: ignore[call-arg]
+
+    @property
+    def _name(self) -> str:
+        return f"{self._room}+{self._number}" if self._number else str(self._room)
+
+    def clear(self) -> None:
+        super().clear()  # type: ignore[misc]
+        this: Any = self
+        this.kv_mgr.rooms.used(self._room, self._number)
+
+
+class Sender(Sample):
     """CommonKVSender of one room."""
 
     _sending: KVSending | None = None
@@ -204,11 +258,9 @@ class Sender:
         total = (self._skipped + num_kv_indices) * size
         pages = this.kv_mgr.pages([], aux_index, self._skipped)
         try:
-            self._sending = this.kv_mgr.worker.start(
-                str(this.bootstrap_room), None, pages, total=total
-            )
-        except MoeP2pError as error:  # the room is under way: its first request goes on
-            log.warning(f"{this.kv_mgr.worker.name}: room {this.bootstrap_room} failed: {error}")
+            self._sending = this.kv_mgr.worker.start(self._name, None, pages, total=total)
+        except MoeP2pError as error:
+            log.warning(f"{this.kv_mgr.worker.name}: room {self._name} failed: {error}")
             this.kv_mgr.record_failure(this.bootstrap_room, str(error))
             self._refused, this.conclude_state = True, _FAILED
 
@@ -241,6 +293,15 @@ class Sender:
             log.info(f"{manager.worker.name}: {error}")
             sending.cancel(str(error))
 
+    def _register_prefill_dp_rank(self) -> None:
+        """SGLang's decoders ask for the room's."""
+        this: Any = self
+        own, this.bootstrap_room = this.bootstrap_room, self._room
+        try:
+            super()._register_prefill_dp_rank()  # type: ignore[misc]
+        finally:
+            this.bootstrap_room = own
+
     def get_transfer_metric(self) -> Any:
         metric = required("sglang.srt.disaggregation.base.conn", "sglang").KVTransferMetric
         if self._sending is None:
@@ -257,7 +318,7 @@ class Sender:
         this: Any = self
         manager, room, sending = this.kv_mgr, this.bootstrap_room, self._sending
         if sending is None:
-            begin = manager.worker.begin_of(str(room))
+            begin = manager.worker.begin_of(self._name)
             if begin is not None:
                 self._skipped = begin // manager.kv_args.page_size
                 manager.req_to_decode_prefix_len.setdefault(room, begin)
@@ -278,7 +339,7 @@ class Sender:
         worker = this.kv_mgr.worker
         if self._sending is None:
             if not self._refused:
-                worker.give_up(str(this.bootstrap_room), "aborted at the prefiller")
+                worker.give_up(self._name, "aborted at the prefiller")
             return
         self._sending.cancel("aborted at the prefiller")
         try:
@@ -287,7 +348,7 @@ class Sender:
             log.warning(f"{worker.name}: pages are used again, {error}")
 
 
-class Receiver:
+class Receiver(Sample):
     """CommonKVReceiver of one room."""
 
     _reservation: KVReservation | None = None
@@ -314,13 +375,16 @@ class Receiver:
     ) -> None:
         this: Any = self
         manager = this.kv_mgr
-        if getattr(destination, "value", "device") != "device":
-            raise refuse("KV pages in host memory", "leave host destinations off")
         size, begin = manager.kv_args.page_size, decode_prefix_len or 0
-        require(
-            begin % size == 0 and len(kv_indices) > 0,
-            f"decode_prefix_len={begin} must be whole pages of {size} tokens, not the prompt",
-        )
+        why = ""
+        if getattr(destination, "value", "device") != "device":
+            why = str(refuse("KV pages in host memory", "leave host destinations off"))
+        elif begin % size or not len(kv_indices):
+            why = f"decode_prefix_len={begin} must be whole pages of {size} tokens, not the prompt"
+        if why:
+            self._fail(why)
+            self._send_abort_notification()
+            return
         pages = manager.pages(kv_indices, aux_index, begin // size)
         self._wanted = {"pages": pages, "total": len(pages["kv"]) * size, "begin": begin}
         self._until = manager.worker.clock() + manager.worker.timeouts.connect_s
@@ -332,10 +396,8 @@ class Receiver:
         manager, wanted = this.kv_mgr, self._wanted
         assert wanted is not None
         try:
-            self._reservation = manager.worker.reserve(
-                str(this.bootstrap_room), self._source, **wanted
-            )
-            manager.reservations[this.bootstrap_room] = self._reservation
+            self._reservation = manager.worker.reserve(self._name, self._source, **wanted)
+            manager.reservations.setdefault(self._room, []).append(self._reservation)
         except UnavailableError as error:
             if manager.worker.clock() < self._until:
                 return
@@ -346,7 +408,7 @@ class Receiver:
 
     def _fail(self, why: str) -> None:
         this: Any = self
-        log.warning(f"{this.kv_mgr.worker.name}: room {this.bootstrap_room} failed: {why}")
+        log.warning(f"{this.kv_mgr.worker.name}: room {self._name} failed: {why}")
         this.kv_mgr.record_failure(this.bootstrap_room, why)
         this.kv_mgr.update_status(this.bootstrap_room, _FAILED)
 
@@ -366,10 +428,18 @@ class Receiver:
         if not reservation.done():
             return
         if reservation.error is None:
-            this.kv_mgr.reservations.pop(this.bootstrap_room, None)
+            self._forget(reservation)
             this.kv_mgr.update_status(this.bootstrap_room, _SUCCESS)
         elif reservation.reusable:
             self._fail(str(reservation.error))
+
+    def _forget(self, reservation: KVReservation) -> None:
+        this: Any = self
+        of_room = this.kv_mgr.reservations.get(self._room, [])
+        if reservation in of_room:
+            of_room.remove(reservation)
+        if not of_room:
+            this.kv_mgr.reservations.pop(self._room, None)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Then pages are free once `is_abort_release_safe` says so."""
@@ -379,7 +449,7 @@ class Receiver:
             self._reservation.cancel(why)
             return
         try:
-            this.kv_mgr.worker.decline(str(this.bootstrap_room), self._source, why)
+            this.kv_mgr.worker.decline(self._name, self._source, why)
         except MoeP2pError as error:
             log.info(f"{this.kv_mgr.worker.name}: {error}")
 

@@ -2,7 +2,9 @@
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MoeP2pConnector",
         "kv_connector_module_path": "moe_p2p.integrations.vllm_kv", "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"store": "HOST:PORT"}}'           decode: "kv_consumer"
+        "kv_connector_extra_config": {"store": "HOST:PORT"}}'
+
+decode: "kv_consumer"; "kv_both": requests say by their kv_transfer_params which of both they want.
 
 Other fields of kv_connector_extra_config: "host", the address under which others reach this engine;
 "verify" of KVReceiver; fields of KVTimeouts. docs/kv.md says what is carried and what is not.
@@ -12,19 +14,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
+from moe_p2p import log
 from moe_p2p.errors import UnavailableError, make
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv_worker import serve_store
-from moe_p2p.integrations.vllm_kv_layout import check_parallelism, refuse
+from moe_p2p.integrations.vllm_kv_layout import check_parallelism
 from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
 from moe_p2p.integrations.vllm_kv_stats import prom_class, stats_class
 from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
+from moe_p2p.kv.worker import KVTimeouts
 
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_SETTINGS = {"store", "host", "verify", "fence", *KVTimeouts.__dataclass_fields__}
 
 
 class Connector:
@@ -33,17 +40,19 @@ class Connector:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         config = vllm_config.kv_transfer_config
-        if config.kv_role == "kv_both":
-            raise refuse(
-                "kv_role=kv_both", 'pass "kv_producer" for prefill, "kv_consumer" for decode'
-            )
-        check_parallelism(vllm_config.parallel_config)
+        check_parallelism(vllm_config)
         store = config.get_from_extra_config("store", f"127.0.0.1:{config.kv_port}")
         given = (vllm_config, kv_cache_config, config.engine_id, store)
         self._scheduler: Any = None
         self._worker: Any = None
         if role.name == "SCHEDULER":
             serve_store(store)
+            unknown = config.kv_connector_extra_config.keys() - _SETTINGS
+            if unknown:
+                log.warning(
+                    f"MoeP2pConnector does not know {', '.join(sorted(unknown))} of "
+                    f"kv_connector_extra_config, only {', '.join(sorted(_SETTINGS))}"
+                )
             self._scheduler = KVScheduler(*given)
         else:
             self._worker = KVWorkerHalf(*given)
@@ -63,7 +72,7 @@ class Connector:
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return False  # peers write to memory that sleep mode would unmap
+        return True
 
     # --- scheduler ---
 
@@ -100,10 +109,24 @@ class Connector:
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and bool(self._scheduler.has_news())
 
+    def has_pending_block_frees(self) -> bool:
+        return bool(self._scheduler.about_to_free())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        moving = None if meta is None else meta.moving
+        self._scheduler.heard(moving, connector_output.finished_sending or ())
+
     # --- worker ---
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
@@ -139,6 +162,10 @@ class Connector:
         found = self._worker.results(finished_req_ids, by_block=self._by_block)
         results = required(_V1, "vllm").KVConnectorTransferResults
         return results(found.sent, found.received, found.failed)
+
+    def build_connector_worker_meta(self) -> Any:
+        moving = self._worker.take_moving()
+        return None if moving is None else _worker_meta_class()(moving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         found: set[int] = self._worker.take_bad_blocks()
@@ -186,6 +213,9 @@ def _connector_class() -> Any:
             f"this vLLM asks connectors for {', '.join(missing)}, which MoeP2pConnector does not "
             "have: use a version of vLLM that docs/engines.md names",
         )
+    with suppress(ValueError):  # MultiConnector looks for its children's stats by name alone
+        factory = required(_FACTORY, "vllm").KVConnectorFactory
+        factory.register_connector("MoeP2pConnector", __name__, "MoeP2pConnector")
     return made
 
 
@@ -200,9 +230,26 @@ def _meta_class() -> Any:
     return type(base)("MoeP2pStepMeta", (base,), {"__init__": init, "__module__": __name__})
 
 
+@functools.cache
+def _worker_meta_class() -> Any:
+    """What workers say to the scheduler, pickled likewise. moving: requests that are being sent."""
+    base = required(_V1, "vllm").KVConnectorWorkerMetadata
+
+    def init(self: Any, moving: set[str]) -> None:
+        self.moving = moving
+
+    def aggregate(self: Any, other: Any) -> Any:  # of another rank
+        return type(self)(self.moving | other.moving)
+
+    body = {"__init__": init, "aggregate": aggregate, "__module__": __name__}
+    return type(base)("MoeP2pWorkerMeta", (base,), body)
+
+
 def __getattr__(name: str) -> Any:
     if name == "MoeP2pConnector":
         return _connector_class()
     if name == "MoeP2pStepMeta":
         return _meta_class()
+    if name == "MoeP2pWorkerMeta":
+        return _worker_meta_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

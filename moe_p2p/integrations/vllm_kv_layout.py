@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
+from moe_p2p.integrations import required
 from moe_p2p.integrations.kv_worker import regions_of
 from moe_p2p.kv.layout import KVGroup, KVLayout
 from moe_p2p.kv.pair import KVCache
 
-_PARALLEL = {  # that moves layers or tokens to other ranks
-    "pipeline_parallel_size": "--pipeline-parallel-size 1",
+_PARALLEL = {  # that moves tokens to other ranks
     "decode_context_parallel_size": "--decode-context-parallel-size 1",
     "prefill_context_parallel_size": "--prefill-context-parallel-size 1",
 }
@@ -32,20 +32,46 @@ def refuse(what: str, instead: str) -> MoeP2pError:
     return make(UnavailableError, f"MoeP2pConnector does not carry {what}; {instead}")
 
 
-def check_parallelism(parallel: Any) -> None:
+def check_parallelism(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    if stages > 1 and vllm_config.kv_transfer_config.is_kv_consumer:
+        raise refuse(
+            f"pipeline_parallel_size={stages} of an engine that decodes",
+            "start vLLM with --pipeline-parallel-size 1, or kv_role=kv_producer",
+        )
     for name, option in _PARALLEL.items():
         if getattr(parallel, name, 1) > 1:
             raise refuse(f"{name}={getattr(parallel, name)}", f"start vLLM with {option}")
 
 
-def layer_numbers(config: Any) -> dict[str, int]:
-    """Layers by name, in an order that is equal on both sides whatever their groups are."""
+def stage_sizes(vllm_config: Any) -> tuple[int, ...]:
+    """Layers of each pipeline stage."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return ()
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    spans_of = required("vllm.distributed.utils", "vllm").get_pp_indices
+    spans = [spans_of(total, stage, stages) for stage in range(stages)]
+    return tuple(end - begin for begin, end in spans)
+
+
+def layer_numbers(config: Any, sizes: tuple[int, ...] = (), stage: int = 0) -> dict[str, int]:
+    """Layers of this rank by name, in an order that is equal on both sides whatever their groups
+    are. sizes: of pipeline stages; each has all of its layers in one group."""
     names = [name for group in config.transfer_groups for name in group.layer_names]
     natural = {
         name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
         for name in names
     }
-    return {name: at for at, name in enumerate(sorted(names, key=natural.__getitem__))}
+    if sizes and (len(config.transfer_groups) > 1 or len(names) != sizes[stage]):
+        raise refuse(
+            f"stage {stage} of {len(sizes)} pipeline stages with {len(names)} layers in "
+            f"{len(config.transfer_groups)} cache groups, of which it has {sizes[stage]}",
+            "start vLLM with --pipeline-parallel-size 1",
+        )
+    first = sum(sizes[:stage])
+    return {name: first + at for at, name in enumerate(sorted(names, key=natural.__getitem__))}
 
 
 @dataclass(frozen=True)
@@ -68,9 +94,11 @@ class VllmCache:
 
 
 def vllm_cache(vllm_config: Any, config: Any, tensors: Mapping[str, Tensor]) -> VllmCache:
+    check_parallelism(vllm_config)
     parallel = vllm_config.parallel_config
-    check_parallelism(parallel)
-    numbers = layer_numbers(config)
+    tp, sizes = parallel.tensor_parallel_size, stage_sizes(vllm_config)
+    rank = parallel.rank % (tp * max(len(sizes), 1))  # DP is outside of stages, they of TP
+    numbers = layer_numbers(config, sizes, rank // tp)
     groups, ratios, order = [], [], ""
     for at, group in enumerate(config.transfer_groups):
         names = sorted(group.layer_names, key=numbers.__getitem__)
@@ -88,17 +116,21 @@ def vllm_cache(vllm_config: Any, config: Any, tensors: Mapping[str, Tensor]) -> 
             "VLLM_KV_CACHE_LAYOUT=LBHNC",
         )
         order = order or its_order
-        groups.append(KVGroup(**{**vars(one), "layers": tuple(numbers[name] for name in names)}))
+        layers = tuple(range(sum(sizes))) if sizes else tuple(numbers[name] for name in names)
+        groups.append(KVGroup(**{**vars(one), "layers": layers}))
         ratios.append(tensors[names[0]].shape[0] // config.num_blocks)
-    layout = KVLayout(tuple(groups), order=order or "LBNHC", tp=parallel.tensor_parallel_size)
-    by_number = sorted(numbers, key=numbers.__getitem__)
-    regions, places = regions_of([tensors[name] for name in by_number])
-    layers = tuple(tuple((places[layer],) for layer in group.layers) for group in groups)
+    layout = KVLayout(
+        tuple(groups), order=order or "LBNHC", tp=tp, pp=max(len(sizes), 1), stages=sizes or None
+    )
+    regions, found = regions_of([tensors[name] for name in numbers])
+    places = dict(zip(numbers.values(), found, strict=True))
+    at_places = tuple(
+        tuple((places[layer],) for layer in group.layers if layer in places) for group in groups
+    )
     pages = {
         group.name: config.num_blocks * ratio for group, ratio in zip(groups, ratios, strict=True)
     }
-    rank = parallel.rank % parallel.tensor_parallel_size
-    return VllmCache(KVCache(layout, rank, layers, regions, pages), numbers, tuple(ratios))
+    return VllmCache(KVCache(layout, rank, at_places, regions, pages), numbers, tuple(ratios))
 
 
 def _group(

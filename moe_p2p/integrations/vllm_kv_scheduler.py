@@ -11,6 +11,7 @@ attempt of the same name.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +76,12 @@ def attempt_name(name: str, attempt: int) -> str:
 class KVScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine_id: str, store: str) -> None:
         self._config, self._caches = vllm_config, kv_cache_config
+        self._transfer = vllm_config.kv_transfer_config
         self._engine_id, self._store = engine_id, store
         self._sending: dict[str, _Sending] = {}
         self._meta = StepMeta()  # of the next step
+        self._ended: set[str] = set()  # requests whose blocks workers still read
+        self._moving: set[str] = set()  # that workers send right now
 
     # --- decode ---
 
@@ -85,11 +89,16 @@ class KVScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
-        if not (_name_of(params, request) and params.get("remote_engine_id")):
-            log.warning(
-                f"request {request.request_id}: kv_transfer_params need remote_engine_id, and "
-                f"remote_request_id or transfer_id, not {params}; its prompt is computed here"
+        why = ""
+        if not self._transfer.is_kv_consumer:
+            why = "this engine awaits no pages, its kv_role is kv_producer, not kv_both"
+        elif not (_name_of(params, request) and params.get("remote_engine_id")):
+            why = (
+                "kv_transfer_params need remote_engine_id, and remote_request_id or transfer_id, "
+                f"not {params}"
             )
+        if why:
+            log.warning(f"request {request.request_id}: {why}; its prompt is computed here")
             params["do_remote_prefill"] = False
             return 0, False
         count = request.num_prompt_tokens - num_computed_tokens
@@ -117,10 +126,17 @@ class KVScheduler:
 
     def added(self, request: Any) -> None:
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
+        if not params.get("do_remote_decode"):
+            return
+        if self._transfer.is_kv_producer:
             name = _name_of({"transfer_id": params.get("transfer_id")}, request)
             name = name or request.request_id
             self._sending[request.request_id] = _Sending(name, request.num_prompt_tokens)
+            return
+        log.warning(
+            f"request {request.request_id}: this engine sends no pages, its kv_role is "
+            "kv_consumer, not kv_both; it is computed here"
+        )
 
     def _schedule_sends(self, output: Any) -> None:
         for request_id in output.preempted_req_ids or ():
@@ -175,6 +191,14 @@ class KVScheduler:
         meta = self._meta
         return bool(meta.aborted or meta.declined or meta.preempted)
 
+    def heard(self, moving: set[str] | None, sent: Iterable[str]) -> None:
+        self._moving = self._moving if moving is None else moving
+        self._ended.difference_update(sent)
+
+    def about_to_free(self) -> set[str]:
+        """Not those that no decoder has opened: that may take open_s, and vLLM would wait."""
+        return self._ended & self._moving
+
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -183,12 +207,13 @@ class KVScheduler:
         if params.get("do_remote_prefill"):  # rejected here before it was scheduled
             params["do_remote_prefill"] = False
             name, source = _name_of(params, request), params.get("remote_engine_id")
-            if name and source:
+            if name and source and self._transfer.is_kv_consumer:
                 self._meta.declined[name] = source
-            return False, None
         sending = self._sending.pop(request.request_id, None)
         if sending is None:
             return False, None
+        if sending.active:
+            self._ended.add(request.request_id)
         if request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             name = attempt_name(sending.name, sending.attempt)
             self._meta.aborted[request.request_id] = name
@@ -205,7 +230,7 @@ class KVScheduler:
             "remote_port": port,
             "tp_size": parallel.tensor_parallel_size,
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": parallel.pipeline_parallel_size,
             "remote_num_tokens": request.num_computed_tokens,
             "transfer_mode": "push",
             "transfer_id": params.get("transfer_id") or request.request_id,

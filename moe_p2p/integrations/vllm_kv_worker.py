@@ -23,9 +23,11 @@ from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.sending import KVSending
 from moe_p2p.kv.signals import KVSignals
 from moe_p2p.kv.stats import KVTotals
+from moe_p2p.kv.worker import KVWorker
 
 PREEMPTED = "preempted at the prefiller, which begins anew"
 ABORTED = "aborted at the prefiller"
+ASLEEP = "the engine goes to sleep"
 
 
 @dataclass
@@ -50,16 +52,17 @@ class KVWorkerHalf:
     def __init__(self, config: Any, caches: Any, engine_id: str, store: str) -> None:
         self._config, self._caches = config, caches
         self._engine_id, self._store = engine_id, store
-        transfer = config.kv_transfer_config
-        self._kind: Any = KVSender if transfer.is_kv_producer else KVReceiver
-        self._settings = transfer.kv_connector_extra_config
-        self._own: EngineWorker | None = None
+        self._transfer = config.kv_transfer_config
+        self._own: list[EngineWorker] = []  # of each role, with an Engine of its own
+        self._sender: KVSender | None = None
+        self._receiver: KVReceiver | None = None
         self._cache: VllmCache | None = None
         self._sends: dict[str, KVSending] = {}
         self._finished: set[str] = set()  # of the sends: the scheduler waits for their blocks
         self._step: dict[str, tuple[KVSending, SendStep]] = {}
         self._signals: KVSignals | None = None  # of a prefiller
         self._refused: set[str] = set()  # requests that are computed and not sent
+        self._moving: set[str] = set()  # as the scheduler knows them
         self._signalled: set[int] = set()  # layers, in this step
         self._tensors: dict[int, Tensor] = {}  # by layer
         self._reported = KVTotals()
@@ -73,17 +76,43 @@ class KVWorkerHalf:
         limit_s = getattr(
             required("vllm.envs", "vllm"), "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", None
         )
-        self._own = EngineWorker(
-            self._kind, self._cache.cache, self._engine_id, self._store, self._settings, limit_s
-        )
         self._tensors = {number: tensors[name] for name, number in self._cache.layers.items()}
-        if self._kind is KVSender:
-            self._signals = KVSignals(self.worker)
+
+        def worker(kind: type[KVWorker]) -> Any:
+            settings = self._transfer.kv_connector_extra_config
+            given = self.cache.cache, self._engine_id, self._store
+            self._own.append(EngineWorker(kind, *given, settings, limit_s))
+            return self._own[-1].worker
+
+        if self._transfer.is_kv_producer:
+            self._sender = worker(KVSender)
+            self._signals = KVSignals(self.sender)
+        if self._transfer.is_kv_consumer:
+            self._receiver = worker(KVReceiver)
+
+    def unregister(self) -> None:
+        """Before sleep mode unmaps the cache: what is under way fails, and peers are fenced."""
+        for sending in self._sends.values():
+            sending.cancel(ASLEEP)
+        for loading in self._loads.values():
+            if loading.reservation is not None:
+                loading.reservation.cancel(ASLEEP)
+        for own in self._own:
+            own.leave()
+
+    def restore(self) -> None:
+        for own in self._own:
+            own.join()
 
     @property
-    def worker(self) -> Any:
-        assert self._own is not None, "register_kv_caches comes first"
-        return self._own.worker
+    def sender(self) -> KVSender:
+        assert self._sender is not None, "register_kv_caches comes first, of a prefiller"
+        return self._sender
+
+    @property
+    def receiver(self) -> KVReceiver:
+        assert self._receiver is not None, "register_kv_caches comes first, of a decoder"
+        return self._receiver
 
     @property
     def cache(self) -> VllmCache:
@@ -109,7 +138,7 @@ class KVWorkerHalf:
             try:
                 self._begin_send(request, step)
             except MoeP2pError as error:  # a name that is under way, say: others go on
-                log.warning(f"{self.worker.name}: request {request!r} is not sent: {error}")
+                log.warning(f"{self.sender.name}: request {request!r} is not sent: {error}")
                 if request not in self._sends:
                     self._refused.add(request)
         self._signalled.clear()
@@ -123,7 +152,7 @@ class KVWorkerHalf:
     def _begin_send(self, request: str, step: SendStep) -> None:
         pages = self.cache.pages(step.blocks)
         if step.first:
-            self._sends[request] = self.worker.start(step.name, None, pages, total=step.total)
+            self._sends[request] = self.sender.start(step.name, None, pages, total=step.total)
         sending = self._sends.get(request)
         if sending is None or sending.error is not None:
             return
@@ -140,11 +169,11 @@ class KVWorkerHalf:
         try:
             sending.wait_reusable()
         except MoeP2pError as error:
-            log.warning(f"{self.worker.name}: pages are used again, {error}")
+            log.warning(f"{self.sender.name}: pages are used again, {error}")
 
     def _give_up(self, why: str) -> None:
         """The requests of this step go on being computed; their decoders know why they failed."""
-        log.warning(f"{self.worker.name}: {why}")
+        log.warning(f"{self.sender.name}: {why}")
         for sending, _ in self._step.values():
             sending.cancel(why)
         self._step = {}
@@ -173,16 +202,18 @@ class KVWorkerHalf:
             try:
                 sending.commit()
             except MoeP2pError as error:
-                log.info(f"{self.worker.name}: {error}")
+                log.info(f"{self.sender.name}: {error}")
                 sending.cancel(str(error))
         self._step = {}
 
     # --- decode ---
 
     def start_loads(self, meta: StepMeta) -> None:
-        until = self.worker.clock() + self.worker.timeouts.connect_s if meta else 0.0
         for request, name in meta.aborted.items():
             self._abort_send(request, name)
+        if self._receiver is None:
+            return
+        until = self.receiver.clock() + self.receiver.timeouts.connect_s
         for request, load in meta.loads.items():
             self._loads[request] = _Loading(load, until)
         for name, source in meta.declined.items():
@@ -195,17 +226,17 @@ class KVWorkerHalf:
         elif (
             request not in self._refused
         ):  # it has no pages; a decoder may wait for it all the same
-            self.worker.give_up(name, ABORTED)
+            self.sender.give_up(name, ABORTED)
 
     def _decline(self) -> None:
         for name, (source, until) in list(self._declined.items()):
             try:
-                self.worker.decline(attempt_name(name, 0), source, "the decoder does not need it")
+                self.receiver.decline(attempt_name(name, 0), source, "the decoder does not need it")
             except UnavailableError:
-                if self.worker.clock() < until:
+                if self.receiver.clock() < until:
                     continue  # not connected yet
             except MoeP2pError as error:
-                log.info(f"{self.worker.name}: {error}")
+                log.info(f"{self.receiver.name}: {error}")
             del self._declined[name]
 
     def _look_at(self, loading: _Loading) -> str | None:
@@ -224,13 +255,13 @@ class KVWorkerHalf:
             loading.attempt += 1
             loading.reservation = None
             return self._reserve(loading)
-        log.warning(f"{self.worker.name}: request {load.name!r} failed: {why}")
+        log.warning(f"{self.receiver.name}: request {load.name!r} failed: {why}")
         return why
 
     def _reserve(self, loading: _Loading) -> str | None:
         load = loading.load
         try:
-            loading.reservation = self.worker.reserve(
+            loading.reservation = self.receiver.reserve(
                 attempt_name(load.name, loading.attempt),
                 load.source,
                 self.cache.pages(load.blocks),
@@ -238,7 +269,7 @@ class KVWorkerHalf:
                 begin=load.begin,
             )
         except UnavailableError as error:
-            if self.worker.clock() < loading.until:
+            if self.receiver.clock() < loading.until:
                 return None  # not connected yet
             return self._failed(load, error)
         except MoeP2pError as error:
@@ -246,7 +277,7 @@ class KVWorkerHalf:
         return None
 
     def _failed(self, load: Load, error: MoeP2pError) -> str:
-        log.warning(f"{self.worker.name}: request {load.name!r} failed: {error}")
+        log.warning(f"{self.receiver.name}: request {load.name!r} failed: {error}")
         return str(error)
 
     # --- results ---
@@ -283,6 +314,17 @@ class KVWorkerHalf:
                     found.failed.add(request)
         return found
 
+    def take_moving(self) -> set[str] | None:
+        """Sends that end soon: all their receivers have opened them, or they have failed and drain.
+        None: there are none, as before."""
+        found = set()
+        for request, sending in self._sends.items():
+            states = [flight.state for flight in sending.flights]
+            if sending.error is not None or (states and "waiting" not in states):
+                found.add(request)
+        before, self._moving = self._moving, found
+        return found if found or before else None
+
     def _loaded_blocks(self, load: Load) -> set[int]:
         spec = self._caches.transfer_groups[0].kv_cache_spec
         return set(
@@ -295,13 +337,14 @@ class KVWorkerHalf:
 
     def new_totals(self) -> KVTotals:
         """Since the last call."""
-        now: KVTotals = self.worker.totals + KVTotals()
+        now = KVTotals()
+        for own in self._own:
+            now = now + own.worker.totals
         found, self._reported = now - self._reported, now
         return found
 
     def close(self) -> None:
         if self._signals is not None:
             self._signals.close()
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        while self._own:
+            self._own.pop().close()

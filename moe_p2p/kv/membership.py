@@ -23,6 +23,7 @@ from types import TracebackType
 
 from moe_p2p import env, log
 from moe_p2p.errors import (
+    ClosedError,
     MoeP2pError,
     ProtocolError,
     UnavailableError,
@@ -31,7 +32,7 @@ from moe_p2p.errors import (
     require_type,
 )
 from moe_p2p.fleet.board import Deadline
-from moe_p2p.fleet.listener import Listener, warn_of_strangers
+from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
 from moe_p2p.kv.channel import Channel, prove, receive
 from moe_p2p.kv.leases import Leases, Worker
 from moe_p2p.kv.pair import Hello, Pair, PairMemory
@@ -67,10 +68,14 @@ class Membership:
         self.record = dataclasses.replace(
             worker.worker, host=host, port=listening.getsockname()[1], secret=drawn
         )
+        # A rank may have a worker of either role.
+        self._lease = f"{self.record.name} ({self.record.role})"
         self._stop = threading.Event()
         self._left = threading.Event()  # and all pairs are lost
         self._beat = threading.Event()
         self._dialing: set[str] = set()
+        self._meeting: set[socket.socket] = set()  # not yet a pair's
+        self._met = threading.Condition()
         self._known: dict[str, Worker] = {}
         self._unread: set[bytes] = set()
         self._warned_at = float("-inf")
@@ -97,7 +102,7 @@ class Membership:
         failing = False
         while not self._stop.is_set():
             try:
-                self.leases.renew(self.record.name, self.record.to_bytes())
+                self.leases.renew(self._lease, self.record.to_bytes())
                 self._look_at(self.leases.members())
                 failing = False
             except Exception as error:  # the store is gone: pairs go on as long as they can
@@ -109,7 +114,7 @@ class Membership:
             self._beat.wait(every)
             self._beat.clear()
         with suppress(Exception):  # the store may be gone
-            self.leases.withdraw(self.record.name)
+            self.leases.withdraw(self._lease)
 
     def _look_at(self, members: dict[str, bytes]) -> None:
         found = self._workers(members)
@@ -121,17 +126,20 @@ class Membership:
                 self.worker.lose(pair, "it was started anew")
         self._known = found
         for other in found.values():
-            wanted = self.worker.role == "receiver" and other.role == "sender"
-            if wanted and other.name not in self.worker.pairs and other.name not in self._dialing:
+            dials = self.worker.role == "receiver" and other.name not in self.worker.pairs
+            if dials and other.name not in self._dialing:
                 self._dialing.add(other.name)
                 self._thread(f"dials {other.name}", self._dial, other)
 
     def _workers(self, members: dict[str, bytes]) -> dict[str, Worker]:
-        """Without those whose records this build does not read: others go on."""
+        """Of the other role, by name. Without those whose records this build does not read: others
+        go on."""
         found = {}
         for name, record in members.items():
             try:
-                found[name] = Worker.from_bytes(record)
+                worker = Worker.from_bytes(record)
+                if worker.role != self.worker.role:
+                    found[worker.name] = worker
             except MoeP2pError as error:
                 if record not in self._unread:
                     log.warning(f"{self.record.name}: the lease of {name}: {error}")
@@ -173,7 +181,11 @@ class Membership:
     ) -> None:
         """Both ends: proof, hello, and a pair that requests may use. proved: where it answers."""
         memory: PairMemory | None = None
+        with self._met:
+            self._meeting.add(connection)
         try:
+            if self._stop.is_set():
+                raise make(ClosedError, f"{self.record.name} leaves")
             connection.settimeout(deadline.timeout_s)  # of what is sent
             prove(connection, secret, deadline, dials=proved is None)
             if proved is not None:
@@ -185,12 +197,17 @@ class Membership:
                 raise make(ProtocolError, f"{theirs.worker.name} is a {theirs.worker.role} too")
             channel = Channel(connection, deadline.timeout_s)
             pair = self.worker.meet(memory, theirs, channel)
+            memory = None  # the pair's
+            self._begin(pair, channel)
         except BaseException:
             connection.close()
             if memory is not None:
                 memory.withdraw()
             raise
-        self._begin(pair, channel)
+        finally:
+            with self._met:
+                self._meeting.discard(connection)
+                self._met.notify_all()
 
     def _begin(self, pair: Pair, channel: Channel) -> None:
         self.worker.attach(pair)
@@ -225,8 +242,8 @@ class Membership:
     def close(self) -> None:
         """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent.
 
-        A fence that does not succeed within connect_s is tried again afterwards, until the engine
-        is closed.
+        Then no memory is registered. A fence that does not succeed within connect_s is tried again
+        afterwards, until the engine is closed. The worker may have another Membership then.
         """
         if self._stop.is_set():
             return
@@ -237,6 +254,10 @@ class Membership:
         self._left.set()
         self.worker.wake.set()
         self._listener.close()
+        with self._met:
+            for connection in self._meeting:
+                end(connection)
+            self._met.wait_for(lambda: not self._meeting, self.worker.timeouts.connect_s)
         self.worker.wait_fenced(self.worker.timeouts.connect_s)
         for thread in self._threads:
             if thread is not self._threads[-1] or not self.worker.is_fencing:

@@ -173,6 +173,10 @@ class PairMemory:
     def descriptors(self) -> tuple[bytes, ...]:
         return tuple(memory.descriptor for memory in self.kv)
 
+    @property
+    def is_registered(self) -> bool:
+        return bool(self._registered)
+
     def withdraw(self) -> None:
         """When it returns, nothing of the peer reaches the memory. Raises TimeoutError where the
         NIC cannot promise that yet; to be called again."""

@@ -127,6 +127,7 @@ class KVWorker:
         # One row a slot. A bytearray, so that rows are read and written without a tensor.
         self.rows = bytearray((max_requests + self.ring.num_parts) * self.row_bytes)
         self.control = torch.frombuffer(self.rows, dtype=torch.uint8)
+        self._memories: list[PairMemory] = []  # registered, as far as is known
         self._losing: list[Pair] = []  # lost, and not yet fenced
 
     @property
@@ -136,7 +137,25 @@ class KVWorker:
     # --- meeting ---
 
     def register(self) -> PairMemory:
-        return PairMemory(self.engine, self.cache, self.control, self.ring, self.fence_by)
+        made = PairMemory(self.engine, self.cache, self.control, self.ring, self.fence_by)
+        with self.lock:
+            self._memories = [each for each in self._memories if each.is_registered] + [made]
+        return made
+
+    def check_withdrawn(self) -> None:
+        """After `Membership.close`: raises TimeoutError while memory is registered for a peer."""
+        with self.lock:
+            left = [each for each in self._memories if each.is_registered]
+            names = ", ".join(pair.name for pair in self._losing)
+        if not names:  # else the fence is still being tried, by the thread that owns it
+            for memory in left:
+                memory.withdraw()
+        elif left:
+            raise make(
+                errors.TimeoutError,
+                f"{self.name}: memory is still registered for {names}, whose fence has not "
+                "succeeded; try again",
+            )
 
     def hello(self, memory: PairMemory, worker: Worker) -> Hello:
         return Hello(

@@ -312,6 +312,41 @@ def a_latent() -> None:
 
 
 @scenario
+def samples_of_one_room_are_served_each() -> None:
+    """n=3: SGLang sends the prompt once to have it in the prefix cache, then three at once."""
+    with servers(2, 1) as made:
+        transfer(made, 55, [2])
+        senders, receivers = [made.senders(55) for _ in range(3)], []  # the prefiller is first
+        for sample in range(3):
+            receivers.append(made.receivers(55)[0])
+            receivers[-1].send_metadata(pages(8 + 2 * sample, 9 + 2 * sample), sample, [])
+        receivers[1].abort()  # a client that has gone
+        for sample in (2, 0):  # in any order
+            poll_opened(senders[sample], [receivers[sample]])
+            for rank, sender in zip(made.prefill, senders[sample], strict=True):
+                rank.write(sample, [20 + 2 * sample, 21 + 2 * sample], 0, 2 * PAGE)
+                rank.aux.output_ids[sample + 3, 0] = 4242 + sample
+                sender.init(2, sample + 3)
+                sender.send(pages(20 + 2 * sample, 21 + 2 * sample))
+            poll([*senders[sample], receivers[sample]], SUCCESS)
+        assert receivers[1].poll() == FAILED
+        for sender in senders[1]:
+            sender.init(2, 4)
+        poll(senders[1], FAILED)
+        manager = made.decode[0].manager
+        wait(lambda: manager.is_abort_release_safe(55, 1))
+        manager.clear_deferred_abort_state(55)
+        assert not manager.reservations
+        for sample in (0, 2):
+            assert made.decode[0].holds(sample, [8 + 2 * sample, 9 + 2 * sample], 0, 2 * PAGE)
+            assert int(made.decode[0].aux.output_ids[sample, 0]) == 4242 + sample
+        for one in [*receivers, *(each for rank in senders for each in rank)]:
+            one.clear()
+        wait(lambda: all(rank.idle() for rank in [*made.prefill, *made.decode]))
+        transfer(made, 55, [3])  # the next one
+
+
+@scenario
 def prefill_aborts_before_and_between_chunks() -> None:
     from sglang.srt.disaggregation.common.conn import KVTransferError
 
@@ -348,7 +383,7 @@ def decode_aborts_and_gets_its_pages_back_once_nothing_can_land_in_them() -> Non
         assert receiver.abort_notified
         assert receiver.poll() == FAILED
         wait(lambda: manager.is_abort_release_safe(71, 1))
-        assert manager.reservations[71].reusable
+        assert manager.reservations[71][0].reusable
         manager.clear_deferred_abort_state(71)
         receiver.clear()
         poll([sender], FAILED)
@@ -368,6 +403,24 @@ def decode_rejects_before_it_has_pages() -> None:
 
 
 @scenario
+def pages_that_are_not_carried_fail_their_request() -> None:
+    with servers() as made:
+        device, host = types.SimpleNamespace(value="device"), types.SimpleNamespace(value="host")
+        for room, begin, to, words in (
+            (86, 3, device, "decode_prefix_len=3 must be whole pages"),
+            (87, 0, host, "KV pages in host memory"),
+        ):
+            (sender,), (receiver,) = made.senders(room), made.receivers(room)
+            wait(lambda: bool(made.decode[0].manager.worker.pairs))
+            receiver.send_metadata(pages(20, 21), 1, [], decode_prefix_len=begin, destination=to)
+            sender.init(2, 1)
+            poll([sender], FAILED)  # it has heard
+            assert receiver.poll() == FAILED
+            scenario.expect_logged(f"room {room} failed", words)
+        transfer(made, 88, [3])
+
+
+@scenario
 def the_prefiller_ends() -> None:
     with servers() as made:
         (sender,), (receiver,) = made.senders(91), made.receivers(91)
@@ -379,6 +432,20 @@ def the_prefiller_ends() -> None:
         poll([receiver], FAILED)
         scenario.expect_logged("room 91", "lost", "/0")
         wait(made.decode[0].idle)
+
+
+@scenario
+def settings_come_from_the_environment() -> None:
+    given = {"HOST": "127.0.0.2", "VERIFY": "always", "TIMEOUTS": "tail_s=7"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(f"MOE_P2P_KV_{name}", value)
+        with servers() as made:
+            for rank in (*made.prefill, *made.decode):
+                assert rank.manager.own.membership.record.host == "127.0.0.2"
+                assert rank.manager.worker.timeouts.tail_s == 7
+            assert made.decode[0].manager.worker.verify.mode == "always"
+            transfer(made, 101, [2])
 
 
 @scenario

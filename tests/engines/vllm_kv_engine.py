@@ -8,6 +8,9 @@ the prefix cache, from another engine or computed anew has to hold the same ones
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
+import pickle
 import sys
 import types
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ import torch
 from tests.engines import absent, packages
 
 HEAD_SIZE = 4
+MEMORIES: list[Any] = []  # that were ever registered with an Engine
 # Of structured outputs, which no request here asks for.
 GRAMMARS = types.SimpleNamespace(
     accept_tokens=lambda *_, **__: True, should_advance=lambda *_: False, reset=lambda *_: None
@@ -36,10 +40,19 @@ def begin() -> None:
 
     cuda.CudaPlatform.get_device_capability = classmethod(lambda *_, **__: None)
     vllm.platforms._current_platform = cuda.CudaPlatform()
+    from moe_p2p.engine import Engine as Transport
+
+    register = Transport.register
+    Transport.register = lambda *given, **more: remember(register(*given, **more))
     from vllm import _custom_ops
 
     for name in ("scaled_mm_supports_fp8", "scaled_mm_supports_block_fp8", "group_gemm_supported"):
         setattr(_custom_ops, f"cutlass_{name}", lambda *_: False)  # asked while modules load
+
+
+def remember(memory: Any) -> Any:
+    MEMORIES.append(memory)
+    return memory
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,10 @@ class Model:
         return 1 if self.window is None else 2
 
 
+def number(layer: str) -> int:
+    return int(layer.split(".")[2])
+
+
 def kv_bytes(layer: int, heads: range, tokens: Sequence[int], begin: int) -> torch.Tensor:
     """[tokens, heads, 2 * HEAD_SIZE] bf16 of tokens from `begin` on."""
     prefix, sums = 0, []
@@ -73,8 +90,11 @@ def kv_bytes(layer: int, heads: range, tokens: Sequence[int], begin: int) -> tor
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str) -> Any:
-    """As vLLM's planner makes it: groups of equal shape that lie over each other in memory."""
+def cache_config(
+    model: Model, *, tp: int, block: int, blocks: int, layout: str, stage: range | None = None
+) -> Any:
+    """As vLLM's planner makes it: groups of equal shape that lie over each other in memory. stage:
+    the layers of a rank, where there are pipeline stages."""
     from vllm.v1 import kv_cache_interface as kv
 
     heads = max(model.heads // tp, 1)
@@ -88,7 +108,10 @@ def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str)
     specs = [kv.FullAttentionSpec(**shape)]
     if model.window is not None:
         specs.append(kv.SlidingWindowSpec(**shape, sliding_window=model.window))
-    groups = [kv.KVCacheGroupSpec(model.names(at), spec) for at, spec in enumerate(specs)]
+    groups = [
+        kv.KVCacheGroupSpec([n for n in model.names(at) if stage is None or number(n) in stage], s)
+        for at, s in enumerate(specs)
+    ]
     most = max(len(group.layer_names) for group in groups)
     page = specs[0].page_size_bytes
     outer = layout.startswith("B")
@@ -105,20 +128,46 @@ def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str)
 
 
 def vllm_config(
-    role: str, engine_id: str, *, tp: int, rank: int, block: int, blocks: int, extra: dict[str, Any]
+    role: str,
+    engine_id: str,
+    *,
+    tp: int,
+    rank: int,
+    block: int,
+    blocks: int,
+    extra: dict[str, Any],
+    pp: int = 1,
+    layers: int = 3,
 ) -> Any:
     from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig
 
     budget = extra.pop("max_num_batched_tokens", 64)
     policy = extra.pop("kv_load_failure_policy", "fail")
-    transfer = KVTransferConfig(
-        kv_connector="MoeP2pConnector",
-        kv_connector_module_path="moe_p2p.integrations.vllm_kv",
-        kv_role=role,
-        engine_id=engine_id,
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config=extra,
+    stores = {name: extra.pop(name, None) for name in ("disk_first", "disk_last")}
+    ours: dict[str, Any] = {
+        "kv_connector": "MoeP2pConnector",
+        "kv_connector_module_path": "moe_p2p.integrations.vllm_kv",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+    first, last = (
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": at},
+        }
+        for at in stores.values()
     )
+    multi = any(stores.values())
+    if multi:
+        connectors = [ours, last] if stores["disk_last"] else [first, ours]
+        of_all = {"connectors": connectors}
+        ours = {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": of_all,
+        }
+    transfer = KVTransferConfig(engine_id=engine_id, kv_load_failure_policy=policy, **ours)
     scheduler = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=budget,
@@ -127,12 +176,13 @@ def vllm_config(
         enable_chunked_prefill=True,
         watermark=0.0,
         scheduler_reserve_full_isl=False,
+        disable_hybrid_kv_cache_manager=multi,  # ExampleConnector has no groups
     )
     cache = CacheConfig(block_size=block, enable_prefix_caching=True)
     cache.num_gpu_blocks = blocks
     parallel = types.SimpleNamespace(
         tensor_parallel_size=tp,
-        pipeline_parallel_size=1,
+        pipeline_parallel_size=pp,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
         data_parallel_size=1,
@@ -153,6 +203,7 @@ def vllm_config(
             supports_multimodal_inputs=False,
             return_sampling_mask=False,
             use_mla=False,
+            get_total_num_hidden_layers=lambda: layers,
             enable_return_routed_experts=False,
         ),
         observability_config=types.SimpleNamespace(
@@ -169,6 +220,8 @@ class Config(types.SimpleNamespace):
     """What the scheduler reads of VllmConfig; what is not named here is off."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return 0 if name.startswith(("num_", "max_")) else None
 
 
@@ -182,6 +235,7 @@ class Engine:
         *,
         model: Model = Model(),
         tp: int = 1,
+        stages: tuple[int, ...] = (),
         block: int = 4,
         blocks: int = 64,
         layout: str = "LBHNC",
@@ -196,14 +250,34 @@ class Engine:
         self.hasher = kv_cache_utils.get_request_block_hasher(block, sha256)
         self.name = extra.pop("engine_id", f"{role}-{id(self):x}")
         self.model, self.tp, self.block, self.graphs = model, tp, block, graphs
-        extra["store"] = store
+        self.store = extra["store"] = store
 
         def config(rank: int) -> Any:
             return vllm_config(
-                role, self.name, tp=tp, rank=rank, block=block, blocks=blocks, extra=dict(extra)
+                role,
+                self.name,
+                tp=tp,
+                rank=rank,
+                block=block,
+                blocks=blocks,
+                extra=dict(extra),
+                pp=max(len(stages), 1),
+                layers=model.layers,
             )
 
-        self.caches = cache_config(model, tp=tp, block=block, blocks=blocks, layout=layout)
+        sizes = stages or (model.layers,)
+        caches = [
+            cache_config(
+                model,
+                tp=tp,
+                block=block,
+                blocks=blocks,
+                layout=layout,
+                stage=range(sum(sizes[:at]), sum(sizes[: at + 1])),
+            )
+            for at in range(len(sizes))
+        ]
+        self.caches = caches[0]
         self.scheduler = Scheduler(
             config(0),
             self.caches,
@@ -212,10 +286,13 @@ class Engine:
             log_stats=False,
         )
         self.idle = self.free_blocks
-        self.ranks = [Rank(self, config(rank), rank, layout) for rank in range(tp)]
+        self.ranks = [
+            Rank(self, config(rank), rank, layout, caches[rank // tp])
+            for rank in range(tp * len(sizes))
+        ]
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-        self.aggregator = KVOutputAggregator(tp)
+        self.aggregator = KVOutputAggregator(len(self.ranks))
         self.stats: list[Any] = []  # what ranks reported, step by step
         self.answers: dict[str, dict[str, Any]] = {}  # kv_transfer_params of finished requests
         self.finished: dict[str, str] = {}  # finish reasons
@@ -245,18 +322,36 @@ class Engine:
 
     def step(self) -> None:
         output = self.scheduler.schedule()
-        # Copies, as processes send them: aggregating changes vLLM's constant empty output.
-        made = [copy.copy(rank.execute(output)) for rank in self.ranks]
+        # As processes send them.
+        sent = pickle.loads(pickle.dumps(output))
+        made = [pickle.loads(pickle.dumps(rank.execute(sent))) for rank in self.ranks]
         for each in made:
             if each.kv_connector_output and each.kv_connector_output.kv_connector_stats:
                 self.stats.append(copy.copy(each.kv_connector_output.kv_connector_stats))
-        whole = self.aggregator.aggregate(made) if self.tp > 1 else made[0]
+        whole = self.aggregator.aggregate(made) if len(made) > 1 else made[0]
         for core in self.scheduler.update_from_output(output, whole).values():
             for each in core.outputs:
                 if each.finish_reason is not None:
                     self.finished[each.request_id] = str(each.finish_reason)
                     if each.kv_transfer_params:
                         self.answers[each.request_id] = each.kv_transfer_params
+
+    def sleep(self) -> None:
+        """After a pause of mode "keep": transfers may be under way."""
+        for rank in self.ranks:
+            rank.connector.unregister_kv_caches()
+            known = [
+                memory for memory in MEMORIES if memory.tensor.data_ptr() == rank.raw.data_ptr()
+            ]
+            assert known, "it was registered"
+            assert not any(memory.registered for memory in known)
+            rank.protect(0)
+
+    def wake_up(self) -> None:
+        for rank in self.ranks:
+            rank.protect(mmap.PROT_READ | mmap.PROT_WRITE)
+            rank.raw.fill_(-1)
+            rank.connector.restore_kv_caches()
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -267,7 +362,7 @@ class Engine:
 class Rank:
     """A worker: its caches, its connector, and vLLM's own ActiveKVConnector around it."""
 
-    def __init__(self, engine: Engine, config: Any, rank: int, layout: str) -> None:
+    def __init__(self, engine: Engine, config: Any, rank: int, layout: str, caches: Any) -> None:
         from vllm.distributed.kv_transfer import kv_transfer_state
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -277,8 +372,9 @@ class Rank:
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
         self.engine, self.rank, self.state = engine, rank, kv_transfer_state
-        caches = engine.caches
-        raw = torch.zeros(caches.kv_cache_tensors[0].size, dtype=torch.int8)
+        self.caches = caches
+        self.memory = mmap.mmap(-1, caches.kv_cache_tensors[0].size)
+        self.raw = raw = torch.frombuffer(self.memory, dtype=torch.int8)
         self.tensors: dict[str, torch.Tensor] = {}
         for tensor, group in zip(caches.kv_cache_tensors, caches.kv_cache_groups, strict=True):
             views = create_kv_cache_views(
@@ -288,10 +384,12 @@ class Rank:
         self.connector: Any = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, caches
         )
+        of_all = getattr(self.connector, "sub_connectors", [self.connector])
+        self.half = next(each._worker for each in of_all if hasattr(each, "_worker"))
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.active = ActiveKVConnector(config, self.tensors)
         heads = max(engine.model.heads // engine.tp, 1)
-        first = rank * engine.model.heads // engine.tp
+        first = rank % engine.tp * engine.model.heads // engine.tp
         self.heads = range(first, first + heads)
         self.blocks: dict[str, tuple[list[int], ...]] = {}
 
@@ -300,6 +398,13 @@ class Rank:
                 write(layer_name)
 
         self.attention = maybe_transfer_kv_layer(attention)
+
+    def protect(self, how: int) -> None:
+        """A late write to what sleep has unmapped ends this process."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = -(-len(self.memory) // mmap.PAGESIZE) * mmap.PAGESIZE
+        done = libc.mprotect(ctypes.c_void_p(self.raw.data_ptr()), ctypes.c_size_t(size), how)
+        assert done == 0, ctypes.get_errno()
 
     def execute(self, output: Any) -> Any:
         """As GPUModelRunner does around a forward pass."""
@@ -364,7 +469,7 @@ class Rank:
         return writes, sampled
 
     def places(self, name: str, layer: str, begin: int, end: int) -> tuple[Any, Any]:
-        groups = self.engine.caches.kv_cache_groups
+        groups = self.caches.kv_cache_groups
         group = next(at for at, each in enumerate(groups) if layer in each.layer_names)
         at = torch.arange(begin, end)
         ids = torch.tensor(self.blocks[name][group])[at // self.engine.block]
@@ -372,19 +477,20 @@ class Rank:
 
     def write(self, name: str, layer: str, tokens: list[int], begin: int, end: int) -> None:
         ids, within = self.places(name, layer, begin, end)
-        number = int(layer.split(".")[2])
-        self.tensors[layer][ids, :, within] = kv_bytes(number, self.heads, tokens[:end], begin)
+        self.tensors[layer][ids, :, within] = kv_bytes(
+            number(layer), self.heads, tokens[:end], begin
+        )
 
     def check(self, name: str, tokens: list[int], end: int) -> None:
         """All that attention reads of tokens before `end` is what a prefiller wrote."""
         for layer in self.tensors:
-            number, begin = int(layer.split(".")[2]), 0
-            if self.engine.model.window is not None and number % 2:
+            begin = 0
+            if self.engine.model.window is not None and number(layer) % 2:
                 # vLLM keeps one token less for the last one of a prompt, computed again.
                 again = end + 1 == self.engine.scheduler.requests[name].num_prompt_tokens
                 begin = max(end - self.engine.model.window + 1 + again, 0)
             ids, within = self.places(name, layer, begin, end)
-            want = kv_bytes(number, self.heads, tokens[:end], begin)
+            want = kv_bytes(number(layer), self.heads, tokens[:end], begin)
             got = self.tensors[layer][ids, :, within]
             assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (
                 f"{self.engine.name}/{self.rank}: request {name}, {layer}, tokens {begin} to {end}"

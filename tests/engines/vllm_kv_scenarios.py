@@ -5,9 +5,13 @@ python -m tests.engines.vllm_kv_scenarios FILE    writes {scenario: error text} 
 
 from __future__ import annotations
 
+import io
 import time
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,17 +29,23 @@ def pair(
     prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any
 ) -> Iterator[tuple[Engine, Engine]]:
     store = f"127.0.0.1:{free_port()}"
-    first = Engine("kv_producer", store, **both, **(prefill or {}))
-    second = Engine("kv_consumer", store, **{"verify": "always", **both, **(decode or {})})
+    first = Engine(**{"role": "kv_producer", "store": store, **both, **(prefill or {})})
+    of_second = {"role": "kv_consumer", "store": store, "verify": "always"}
+    second = Engine(**{**of_second, **both, **(decode or {})})
     try:
-        for rank in second.ranks:  # connecting is apart from requests
-            rank.connector._worker.worker.wait_for(first.name)
-        for rank in first.ranks:
-            rank.connector._worker.worker.wait_for(second.name)
+        meet(first, second)
         yield first, second
     finally:
         second.close()
         first.close()
+
+
+def meet(first: Engine, second: Engine) -> None:
+    """Connecting is apart from requests."""
+    for rank in second.ranks:
+        rank.half.receiver.wait_for(first.name)
+    for rank in first.ranks:
+        rank.half.sender.wait_for(second.name)
 
 
 def run(*all_engines: Engine, until: Callable[[], bool]) -> None:
@@ -123,6 +133,14 @@ def replicated_heads_and_layers_of_a_page_side_by_side() -> None:
 
 
 @scenario
+def pipeline_stages_send_their_layers() -> None:
+    """vLLM deals three layers to two stages as two and one."""
+    chunks = {"max_num_batched_tokens": 8}
+    _layouts(Model(), {"tp": 2, "stages": (2, 1), **chunks}, {"tp": 1, "block": 8})
+    _layouts(Model(layers=4), {"stages": (1, 2, 1), "layout": "BLHNC"}, {"tp": 2})
+
+
+@scenario
 def layers_of_a_chunk_arrive_before_the_next_chunk_is_computed() -> None:
     with pair({"max_num_batched_tokens": 8}) as (first, second):
         send_at_once(first, second, "a", PROMPT)
@@ -164,7 +182,7 @@ def prefix_hits_on_both_sides_send_the_suffix_only() -> None:
         send(first, second, "a", PROMPT)
         longer = PROMPT + list(range(300, 313))
         sent: list[int] = []
-        worker = second.ranks[0].connector._worker.worker
+        worker = second.ranks[0].half.receiver
         reserve = worker.reserve
         worker.reserve = lambda *given, **more: (
             sent.append(more["begin"]),
@@ -209,6 +227,38 @@ def prefill_is_preempted_and_its_pages_go_to_others() -> None:
         assert [begin for name, begin, _ in first.computed if name == "a"].count(0) == 2
         check_loaded(second, "a there", PROMPT)
         run_until_idle(first, second)
+
+
+@scenario
+def prefill_waits_for_a_send_that_is_about_to_free_blocks() -> None:
+    """Six of seven blocks are of a request that is being sent, one of another that needs more."""
+    with pair({"blocks": 8}) as (first, second):
+        connector, sender = first.scheduler.connector, first.ranks[0].half.sender
+        other = first.add("other", [1, 2, 3], max_tokens=12)
+        first.add("unopened", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "unopened" in first.finished)
+        run(first, until=lambda: other.num_preemptions == 1)
+        assert not connector.has_pending_block_frees(), "it may take open_s"
+        second.add("unopened there", PROMPT, first.answers["unopened"])
+        run(first, second, until=lambda: "other" in first.finished)
+        run_until_idle(first, second)
+
+        other = first.add("again", [4, 5, 6], max_tokens=12)
+        sender.poll = lambda sending: False  # a slow link
+        send_at_once(first, second, "a", list(range(300, 322)))
+        second.step()
+        run(first, second, until=connector.has_pending_block_frees)
+        for _ in range(10):
+            first.step()
+        assert "again" not in first.finished
+        assert other.num_preemptions == 0
+        del sender.poll
+        run(first, second, until=lambda: "again" in first.finished)
+        assert other.num_preemptions == 0
+        run(first, second, until=lambda: "a there" in second.finished)
+        check_loaded(second, "a there", list(range(300, 322)))
+        run_until_idle(first, second)
+        assert not connector.has_pending_block_frees()
 
 
 @scenario
@@ -285,7 +335,7 @@ def decode_aborts_while_layers_arrive() -> None:
 @scenario
 def blocks_come_back_after_the_fence_where_the_prefiller_does_not_answer() -> None:
     with pair({"max_num_batched_tokens": 8}, {"drain_s": 0.5}) as (first, second):
-        worker = first.ranks[0].connector._worker.worker
+        worker = first.ranks[0].half.sender
         hears = worker.on_message
         worker.on_message = lambda to, told: None if told.kind == "cancel" else hears(to, told)
         send_at_once(first, second, "a", PROMPT)
@@ -383,12 +433,175 @@ def figures_reach_the_log_and_prometheus() -> None:
 
 
 @scenario
+def beside_another_connector_in_multi_connector() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    files = types.SimpleNamespace(  # by its own name torch.load would ask safetensors
+        load_file=lambda at: torch.load(io.BytesIO(Path(at).read_bytes())),
+        save_file=lambda tensors, at: Path(at).write_bytes(saved(tensors)),
+    )
+
+    def saved(tensors: Any) -> bytes:
+        torch.save(tensors, at := io.BytesIO())
+        return at.getvalue()
+
+    example_connector.safetensors = types.SimpleNamespace(torch=files)
+    with ExitStack() as stack:
+        disks = [stack.enter_context(TemporaryDirectory()) for _ in range(3)]
+        both = pair({"disk_last": disks[0]}, {"disk_first": disks[1]})
+        first, second = stack.enter_context(both)
+        third = Engine("kv_consumer", first.store, verify="always", disk_last=disks[1])
+        stack.callback(third.close)
+        meet(first, third)
+        config = first.scheduler.connector._vllm_config.kv_transfer_config
+        connector = type(first.ranks[0].connector)
+        assert connector.__name__ == "MultiConnector"
+        assert (
+            connector.get_required_kvcache_layout(first.scheduler.connector._vllm_config) == "LBHNC"
+        )
+        assert not connector.requires_piecewise_for_cudagraph(config.kv_connector_extra_config)
+
+        send(first, second, "a", PROMPT)
+        check_loaded(second, "a there", PROMPT)
+        run_until_idle(first, second)
+        for engine in (first, second):
+            assert engine.scheduler.reset_prefix_cache()
+        first.computed.clear()
+        send(first, third, "b", PROMPT)  # prefill reads pages of its disk, and sends them on
+        assert first.computed[0] == ("b", 20, 22)
+        check_loaded(third, "b there", PROMPT)
+        first.add("c", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "c" in first.finished)
+        second.add("c there", PROMPT, first.answers["c"], max_tokens=2)
+        run(second, until=lambda: "c there" in second.finished)
+        assert second.checked["c there"] == 20, "from its disk, which comes first"
+        run_until_idle(first, second, third)  # open_s is 480: it was declined
+
+        send_at_once(first, third, "d", list(range(300, 322)))
+        third.step()
+        first.abort("d")
+        run(first, third, until=lambda: "d there" in third.finished)
+        assert third.finished["d there"] == "error"
+        run_until_idle(first, second, third)
+        lines: list[str] = []
+        logging = KVConnectorLogging(config)
+        for stats in first.stats:
+            logging.observe(stats.to_dict())
+        logging.log(lambda text, values: lines.append(text % values))
+        assert "'requests': 3" in lines[0], lines
+
+
+@scenario
 def parameters_of_nobody_are_named_and_the_prompt_is_computed() -> None:
     with pair() as (first, second):
         second.add("x", PROMPT, {"do_remote_prefill": True, "remote_engine_id": None})
         run(second, until=lambda: "x" in second.finished)
         assert second.finished["x"] == "length"
         scenario.expect_logged("request x", "need remote_engine_id")
+        run_until_idle(first, second)
+
+
+@scenario
+def engines_of_both_roles_send_to_each_other_and_on() -> None:
+    roles = {"prefill": {"role": "kv_both"}, "decode": {"role": "kv_both", "tp": 2}}
+    with pair(**roles) as (first, second):
+        third = Engine("kv_consumer", first.store, verify="always")
+        try:
+            meet(second, first)
+            meet(second, third)
+            meet(first, first)
+            send(first, second, "a", PROMPT)
+            check_loaded(second, "a there", PROMPT)
+            send_at_once(first, second, "b", PROMPT[::-1])
+            send_at_once(second, first, "c", list(range(500, 522)))
+            run(first, second, until=lambda: {"b there"} <= second.finished.keys())
+            run(first, second, until=lambda: {"c there"} <= first.finished.keys())
+            check_loaded(second, "b there", PROMPT[::-1])
+            check_loaded(first, "c there", list(range(500, 522)))
+            tokens = list(range(700, 722))  # the second loads them, and sends them on
+            first.add("d", tokens, {"do_remote_decode": True})
+            run(first, until=lambda: "d" in first.finished)
+            second.add("d too", tokens, first.answers["d"] | {"do_remote_decode": True})
+            run(first, second, until=lambda: "d too" in second.finished)
+            third.add("d there", tokens, second.answers["d too"], max_tokens=2)
+            run(second, third, until=lambda: "d there" in third.finished)
+            check_loaded(second, "d too", tokens)
+            check_loaded(third, "d there", tokens)
+            send(first, first, "e", list(range(800, 822)))  # a router that picks one engine twice
+            run_until_idle(first, second, third)
+        finally:
+            third.close()
+
+
+@scenario
+def an_aborted_request_of_both_roles_is_heard_of_on_both_sides() -> None:
+    with pair({"role": "kv_both"}, {"role": "kv_both"}) as (first, second):
+        meet(second, first)
+        first.add("a", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "a" in first.finished)
+        second.add("a too", PROMPT, first.answers["a"] | {"do_remote_decode": True})
+        then = {"do_remote_prefill": True, "remote_engine_id": second.name, "transfer_id": "a"}
+        first.add("a there", PROMPT[::-1], then)
+        first.step()
+        second.abort("a too")  # before it was scheduled
+        run(first, second, until=lambda: "a there" in first.finished)
+        scenario.expect_logged("'a#0'", "aborted at the prefiller")
+        run_until_idle(first, second)
+
+
+def _sleeps_while_layers_arrive(at: int) -> None:
+    with pair({"max_num_batched_tokens": 8}) as both:
+        first, second = both
+        sleeps, other = both[at], both[1 - at]
+        assert type(sleeps.ranks[0].connector).supports_sleep_mode(None)
+        first.add("later", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "later" in first.finished)
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        sleeps.sleep()
+        sleeps.sleep()  # vLLM's words: idempotent
+        for _ in range(3):  # later chunks of the prefiller would land in what is unmapped
+            other.step()
+        sleeps.wake_up()
+        sleeps.wake_up()
+        meet(first, second)
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "error"
+        scenario.expect_logged("'a to both#0'", f"{first.name}/0")
+        second.add("later there", PROMPT, first.answers["later"], max_tokens=2)
+        run(first, second, until=lambda: "later there" in second.finished)
+        if sleeps is first:  # its pages are gone
+            assert second.finished["later there"] == "error"
+            scenario.expect_logged("'later#0'", "the engine goes to sleep")
+        else:
+            check_loaded(second, "later there", PROMPT)
+        send(first, second, "b", list(range(300, 322)))
+        check_loaded(second, "b there", list(range(300, 322)))
+        run_until_idle(first, second)
+
+
+@scenario
+def the_prefiller_sleeps_and_meets_its_decoder_again() -> None:
+    _sleeps_while_layers_arrive(0)
+
+
+@scenario
+def the_decoder_sleeps_and_meets_its_prefiller_again() -> None:
+    _sleeps_while_layers_arrive(1)
+
+
+@scenario
+def a_request_for_the_other_role_is_computed_here() -> None:
+    with pair() as (first, second):
+        params = {"do_remote_prefill": True, "remote_engine_id": second.name, "transfer_id": "a"}
+        first.add("a", PROMPT, params)
+        second.add("b", PROMPT, {"do_remote_decode": True})
+        run(first, second, until=lambda: "a" in first.finished and "b" in second.finished)
+        assert (first.finished["a"], second.finished["b"]) == ("length", "length")
+        scenario.expect_logged("request a:", "kv_role is kv_producer", "kv_both")
+        scenario.expect_logged("request b:", "kv_role is kv_consumer", "kv_both")
         run_until_idle(first, second)
 
 
@@ -400,18 +613,24 @@ def what_is_not_carried_is_refused_by_name() -> None:
 
     store = f"127.0.0.1:{free_port()}"
 
-    refused(lambda: Engine("kv_both", store), "kv_both", "kv_producer")
     refused(lambda: Engine("kv_producer", "nowhere"), "HOST:PORT")
+    Engine("kv_producer", store, bidirectional_kv_xfer=True).close()
+    scenario.expect_logged("does not know bidirectional_kv_xfer", "tail_s")
     config = engines.vllm_config(
         "kv_producer", "p", tp=1, rank=0, block=4, blocks=8, extra={"store": store}
     )
     caches = engines.cache_config(Model(), tp=1, block=4, blocks=8, layout="LBHNC")
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
-        setattr(config.parallel_config, name, 2)
-        refused(
-            lambda: vllm_kv_layout.vllm_cache(config, caches, {}), f"{name}=2", "start vLLM with"
-        )
-        setattr(config.parallel_config, name, 1)
+    config.parallel_config.decode_context_parallel_size = 2
+    refused(
+        lambda: vllm_kv_layout.vllm_cache(config, caches, {}),
+        "decode_context_parallel_size=2",
+        "start vLLM with",
+    )
+    config.parallel_config.decode_context_parallel_size = 1
+    both = {"prefill": {"role": "kv_both", "stages": (2, 1)}}
+    refused(lambda: pair(**both).__enter__(), "pipeline_parallel_size=2", "decodes", "kv_producer")
+    windows = {"model": Model(layers=4, window=10), "stages": (2, 2)}
+    refused(lambda: pair(windows).__enter__(), "stage 0 of 2", "2 cache groups")
     apart = {name: torch.zeros(2, 8, 4, 8).transpose(0, 1) for name in Model().names(0)}
     refused(lambda: vllm_kv_layout.vllm_cache(config, caches, apart), "strides", "LBHNC")
     caches.kv_cache_groups[0].kv_cache_spec = kv.MambaSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -264,3 +265,30 @@ def test_workers_may_share_an_engine() -> None:
             ours, theirs = (found[f"{at}-{name}"].cache.tensors[0] for at in "pd")
             pages = PAGES["kv"].long()
             assert torch.equal(theirs.view(2, 32, -1)[:, pages], ours.view(2, 32, -1)[:, pages])
+
+
+def test_nothing_is_registered_after_close_while_others_connect() -> None:
+    """vLLM's sleep mode then unmaps the memory."""
+    store, made = HashStore(), list[Any]()
+    with Engine(label="p") as of_sender, Engine(label="d") as of_receiver:
+        sender = kv.KVSender(of_sender, cache_of(LAYOUT, 0, 4), instance="p", timeouts=QUICK)
+        receiver = kv.KVReceiver(of_receiver, cache_of(LAYOUT, 0, 4), instance="d", timeouts=QUICK)
+        register, begun = sender.register, threading.Event()
+        membership = kv.Membership(sender, kv.TorchLeases(store))
+
+        def slow_register() -> Any:
+            made.append(register())
+            begun.set()
+            membership._left.wait(QUICK.connect_s)
+            threading.Event().wait(0.3)
+            return made[-1]
+
+        sender.register = slow_register  # type: ignore[method-assign]
+        with kv.Membership(receiver, kv.TorchLeases(store)):
+            assert begun.wait(QUICK.connect_s)
+            membership.close()
+            assert not any(memory.is_registered for memory in made)
+            sender.check_withdrawn()
+            sender.register = register  # type: ignore[method-assign]
+            with kv.Membership(sender, kv.TorchLeases(store)):
+                receiver.wait_for("p")

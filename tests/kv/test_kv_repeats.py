@@ -27,14 +27,14 @@ class Prefiller:
     """A scheduler's half and a worker's half."""
 
     def __init__(self, sender: kv.KVSender) -> None:
-        transfer = Named(is_kv_producer=True, kv_connector_extra_config={})
-        parallel = Named(tensor_parallel_size=1)
+        transfer = Named(is_kv_producer=True, is_kv_consumer=False)
+        parallel = Named(tensor_parallel_size=1, pipeline_parallel_size=1)
         config = Named(kv_transfer_config=transfer, parallel_config=parallel)
         groups: Any = Named(select_transfer_block_ids=lambda blocks: blocks)
         self.scheduler = KVScheduler(config, groups, "prefill", "host:1")
         self.half = half = KVWorkerHalf(config, groups, "prefill", "host:1")
         random_cache(sender.cache, 1)
-        half._own = Named(worker=sender)  # type: ignore[assignment]
+        half._sender = sender
         half._cache = Named(cache=sender.cache, layers={}, pages=pages)  # type: ignore[assignment]
         half._tensors = dict.fromkeys((0, 1), sender.cache.tensors[0])
         half._signals = KVSignals(sender)
@@ -75,11 +75,11 @@ class Prefiller:
         for name, request in self.requests.items():
             waits, found[name] = self.scheduler.finished(request, ([],))
             awaited |= {name} if waits else set()
-        finished, deadline = set(self.requests), self.half.worker.clock() + 20
+        finished, deadline = set(self.requests), self.half.sender.clock() + 20
         while awaited:
             awaited -= self.half.results(finished, by_block=False).sent
             finished = set()
-            assert self.half.worker.clock() < deadline, awaited
+            assert self.half.sender.clock() < deadline, awaited
         return found
 
 
