@@ -5,8 +5,9 @@ Comments, docstrings and blanks do not count: builds that differ in words alone 
     python csrc/letter.py          prints it
 
 Ranks send it to each other in the first exchange of their meeting and in every handshake of NICs
-(csrc/base/letter.h), and refuse another one by name. setup.py and tests/cpp/build.py compile it
-into csrc/base/letter.cpp.
+(csrc/base/letter.h), and refuse another one by name. Members of KV and weight fleets do so in
+their first words (moe_p2p/fleet/letter.py). setup.py and tests/cpp/build.py compile it into
+csrc/base/letter.cpp.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ FILES = (
     "csrc/provider/libfabric/peers.cpp",
     "csrc/provider/verbs/proof.cpp",
     "csrc/provider/verbs/wire.cpp",
+    "moe_p2p/fleet/[a-z]*.py",
     "moe_p2p/gpu/fd_exchange.py",
+    "moe_p2p/kv/[a-z]*.py",
     "moe_p2p/rendezvous/agreement.py",
     "moe_p2p/rendezvous/bootstrap.py",
     "moe_p2p/rendezvous/neighbours.py",
+    "moe_p2p/weights/[a-z]*.py",
 )
 
 

@@ -20,6 +20,7 @@ from moe_p2p.errors import AbortedError, make
 from moe_p2p.fleet.board import Board, newer
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.leases import TorchLeases
+from moe_p2p.fleet.letter import letter
 
 Record = dict[str, Any]
 _LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
@@ -99,7 +100,7 @@ class Member:
     def __init__(self, board: Board, name: str, record: Record, lease_s: float) -> None:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
         self._leases = TorchLeases(board.client, lease_s, prefix=board.prefix)
-        self._beat = _Beat(board, self._leases, self.id, dict(record), lease_s)
+        self._beat = _Beat(board, self._leases, self.id, {**record, "letter": letter()}, lease_s)
         self._looked = 0.0
         self._beat.claim()
         self._beat.renew()

@@ -27,6 +27,7 @@ from moe_p2p.errors import (
     require,
     require_type,
 )
+from moe_p2p.fleet.letter import check_letter, letter
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_places, check_tensors
 from moe_p2p.kv.layout import KVLayout
@@ -44,7 +45,6 @@ from moe_p2p.kv.plan import KVMove, KVPlan, kv_plan
 from moe_p2p.kv.ring import Parts, Ring
 from moe_p2p.transfers import LayerPlace
 
-VERSION = 5  # of the messages; another one is refused
 # The two fences. QUEUE_PAIR: of verbs alone, faster where deregistration takes long.
 KEY, QUEUE_PAIR = "key", "queue_pair"
 SEVER_S = 1.0  # after which a fence by queue pair gives up, and the key is withdrawn
@@ -90,6 +90,14 @@ class KVCache:
         return KVMemory(self.rank, self.layers, descriptors)
 
 
+def _name_in(message: Message) -> str:
+    """Who says hello; messages of other versions may have anything there."""
+    try:
+        return Worker.from_bytes(bytes(message.arrays[0])).name
+    except (MoeP2pError, IndexError, TypeError):
+        return "a worker"
+
+
 @dataclass(frozen=True)
 class Hello:
     """What one worker says to another when they meet."""
@@ -108,7 +116,7 @@ class Hello:
 
     def to_message(self) -> Message:
         fields = {
-            "version": VERSION,
+            "letter": letter(),
             "num_nics": self.num_nics,
             "tail_bytes": self.tail_bytes,
             "parts": self.parts,
@@ -127,12 +135,9 @@ class Hello:
 
     @staticmethod
     def from_message(message: Message) -> Hello:
-        if message.kind != "hello" or message.fields.get("version") != VERSION:
-            raise make(
-                ProtocolError,
-                f"a worker says {message.kind!r}, version {message.fields.get('version')}; this "
-                f"build begins with 'hello', version {VERSION}",
-            )
+        if message.kind != "hello":
+            raise make(ProtocolError, f"a worker says {message.kind!r} where 'hello' comes first")
+        check_letter(_name_in(message), message.fields.get("letter"))
         worker, layout, memory, address, control, link, ring = message.arrays
         return Hello(
             Worker.from_bytes(worker),

@@ -33,6 +33,7 @@ from moe_p2p.errors import (
     require,
 )
 from moe_p2p.fleet.board import Board, Deadline, StoreError
+from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.lookout import Lookout
 from moe_p2p.fleet.member import Member, name_of
 from moe_p2p.weights import attempt, given, job, joining
@@ -417,6 +418,8 @@ class WeightGenerator:
             return now
         found = job.current(self._board)
         if found is None:  # its trainers have not met yet; the old job is over
+            return None
+        if now.get("letter") != letter():  # they refuse this rank by name, in their set-up
             return None
         log.warning(f"{self.name}: trainers have begun anew")
         with self._hand:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from moe_p2p import log
 from moe_p2p.errors import AbortedError, InvalidArgumentError, TimeoutError, make
 from moe_p2p.fleet.board import Board, Deadline, StoreError, newer
+from moe_p2p.fleet.letter import check_letter, letter
 from moe_p2p.fleet.member import Member, ReplacedError, name_of
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
@@ -130,7 +131,8 @@ def open_job(board: Board, layout: WeightLayout) -> None:
     while True:
         before = board.get(NOW)
         number = newer(before["job"] if before else 0)
-        if board.swap(NOW, before, {"job": number, "attempt": 0, "source": layout.digest}):
+        now = {"job": number, "attempt": 0, "source": layout.digest, "letter": letter()}
+        if board.swap(NOW, before, now):
             return
 
 
@@ -151,6 +153,7 @@ def meet(
         if roll is not None and roll["ids"][rank : rank + 1] == [member.id]:
             return Job(number=now["job"], **roll)
         if now is not None and roll is None:
+            check_letter("trainer 0", now.get("letter"))
             if answered != now["job"]:
                 mine = {"id": member.id, "nics": nics, "source": layout.digest}
                 board.put(f"{now['job']}/trainer {rank}", mine)
@@ -205,6 +208,7 @@ def find(board: Board, set_up: SetUp, deadline: Deadline) -> Job:
         refused = board.get(REFUSED)
         found = current(board)
         if found is not None and (refused is None or refused["job"] != found.number):
+            check_letter("trainer 0", board.get(NOW).get("letter"))
             return found
         set_up.listen()
         if not deadline.left:
@@ -239,8 +243,11 @@ def await_founders(
         return {name: found[job.key(f"there/{name}")] for name in names}
     began = time.monotonic()
     while True:
-        there = {name_of(who): who for who, each in member.members().items()
-                 if who.startswith("generator") and not each["joining"]}  # fmt: skip
+        generators = {who: each for who, each in member.members().items()
+                      if who.startswith("generator") and not each["joining"]}  # fmt: skip
+        for who, each in generators.items():
+            check_letter(name_of(who), each.get("letter"))
+        there = {name_of(who): who for who in generators}
         missing = [name for name in names if name not in there]
         if not missing or (there and time.monotonic() - began > member.lease_s):
             if missing:

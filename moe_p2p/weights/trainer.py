@@ -32,6 +32,7 @@ from moe_p2p.errors import (
     require,
 )
 from moe_p2p.fleet.board import Board, Deadline, StoreError
+from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, name_of
 from moe_p2p.weights import attempt, given, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
@@ -301,7 +302,8 @@ class WeightTrainer:
         """The word that says which job counts. Raises where it is another one than this rank's."""
         now = job.counting(self._board, self._job.number, f"trainer {self.rank}")
         if now is None:  # a store that was lost, and is served anew
-            now = {"job": self._job.number, "attempt": self._attempt, "source": self._job.source}
+            now = {"job": self._job.number, "attempt": self._attempt, "source": self._job.source,
+                   "letter": letter()}  # fmt: skip
             self._board.swap(job.NOW, None, now)
         return now
 

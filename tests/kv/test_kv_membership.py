@@ -19,6 +19,7 @@ from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, 
 from moe_p2p.fleet.board import Deadline
 from moe_p2p.integrations.kv_worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
+from moe_p2p.kv.pair import Hello
 from tests.support.kv_fakes import Clock, cache_of
 from tests.support.kv_workers import QUICK, random_cache, some_pages, workers
 
@@ -212,10 +213,15 @@ def test_a_stranger_is_refused_and_nobody_else() -> None:
             prove(stranger, b"a wrong secret", Deadline(20), dials=True)
         with socket.create_connection((record.host, record.port), 10) as stranger:
             prove(stranger, record.secret.encode(), Deadline(20), dials=True)
-            assert receive(stranger).kind == "hello"
-            stranger.sendall(Message("hello", {"version": 99}).to_bytes())
+            hello = receive(stranger)
+            assert hello.kind == "hello"
+            stranger.sendall(Message("hello", {"letter": "another"}).to_bytes())
             while stranger.recv(4096):
                 pass
+        for letter in ("another", None):
+            other = Message("hello", {**hello.fields, "letter": letter}, hello.arrays)
+            with pytest.raises(ProtocolError, match="prefill/0 runs another version of moe_p2p"):
+                Hello.from_message(other)
         reservation = found.receivers[0].reserve("r", "prefill", PAGES, total=16)
         reservation.cancel()
         reservation.wait_reusable(20)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
-from moe_p2p.errors import AbortedError
+from moe_p2p.errors import AbortedError, ProtocolError
 from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer, job
 from moe_p2p.weights.attempt import COMMIT, Keys
@@ -415,6 +415,25 @@ def test_a_refusal_at_set_up_is_heard_by_all() -> None:
         found.generators = [fine.result(60)]
         found.update(1)
         found.check(1)
+
+
+def test_who_runs_another_version_is_refused_by_name() -> None:
+    with world() as found:
+        found.update(1)
+        board, generator = found.trainers[0]._board, found.generators[0]
+        now = board.get(job.NOW)
+        board.put(job.NOW, {**now, "letter": "another"})
+        with pytest.raises(ProtocolError, match="trainer 0 runs another version of moe_p2p, lett"):
+            found.begin_generator("late").result(60)
+        board.put(job.NOW, {**now, "job": now["job"] + 1, "letter": None})
+        with pytest.raises(ProtocolError, match="trainer 0 runs another version of moe_p2p, lett"):
+            found.begin_trainer(1, 0.0).result(60)
+        assert generator.step() == 1  # it goes on with what it has
+        generator._member.announce(letter="another")
+        for each in found.trainers:
+            each.close()
+        with pytest.raises(MoeP2pError, match="generator 0 runs another version of moe_p2p"):
+            found.train()
 
 
 @pytest.mark.parametrize("who", ["trainer 0", "trainer 1", "generator 0"])
