@@ -45,7 +45,8 @@ PIP := $(PY) -m pip install $(QUIET) --disable-pip-version-check --retries 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
-           moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py)  # csrc/letter.py
+           moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py) \
+           $(wildcard $(addsuffix /*.py,$(addprefix moe_p2p/,fleet kv weights)))  # csrc/letter.py
 
 PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(TIMES),--times $(TIMES))
 
