@@ -279,9 +279,10 @@ def _answering(endpoint: Endpoint) -> handshake.Answer:
                 self._notifies.append(codes.TransferNotify(str(name), str(msg)))
             if "memory" not in request:
                 return {}
+            there = [e for e in self._memory.entries() if e.address not in self._leaving]
             return {
                 "address": self._engine.address.hex(),
-                "memory": memory.described(self._memory.entries()),
+                "memory": memory.described(there),
                 "first": self._first[0] if self._first else 0,
             }
 

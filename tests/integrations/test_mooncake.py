@@ -286,6 +286,23 @@ def test_a_transfer_that_fails_leaves_those_of_other_threads_alone(pair: Any) ->
     assert set(codes) == {0}
 
 
+def test_a_peer_is_answered_while_memory_is_unregistered(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, source, target = pair
+    leaving, unregister = Buffer(), Memory.unregister
+    codes: list[int] = []
+
+    def slow(memory: Memory) -> None:
+        unregister(memory)  # it has no descriptor any more
+        codes.append(a.transfer_sync_write(name_of(b), source.address, target.address, 8))
+
+    assert b.register_memory(leaving.address, SIZE) == 0
+    monkeypatch.setattr(Memory, "unregister", slow)
+    assert b.unregister_memory(leaving.address) == 0
+    assert codes == [0]
+
+
 def test_rounds_of_registration_keep_nothing(pair: Any) -> None:
     a, b, source, _ = pair
     buffers = [Buffer(64) for _ in range(150)]
