@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_p2p.errors import ProtocolError, TransportError, make
+from moe_p2p.errors import ProtocolError, TransportError, make, require
 from moe_p2p.integrations import required
 
 _REQUESTS = {
@@ -48,6 +48,10 @@ def in_process(engine: Any) -> Call:
 
 def over_http(url: str, api_key: str, timeout_s: float) -> Call:
     """url: of a server, as http://host:port. api_key: its admin key; "": it has none."""
+    require(
+        url.startswith(("http://", "https://")),
+        f"SGLang's server is {url!r}, must be its URL, as http://host:port",
+    )
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"

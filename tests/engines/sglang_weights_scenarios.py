@@ -328,6 +328,7 @@ def a_server_is_updated_over_http() -> None:
         assert w.server.refused == ["pause_generation"]
         nobody = sglang_calls.over_http("http://127.0.0.1:1", "", HANG_S)
         refused(lambda: nobody("end_weight_update"), "does not answer end_weight_update")
+        refused(lambda: sglang_calls.over_http("server:30000", "", HANG_S), "as http://host:port")
 
 
 @scenario

@@ -400,6 +400,15 @@ def test_a_part_on_what_came_from_a_peer_is_refused_or_sent_in_full() -> None:
 # --- set-up, keys, flags ---
 
 
+def begins_afterwards(found: World) -> None:
+    """In the same place, where a set-up was refused."""
+    fine = found.begin_generator()
+    found.train()
+    found.generators = [fine.result(60)]
+    found.update(1)
+    found.check(1)
+
+
 def test_a_refusal_at_set_up_is_heard_by_all() -> None:
     with ExitStack() as stack:
         found = World(stack)
@@ -410,11 +419,7 @@ def test_a_refusal_at_set_up_is_heard_by_all() -> None:
             with pytest.raises(MoeP2pError, match="the watermark is 1"):
                 each.result(60)
         assert time.monotonic() - began < LIMITS["timeout_s"] / 2  # not at its deadline
-        fine = found.begin_generator()  # in the same place, afterwards
-        found.train()
-        found.generators = [fine.result(60)]
-        found.update(1)
-        found.check(1)
+        begins_afterwards(found)
 
 
 def test_who_runs_another_version_is_refused_by_name() -> None:
@@ -464,11 +469,7 @@ def test_a_wrong_argument_of_one_rank_is_heard_by_all_that_wait(
             with pytest.raises(MoeP2pError, match=f"{who}: lease_s is -1.0"):
                 each.result(60)
         assert time.monotonic() - began < LIMITS["timeout_s"] / 2  # not at its deadline
-        fine = found.begin_generator()
-        found.train()
-        found.generators = [fine.result(60)]
-        found.update(1)
-        found.check(1)
+        begins_afterwards(found)
 
 
 def test_a_joiner_that_is_refused_stands_in_nobodys_way() -> None:
