@@ -6,9 +6,12 @@ holds its rank weakly, and tries again by itself while the store does not answer
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+
+import torch
 
 from moe_p2p import log
 from moe_p2p.errors import ClosedError
@@ -19,8 +22,8 @@ _AGAIN_S = 0.25  # until the next try, where the store is gone
 
 
 class _State:
-    def __init__(self, name: str) -> None:
-        self.name, self.changed = name, threading.Condition()
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device, self.changed = name, device, threading.Condition()
         self.asked = self.looked = 0
         self.over = threading.Event()
         self.error: Exception | None = None
@@ -33,10 +36,11 @@ class _State:
 
 
 class Lookout:
-    """look: a method, called once for all calls of `ask` that come while it is in a look."""
+    """look: a method, called once for all calls of `ask` that come while it is in a look. device:
+    of what it computes, without gradients, and on a GPU on a stream of its own."""
 
-    def __init__(self, look: Callable[[], None], name: str) -> None:
-        self._state = _State(name)
+    def __init__(self, look: Callable[[], None], name: str, device: torch.device) -> None:
+        self._state = _State(name, device)
         self._thread = threading.Thread(
             target=_run, args=(self._state, weakref.WeakMethod(look)), name=name, daemon=True
         )
@@ -73,7 +77,8 @@ class Lookout:
 
 
 def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
-    with relaxed_captures():  # the engine may capture graphs meanwhile
+    # The engine may capture graphs meanwhile, and the stream brings its device along.
+    with relaxed_captures(), torch.no_grad(), _own_stream(state.device):
         while True:
             with state.changed:
                 state.changed.wait_for(lambda: state.asked > state.looked or state.over.is_set())
@@ -89,6 +94,12 @@ def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
             with state.changed:
                 state.looked = asked
                 state.changed.notify_all()
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _look(state: _State, look: Callable[[], None]) -> None:

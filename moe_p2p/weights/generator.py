@@ -162,7 +162,8 @@ class WeightGenerator:
             self._reached("registered")
             self._join(deadline)
         if mode == "shadow":
-            self._lookout = Lookout(self._progress, self.name)
+            device = next((each.device for each in tensors.values()), torch.device("cpu"))
+            self._lookout = Lookout(self._progress, self.name, device)
         if self.version is not None:
             self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())
 
@@ -564,11 +565,11 @@ class WeightGenerator:
         return self._read_from_peers(Deadline(self.timeout_s))
 
     def _decided(self, keys: Keys) -> None:
-        self._reached("decided")
         self._committed = keys.stamp
 
     def _commit(self) -> None:
         assert self._update is not None
+        self._reached("decided")  # by all ranks of the engine
         took_part = self._member.id in self._update["members"]
         state = State(self._update["stamp"], self._update["version"])
         self._take(state, _only(self._update) if took_part else None, received=took_part)

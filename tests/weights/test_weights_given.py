@@ -329,6 +329,22 @@ def test_fused_targets_are_finalized_from_all_of_their_parts(how: str) -> None:
     assert torch.equal(live["w13"].float(), wanted.float())
 
 
+def test_finalize_may_write_parameters_of_a_model() -> None:
+    """They require gradients, and an engine calls `step` without; a thread of its own does not."""
+    model = torch.nn.Parameter(empty())
+
+    def finalize(received: Any, tensors: Any) -> None:
+        model.copy_(received["w"])
+        tensors["w"].copy_(model)
+
+    live = {"w": empty()}
+    updated(
+        [W], {"w": bf16()}, [Param("w", (8, 8), BF16, (0,), finalize="x")], live, finalize=finalize
+    )
+    assert torch.equal(live["w"], bf16())
+    assert torch.equal(model, bf16())
+
+
 def test_all_places_of_one_parameter_reach_finalize() -> None:
     target = [Param("w", (8, 8), BF16, (0,), tensor=t, finalize="twice") for t in ("a", "b")]
     live = {"a": empty(), "b": empty()}
