@@ -20,7 +20,7 @@ export ENGINES
 VENV ?= .venv
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 TIMES ?=
 HAS_DOCTEST := import sys; sys.path.insert(0, "tests/cpp"); import build; sys.exit(build.find_doctest() is None)
 workers = $(shell $(PY) -c 'import xdist' 2> /dev/null && printf -- '-n %s' $(WORKERS))

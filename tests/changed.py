@@ -126,7 +126,7 @@ def left_out() -> list[str]:
 def steps(changed: list[str], since: str) -> list[Step]:
     whole = suites(changed)
     options = [] if "" in whole else [f"--suites={','.join(whole)}", f"--fifth={fifth()}"]
-    shown = ["-rfEs", "--durations=8", "--progress", "-n", os.environ.get("WORKERS", "2")]
+    shown = ["-rfEs", "--durations=8", "--progress", "-n", os.environ.get("WORKERS", "3")]
     made = [Step("tests", [*PYTEST, *shown, "--left-out", *options])]
     if any(engine for engine in whole if engine.startswith("engines/")):
         made.insert(0, Step("engines' files", [sys.executable, "-m", "tests.engines.packages"]))
