@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_p2p.default_device import without_default_device
 from moe_p2p.gpu import driver
 from moe_p2p.transfers import Memory
 
@@ -16,7 +17,9 @@ from moe_p2p.transfers import Memory
 def tensor_at(address: int, nbytes: int) -> Tensor:
     """uint8 [nbytes] of host memory or of the GPU that the address belongs to; owns nothing."""
     if on_gpu(address):
-        return torch.as_tensor(_GpuMemory(address, nbytes), device=_gpu_of(address))
+        # torch finds the GPU. cuda-bindings says 0 of memory of any (DEVICE_ORDINAL, 13.0), and a
+        # device that is named, or is the default, would have a copy made.
+        return without_default_device(torch.as_tensor)(_GpuMemory(address, nbytes))
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
@@ -27,11 +30,6 @@ def on_gpu(address: int) -> bool:
     kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     result, value = cuda.cuPointerGetAttribute(kind, address)
     return bool(result == 0 and int(value) == int(cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE))
-
-
-def _gpu_of(address: int) -> torch.device:
-    attribute = driver.module().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return torch.device("cuda", int(driver.call("cuPointerGetAttribute", attribute, address)))
 
 
 class _GpuMemory:

@@ -5,6 +5,7 @@ tests/engines/test_mooncake.py compares it with the real wheel.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -23,6 +24,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, errors, mooncake
 from moe_p2p.mooncake import TransferEngine, handshake
+from moe_p2p.mooncake.memory import tensor_at
 from moe_p2p.transfers import Memory
 from tests.support import mooncake_calls, warm
 
@@ -459,6 +461,18 @@ def test_a_program_finds_it(way: str, tmp_path: Any) -> None:
         else:
             ran = warm.run("-m", "moe_p2p.mooncake", str(program), **options)
     assert ran.stdout.split() == ["moe_p2p.mooncake.engine", "0"], ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("gpu", [0, 1])
+@pytest.mark.parametrize("default", [None, "cpu", "cuda:0"])
+def test_memory_of_any_gpu_is_found_where_it_is(gpu: int, default: str | None) -> None:
+    given = torch.full((SIZE,), gpu + 1, dtype=torch.uint8, device=f"cuda:{gpu}")
+    with contextlib.nullcontext() if default is None else torch.device(default):
+        found = tensor_at(given.data_ptr(), SIZE)
+    assert (found.device, found.data_ptr()) == (given.device, given.data_ptr())
+    assert torch.equal(found, given)
 
 
 @pytest.mark.gpu
