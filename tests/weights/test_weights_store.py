@@ -17,8 +17,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.fleet import client
-from moe_p2p.fleet.board import Board, Deadline
-from moe_p2p.fleet.client import Client, StoreError
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Client, Deadline, StoreError
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from tests.support.store_clients import clients_of
 from tests.support.weights_fleet import engine_of
