@@ -11,6 +11,7 @@ namespace {
 
 using namespace engine;
 using platform::Clock;
+using platform::Deadline;
 
 EngineOptions loopback_options(const std::string& settings, int num_nics) {
   return engine_options("loopback", settings, num_nics);
@@ -24,6 +25,36 @@ TEST_CASE("engine over loopback: every kind of request arrives, in order and reo
     TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 3));
     proxy::ProxyThread first(from, {}), second(to, {});
     check_every_kind_of_request(from, to);
+  }
+}
+
+TEST_CASE("engine over loopback: whatever comes wakes who sleeps for it") {
+  const OnlyNotified guard;
+  TransferEngine from(loopback_options("", 1)), to(loopback_options("", 1));
+  proxy::ProxyThread first(from, {.wait = OnlyNotified::kAtOnce});
+  proxy::ProxyThread second(to, {.wait = OnlyNotified::kAtOnce});
+  Buffer source(from, pattern(100)), target(to, std::vector<std::byte>(100));
+  const auto* region = from.resolve(to.descriptor(target.handle));
+  for (uint64_t i = 1; i <= 100; ++i) {
+    Request write(Write{source.handle, 0, region, 0, 100, 1});
+    from.submit(write);
+    REQUIRE(OnlyNotified::woken([&](Deadline deadline) {
+      return to.imm_table().wait(1, i, deadline, OnlyNotified::kAtOnce);
+    }));
+    REQUIRE(OnlyNotified::woken(
+        [&](Deadline deadline) { return write.wait(deadline, OnlyNotified::kAtOnce); }));
+  }
+  CHECK(target.data == source.data);
+  for (int i = 0; i < 10; ++i) {
+    const auto work = [] {  // so long that who waits for it sleeps
+      const auto end = Clock::now() + std::chrono::milliseconds(1);
+      while (Clock::now() < end) {
+      }
+    };
+    REQUIRE(OnlyNotified::woken([&](Deadline deadline) {
+      to.run_on_poller(work, deadline);
+      return true;
+    }));
   }
 }
 

@@ -16,6 +16,29 @@ inline constexpr std::chrono::seconds kStandstill{60};
 // The deadline of a wait for one event.
 inline platform::Deadline soon() { return platform::Clock::now() + kStandstill; }
 
+// While it lives, sleepers wake by notifications alone: at other times one that is missing costs the
+// rest of a nap, which no test sees.
+class OnlyNotified {
+ public:
+  OnlyNotified() { platform::longest_nap = std::chrono::hours(1); }
+  ~OnlyNotified() { platform::longest_nap = before_; }
+  OnlyNotified(const OnlyNotified&) = delete;
+  OnlyNotified& operator=(const OnlyNotified&) = delete;
+
+  // Of waits that are to sleep.
+  static constexpr platform::WaitPolicy kAtOnce{platform::WaitMode::kSleep, {}, {}};
+
+  // Whether wait(deadline) has ended well, and not by its deadline: it looks once more then.
+  template <typename Wait>
+  static bool woken(Wait&& wait) {
+    const platform::Deadline deadline = soon();
+    return wait(deadline) && platform::Clock::now() < deadline;
+  }
+
+ private:
+  const std::chrono::milliseconds before_ = platform::longest_nap;
+};
+
 // Of a thread that polls. Other threads may need its core: it is offered at every 64th poll in
 // vain, and for longer the longer nothing has moved. At every poll would be far too often: an
 // adversary shows nothing in most of them, and on a busy machine a yield costs milliseconds.
