@@ -45,17 +45,14 @@ TEST_CASE("engine over loopback: whatever comes wakes who sleeps for it") {
         [&](Deadline deadline) { return write.wait(deadline, OnlyNotified::kAtOnce); }));
   }
   CHECK(target.data == source.data);
-  for (int i = 0; i < 10; ++i) {
-    const auto work = [] {  // so long that who waits for it sleeps
-      const auto end = Clock::now() + std::chrono::milliseconds(1);
-      while (Clock::now() < end) {
-      }
-    };
-    REQUIRE(OnlyNotified::woken([&](Deadline deadline) {
-      to.run_on_poller(work, deadline);
-      return true;
-    }));
-  }
+  const pid_t caller = gettid();
+  const auto until_it_sleeps = [caller] {
+    CHECK(poll_until([] { return false; }, [caller] { return sleeps(caller); }));
+  };
+  REQUIRE(OnlyNotified::woken([&](Deadline deadline) {
+    to.run_on_poller(until_it_sleeps, deadline);
+    return true;
+  }));
 }
 
 // A buffer that passes for memory of GPU 0 (fake_driver.h).

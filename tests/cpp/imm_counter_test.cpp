@@ -168,7 +168,7 @@ TEST_CASE("imm table: each immediate wakes who sleeps for it") {
     std::thread other([&] { turns(ping, pong, false); });
     turns(pong, ping, true);
     other.join();
-    CHECK(num_late == 0);
+    REQUIRE(num_late == 0);
   }
 }
 

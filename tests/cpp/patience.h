@@ -2,9 +2,13 @@
 // has moved for a minute, not some time after its start: that turns a hang into a failure.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "platform/wait.h"
@@ -38,6 +42,15 @@ class OnlyNotified {
  private:
   const std::chrono::milliseconds before_ = platform::longest_nap;
 };
+
+// Whether that thread of this process sleeps in a call of the system.
+inline bool sleeps(pid_t thread) {
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(") ");
+  return name_end != std::string::npos && line[name_end + 2] == 'S';
+}
 
 // Of a thread that polls. Other threads may need its core: it is offered at every 64th poll in
 // vain, and for longer the longer nothing has moved. At every poll would be far too often: an
