@@ -64,10 +64,9 @@ bool Waiter::pause() noexcept {
   const auto now = Clock::now();
   if (now >= deadline_) return false;
   if (sleeping_) {
-    // The nap is bounded however far the deadline is: a dead peer cannot notify.
-    constexpr std::chrono::nanoseconds kLongestNap = std::chrono::milliseconds(100);
     futex_wait(event_.sequence, seen_,
-               std::min<std::chrono::nanoseconds>(deadline_ - now, kLongestNap));
+               std::min<std::chrono::nanoseconds>(deadline_ - now,
+                                                  std::chrono::milliseconds(longest_nap)));
   } else if (policy_.mode == WaitMode::kSpin || now - start_ < policy_.spin) {
     relax_cpu();
   } else {

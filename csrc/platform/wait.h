@@ -24,6 +24,13 @@ enum class WaitMode : int32_t {
   kSleep,  // spins and yields for a moment, then sleeps until notified
 };
 
+// A nap is no longer, however far the deadline is: a dead peer cannot notify.
+#if defined(MOE_P2P_TESTING)
+inline std::atomic<std::chrono::milliseconds> longest_nap{std::chrono::milliseconds(100)};
+#else
+inline constexpr std::chrono::milliseconds longest_nap{100};
+#endif
+
 struct WaitPolicy {
   WaitMode mode = WaitMode::kSleep;
   // Too small: a futex round trip (about 5 us and a wake-up by the peer) per short wait. Too large:

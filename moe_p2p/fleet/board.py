@@ -15,8 +15,6 @@ from typing import Any
 from moe_p2p.errors import TimeoutError, make
 from moe_p2p.fleet.client import Client, Deadline, StoreError
 
-__all__ = ["Board", "Deadline", "StoreError", "newer"]
-
 # Between two looks at the store: at first, and at most. Too small: many ranks that wait keep the
 # store's thread busy. Too large: an update, of some ten milliseconds, waits for looks.
 _POLL_S, _MOST_POLL_S = 0.0002, 0.05

@@ -7,13 +7,17 @@ anew, and repeats this member's words where the store lost them. Used by board.p
 
 from __future__ import annotations
 
+import os
+import platform
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -33,6 +37,9 @@ _LEAST_S = 0.5
 _PATIENCE_S = 30.0
 # An answer that takes longer: leases may not have been renewed meanwhile.
 _SILENCE_S = 2.5
+_AGAIN_S = 0.02  # between two looks at where a thread waits whose call is to end
+# Numbers of the system calls in which torch waits for an answer: recv, and poll for a first one.
+_RECVFROM, _POLL = (207, 73) if platform.machine() == "aarch64" else (45, 7)
 _PROBE_S = 1.0  # torch tries for minutes to connect; a socket says at once that nobody serves
 
 
@@ -83,6 +90,7 @@ class _Thread:
     def __init__(self, shared: _Shared, store: Any) -> None:
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         self.since: float | None = None  # when the call began that it is in
+        self._shared, self._over = shared, False
         self.thread = threading.Thread(
             target=self._serve, args=(shared, store), name="store", daemon=True
         )
@@ -91,6 +99,8 @@ class _Thread:
     def _serve(self, shared: _Shared, store: Any) -> None:
         while (request := self.requests.get()) is not None:
             answer, access = request
+            if self._over:
+                answer.cancel()
             with suppress(RuntimeError, InvalidStateError):  # who asked has closed meanwhile
                 if answer.set_running_or_notify_cancel():
                     self.since = began = time.monotonic()
@@ -107,6 +117,18 @@ class _Thread:
                         answer.set_exception(error)
                 self.since = None
             del request, answer, access
+
+    def end(self, patience_s: float) -> None:
+        """Waits so long for calls that are about to return, then ends the call that it is in."""
+        self.requests.put(None)
+        if self.thread is threading.current_thread():
+            return
+        self.thread.join(patience_s)
+        self._over = True
+        until = time.monotonic() + _LEAST_S
+        while self.thread.is_alive() and time.monotonic() < until:
+            _hang_up(self.thread, _address(self._shared.store))
+            self.thread.join(_AGAIN_S)
 
 
 class Client:
@@ -184,21 +206,36 @@ class Client:
     def _leave_behind(self) -> None:
         with self._lock:
             since = self._threads[0].since if self._threads else None
-            if since is not None and time.monotonic() - since > self._patience:
-                self._threads.pop().requests.put(None)
-                self._patience *= 2
-                self._shared.failing = True
+            if since is None or time.monotonic() - since <= self._patience:
+                return
+            left = self._threads.pop()
+            self._patience *= 2
+            self._shared.failing = True
+        left.end(0)
 
 
 def _end(threads: list[_Thread]) -> None:
-    """Waits for calls that are about to return: a thread that comes back from C++ when the
-    interpreter ends would end the process by std::terminate."""
+    """A thread that came back from C++ when the interpreter has ended would end the process by
+    std::terminate."""
     for each in threads:
-        each.requests.put(None)
-    until = time.monotonic() + _LEAST_S
-    for each in threads:
-        if each.thread is not threading.current_thread():
-            each.thread.join(max(until - time.monotonic(), 0.0))
+        each.end(_LEAST_S)
+
+
+def _hang_up(thread: threading.Thread, address: str) -> None:
+    """Shuts down the connection to `address` where the thread waits in torch, which has no call for
+    that: the call fails. Does nothing where the system does not say where it waits."""
+    with suppress(OSError, ValueError, LookupError):
+        port = int(address.rpartition(":")[2])
+        call = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()
+        number, first = int(call[0]), int(call[1], 16)
+        if number == _POLL:
+            with open("/proc/self/mem", "rb", buffering=0) as memory:  # it may be gone by now
+                memory.seek(first)
+                first = int.from_bytes(memory.read(4), sys.byteorder)
+        if number in (_RECVFROM, _POLL):
+            with socket.socket(fileno=os.dup(first)) as connection:
+                if connection.getpeername()[1] == port:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _address(store: Any) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from moe_p2p import env, log
 from moe_p2p.errors import PeerDeadError, make
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 
 MOST_STRANGERS = 128  # at once
 _GRACE_S = 1.0  # that one has at least. Too small: bursts of real peers are cut off

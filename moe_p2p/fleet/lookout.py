@@ -19,6 +19,9 @@ from moe_p2p.fleet.client import StoreError
 from moe_p2p.gpu.driver import relaxed_captures
 
 _AGAIN_S = 0.25  # until the next try, where the store is gone
+# When the interpreter ends, a look that is under way gets so long: a thread that came back from C++
+# afterwards would end the process by std::terminate.
+_LEAVE_S = 1.0
 
 
 class _State:
@@ -28,11 +31,6 @@ class _State:
         self.over = threading.Event()
         self.error: Exception | None = None
         self.trouble: StoreError | None = None
-
-    def stop(self) -> None:
-        self.over.set()
-        with self.changed:
-            self.changed.notify_all()
 
 
 class Lookout:
@@ -45,7 +43,7 @@ class Lookout:
             target=_run, args=(self._state, weakref.WeakMethod(look)), name=name, daemon=True
         )
         self._thread.start()
-        self._end = weakref.finalize(self, self._state.stop)
+        self._end = weakref.finalize(self, _stop, self._state, self._thread)
 
     def ask(self) -> None:
         """Raises what an earlier look has raised."""
@@ -71,9 +69,16 @@ class Lookout:
 
     def stop(self, timeout_s: float) -> None:
         """Looks no more; waits for the look that is under way."""
-        self._end()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._end.detach()
+        _stop(self._state, self._thread, timeout_s)
+
+
+def _stop(state: _State, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
+    state.over.set()
+    with state.changed:
+        state.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(timeout_s)
 
 
 def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:

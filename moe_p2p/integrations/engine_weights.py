@@ -31,7 +31,8 @@ from torch._C._distributed_c10d import TCPStore
 from moe_p2p import log
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, record

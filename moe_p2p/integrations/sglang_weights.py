@@ -28,7 +28,8 @@ from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.errors import ProtocolError, make, require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
 from moe_p2p.integrations.sglang_calls import Call, in_process, over_http, payload
 from moe_p2p.weights.job import prefix_of

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import derived, optional, required
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
 from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, WeightTrainer

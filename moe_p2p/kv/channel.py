@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from moe_p2p.errors import PeerDeadError, ProtocolError, make
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import some
 
 MAX_MESSAGE = 64 << 20  # of a worker that has proved that it belongs here

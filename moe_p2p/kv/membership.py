@@ -31,7 +31,7 @@ from moe_p2p.errors import (
     require,
     require_type,
 )
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
 from moe_p2p.kv.channel import Channel, prove, receive
 from moe_p2p.kv.leases import Leases, Worker

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_p2p import errors
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import Listener, some
 
 _LIMIT_S = 10.0  # of a whole exchange

@@ -32,7 +32,8 @@ from moe_p2p.errors import (
     make,
     require,
 )
-from moe_p2p.fleet.board import Board, Deadline, StoreError
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.lookout import Lookout
 from moe_p2p.fleet.member import Member, name_of

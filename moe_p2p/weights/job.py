@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from moe_p2p import log
 from moe_p2p.errors import AbortedError, InvalidArgumentError, TimeoutError, make
-from moe_p2p.fleet.board import Board, Deadline, StoreError, newer
+from moe_p2p.fleet.board import Board, newer
+from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import check_letter, letter
 from moe_p2p.fleet.member import Member, ReplacedError, name_of
 from moe_p2p.weights.layout import WeightLayout

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import TimeoutError, make
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.weights import attempt
 from moe_p2p.weights.conversion import Conversions
 from moe_p2p.weights.layout import WeightLayout

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import MoeP2pError, TimeoutError, make
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.member import name_of
 from moe_p2p.kv import checksum
 from moe_p2p.kv.strides import Rows

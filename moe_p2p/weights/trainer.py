@@ -31,7 +31,8 @@ from moe_p2p.errors import (
     make,
     require,
 )
-from moe_p2p.fleet.board import Board, Deadline, StoreError
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, name_of
 from moe_p2p.weights import attempt, given, job

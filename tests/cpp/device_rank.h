@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fake_driver.h"
+#include "fake_driver_memory.h"
 #include "kernels/abi/handle.h"
 #include "moe/device/backend.h"
 
@@ -31,12 +32,6 @@ inline uint64_t capture = 0;  // that all streams belong to
 
 inline constexpr uint64_t kDispatchKernel = 1, kCombineKernel = 2;
 inline constexpr int kDevice = 1;
-
-inline void* current_context() {
-  void* context = nullptr;
-  if (platform::driver().context_pop(&context) == 0) platform::driver().context_push(context);
-  return context;
-}
 
 inline int record_launch(const void* config, void* kernel, void** params, void**) {
   unsigned sizes[7];  // grid, block, shared bytes

@@ -11,6 +11,7 @@ namespace {
 
 using namespace engine;
 using platform::Clock;
+using platform::Deadline;
 
 EngineOptions loopback_options(const std::string& settings, int num_nics) {
   return engine_options("loopback", settings, num_nics);
@@ -25,6 +26,33 @@ TEST_CASE("engine over loopback: every kind of request arrives, in order and reo
     proxy::ProxyThread first(from, {}), second(to, {});
     check_every_kind_of_request(from, to);
   }
+}
+
+TEST_CASE("engine over loopback: whatever comes wakes who sleeps for it") {
+  const OnlyNotified guard;
+  TransferEngine from(loopback_options("", 1)), to(loopback_options("", 1));
+  proxy::ProxyThread first(from, {.wait = OnlyNotified::kAtOnce});
+  proxy::ProxyThread second(to, {.wait = OnlyNotified::kAtOnce});
+  Buffer source(from, pattern(100)), target(to, std::vector<std::byte>(100));
+  const auto* region = from.resolve(to.descriptor(target.handle));
+  for (uint64_t i = 1; i <= 100; ++i) {
+    Request write(Write{source.handle, 0, region, 0, 100, 1});
+    from.submit(write);
+    REQUIRE(OnlyNotified::woken([&](Deadline deadline) {
+      return to.imm_table().wait(1, i, deadline, OnlyNotified::kAtOnce);
+    }));
+    REQUIRE(OnlyNotified::woken(
+        [&](Deadline deadline) { return write.wait(deadline, OnlyNotified::kAtOnce); }));
+  }
+  CHECK(target.data == source.data);
+  const pid_t caller = gettid();
+  const auto until_it_sleeps = [caller] {
+    CHECK(poll_until([] { return false; }, [caller] { return sleeps(caller); }));
+  };
+  REQUIRE(OnlyNotified::woken([&](Deadline deadline) {
+    to.run_on_poller(until_it_sleeps, deadline);
+    return true;
+  }));
 }
 
 // A buffer that passes for memory of GPU 0 (fake_driver.h).

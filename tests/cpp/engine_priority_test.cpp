@@ -99,25 +99,32 @@ TEST_CASE(
 }
 
 TEST_CASE("engine: a doorbell between two posts of a lower class comes before the next of these") {
+  const auto until = soon();
   for (const size_t rings_at : {1, 2, 5}) {
-    Shared world;
-    Request* first = world.pages(0, 1, 9);
-    REQUIRE(world.engines.run(0, *first).ok());
-    Request *kv = world.pages(1, 200, 1), *moe = world.pages(0, 3, 0);
-    world.engines[0].submit(*kv);
-    size_t num_looks = 0;
-    Bell bell([&] {
-      if (++num_looks == rings_at) world.engines[0].submit_from_poller(*moe);
-    });
-    for (int turns = 0; turns < 1000 && !moe->done(); ++turns) world.engines[0].progress(&bell);
-    REQUIRE(moe->done());
-    std::vector<uint32_t> expected{9};
-    expected.insert(expected.end(), 16 * rings_at, 1);
-    expected.insert(expected.end(), 3, 0);
-    auto order = world.order();
-    order.resize(expected.size());
-    CHECK(order == expected);
-    REQUIRE(world.engines.pump(*kv));
+    for (bool in_time = false; !in_time;) {
+      REQUIRE(platform::Clock::now() < until);
+      Shared world;
+      Request* first = world.pages(0, 1, 9);
+      REQUIRE(world.engines.run(0, *first).ok());
+      Request *kv = world.pages(1, 200, 1), *moe = world.pages(0, 3, 0);
+      world.engines[0].submit(*kv);
+      std::vector<platform::Deadline> looks{platform::Clock::now()};
+      Bell bell([&] {
+        if (looks.size() == rings_at) world.engines[0].submit_from_poller(*moe);
+        looks.push_back(platform::Clock::now());
+      });
+      for (int turns = 0; turns < 1000 && !moe->done(); ++turns) world.engines[0].progress(&bell);
+      REQUIRE(moe->done());
+      // Else this thread stood still, and the lower class may have had the turn that it waited for.
+      in_time = looks.at(rings_at + 1) - looks.at(rings_at - 1) < NicQueue::kPatience;
+      std::vector<uint32_t> expected{9};
+      expected.insert(expected.end(), 16 * rings_at, 1);
+      expected.insert(expected.end(), 3, 0);
+      auto order = world.order();
+      order.resize(expected.size());
+      if (in_time) CHECK(order == expected);
+      REQUIRE(world.engines.pump(*kv));
+    }
   }
 }
 

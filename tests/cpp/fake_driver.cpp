@@ -237,7 +237,7 @@ int refusal() {
   return capture_mode != kRelaxed ? kCaptureUnsupported : 0;
 }
 bool has_context() { return !contexts.empty(); }
-void* current_context() { return contexts.back(); }
+void* current_context() { return contexts.empty() ? nullptr : contexts.back(); }
 
 bool FakeDriver::stands_still(const Stream& stream) const {
   if (stream.operations.empty()) return false;

@@ -12,7 +12,7 @@ namespace moe_p2p::test {
 // a capture in another thread it would fail, and break that.
 int refusal();
 bool has_context();       // this thread
-void* current_context();  // which has one
+void* current_context();  // null: none
 
 int address_range(uint64_t* base, size_t* bytes, uint64_t address);
 int ipc_get(platform::IpcHandle* handle, uint64_t base);

@@ -124,7 +124,7 @@ TEST_CASE("loopback process: payload reaches another process, acknowledgements c
   }
 }
 
-TEST_CASE("loopback process: a killed receiver fails its writers in bounded time") {
+TEST_CASE("loopback process: a killed receiver fails its writers") {
   for (const char* settings : kSettings) {
     INFO("settings ", std::string(settings));
     Child child([&](const Child::Report& report) {
@@ -147,13 +147,11 @@ TEST_CASE("loopback process: a killed receiver fails its writers in bounded time
     }));
     CHECK(node.num_failed() == 0);
     child.kill_now();
-    const auto start = platform::Clock::now();
     CHECK(pump({&node}, [&] {
       post_more();
       return node.num_failed() > 0;
     }));
     CHECK(pump({&node}, [&] { return node.done.size() == posted; }));
-    CHECK(platform::Clock::now() - start < std::chrono::seconds(5));
     for (const auto& [wr_id, status] : node.status())
       if (!status.ok()) CHECK(status.code == Code::kPeerDead);
     CHECK(node.domain->idle());

@@ -288,7 +288,6 @@ TEST_CASE("verbs: a signal ends a handshake with one who does not answer, or is 
     static int looks;
     looks = 0;
     platform::set_interrupt_check([]() noexcept { return ++looks == 2; });
-    const auto began = platform::Clock::now();
     const provider::verbs::NicAddress address{
         1, "nobody", port, {"127.0.0.1"}, provider::verbs::Secret{}};
     Code code = Code::kOk;
@@ -302,7 +301,7 @@ TEST_CASE("verbs: a signal ends a handshake with one who does not answer, or is 
     platform::set_interrupt_check(nullptr);
     CHECK(code == Code::kAborted);
     has(text, "signal");
-    CHECK(platform::Clock::now() - began < std::chrono::seconds(20));
+    CHECK(looks == 2);  // at once
   }
   Node b = open_fake();
   static_cast<void>(a.connect(b));  // nothing is left of it

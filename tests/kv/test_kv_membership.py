@@ -16,7 +16,7 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations.kv_worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
 from moe_p2p.kv.pair import Hello

@@ -138,6 +138,23 @@ def test_wrong_results_and_steps_that_did_not_run_have_no_figure(
     assert "span" not in spoilt
 
 
+def test_an_overhead_within_the_spread_of_compute_alone_is_nothing(
+    bars: ModuleType, tmp_path: Path
+) -> None:
+    written(tmp_path)
+    body = json.loads((tmp_path / "kv-4k.json").read_text())
+    for each in body["figures"]:
+        each["overhead_percent"], each["overhead_seen"] = -9.0, each["page_kib"] == 64
+    (tmp_path / "kv-4k.json").write_text(json.dumps(body))
+    more = {
+        bar.name: bars.value_of(bar, tmp_path)
+        for bar in bars.BARS
+        if bar.step == "kv-4k" and bar.name.endswith("more")
+    }
+    assert set(more.values()) == {0.0, -9.0}
+    assert more["KV 4k tokens, graph, pages of 16 KiB: more"] == 0
+
+
 def test_steps_write_where_figures_are_looked_for(bars: ModuleType) -> None:
     figures = importlib.import_module("gpu_figures")
     steps = {step.name: step.command for step in figures.steps(2)}

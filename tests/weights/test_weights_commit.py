@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ProtocolError
 from moe_p2p.errors import AbortedError, RemoteAccessError
-from moe_p2p.fleet.board import Deadline
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.weights import WeightGenerator, attempt
 from moe_p2p.weights.attempt import COMMIT
 from moe_p2p.weights.outbox import Outbox

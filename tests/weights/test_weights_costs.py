@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import Engine
 from moe_p2p.fleet import board
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.kv.strides import Rows
 from moe_p2p.weights import Param, Shard, WeightLayout, generator, weight_plan
 from moe_p2p.weights.covered import covered

@@ -18,7 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.errors import AbortedError, ProtocolError
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer, job
 from moe_p2p.weights.attempt import COMMIT, Keys
 from moe_p2p.weights.inbox import Inbox

@@ -17,9 +17,10 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.fleet import client
-from moe_p2p.fleet.board import Board, Deadline
-from moe_p2p.fleet.client import Client, StoreError
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Client, Deadline, StoreError
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from tests.support import warm
 from tests.support.store_clients import clients_of
 from tests.support.weights_fleet import engine_of
 
@@ -229,3 +230,43 @@ def test_a_store_whose_host_is_gone_is_left_behind(monkeypatch: pytest.MonkeyPat
     with pytest.raises(MoeP2pError, match="has left its fleet"):
         board.get("word")
     gone.go_on()
+
+
+LEAVES = """
+import os, signal, sys, time
+from torch.distributed import TCPStore
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline, StoreError
+from moe_p2p.fleet.member import Member
+
+process, port, alone = (int(each) for each in sys.argv[1:])
+store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+board = Board(store, "fleet", alone=bool(alone))
+member = Member(board, "trainer 0", {}, 60.0)
+os.kill(process, signal.SIGSTOP)
+try:
+    with board.within(Deadline(0.0)):
+        board.get("word")
+except StoreError:
+    print("leaves at", time.monotonic())
+
+
+class Last:
+    def __del__(self, kill=os.kill, store=(process, signal.SIGKILL), sleep=time.sleep):
+        kill(*store)
+        sleep(0.2)  # a call that waits for the store would return now
+
+
+last = Last()
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_interpreter_that_ends_leaves_no_call_in_a_stopped_store(alone: bool) -> None:
+    """One that came back from C++ would end the process by std::terminate."""
+    with server() as (process, port):
+        program = ("-c", LEAVES, str(process), str(port), str(int(alone)))
+        done = warm.run(*program, capture_output=True, text=True, timeout=LONG_S)
+        took = time.monotonic() - float(done.stdout.split()[-1])
+    assert done.returncode == 0, done.stderr
+    assert took < LONG_S / 2, "two seconds of it wait for the store, which torch would for minutes"
