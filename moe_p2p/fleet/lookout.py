@@ -99,7 +99,7 @@ def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _look(state: _State, look: Callable[[], None]) -> None:

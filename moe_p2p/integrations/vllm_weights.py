@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ class Init:
     the same call, as by vLLM's RayVLLMWeightSyncClient.
     prefix_cache: "reset": with each update vLLM forgets the KV that older weights computed, also of
     running requests, which it computes anew. "keep": prompts go on with it.
+    set_up: drawn for each call, so that workers take no word of an earlier one.
     """
 
     host: str
@@ -64,6 +66,7 @@ class Init:
     direct: bool | Literal["auto"] = "auto"
     engines: int = 1
     prefix_cache: PrefixCache = "keep"
+    set_up: str = ""
 
 
 @dataclass
@@ -118,12 +121,14 @@ class Receiver:
         self.resets_prefix_cache = prefix_cache == "reset"
         if direct == "auto":
             direct = getattr(self.vllm_config, "quant_config", None) is None
-        engines = given.pop("engines")
+        engines, set_up = given.pop("engines"), given.pop("set_up")
         self.shutdown()
         fleet = Fleet(**given)
         replicas = 1 if init_info.replica else getattr(parallel, "data_parallel_size", 1)
         index = 0 if init_info.replica else parallel.data_parallel_index
         ranks = range(0)
+        if replicas == engines == 1:  # another one each time that vLLM starts
+            set_up += getattr(self.vllm_config, "instance_id", "")
         if engines > 1 and not init_info.replica and replicas == 1:
             index, replicas = self._place(fleet, engines), engines
             ranks = range(index * parallel.world_size, (index + 1) * parallel.world_size)
@@ -136,6 +141,7 @@ class Receiver:
             direct=direct,
             device=self.device,
             engine_ranks=ranks,
+            set_up=set_up,
         )
 
     def _place(self, fleet: Fleet, engines: int) -> int:
@@ -234,8 +240,11 @@ class Sender:
 
         def init() -> None:
             try:
-                engines = len(getattr(self.client, "handles", "1"))
-                self.client.init_weight_transfer_engine({**given, "engines": engines})
+                more = {
+                    "engines": len(getattr(self.client, "handles", "1")),
+                    "set_up": secrets.token_hex(4),
+                }
+                self.client.init_weight_transfer_engine(given | more)
             except Exception as error:
                 failed.append(error)
 

@@ -238,7 +238,9 @@ class WeightGenerator:
         """The newest version of a rank with the same tensors, read into this rank's targets."""
         places = {name: (*self._inbox.place(name), tensor.numel() * tensor.element_size())
                   for name, tensor in self._tensors.items() if tensor.numel()}  # fmt: skip
-        peers = joining.newest(self._board, self._member, self._signature)
+        peers = []
+        if not self._inbox.is_a_part:
+            peers = joining.newest(self._board, self._member, self._signature)
         if peers:
             self._inbox.soil()
         self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))

@@ -51,6 +51,8 @@ class Inbox:
         received = self._received_bytes = _received(self.writes, of_received)
         written = {write.target_tensor for write in self.writes} - received.keys()
         self.derived = [name for name in live if name not in written and live[name].numel()]
+        # What `finalize` makes lies in no tensor of this rank, so a peer's are no whole version.
+        self.is_a_part = bool(received) and not self.derived
         require(
             finalize is not None or not (self.derived or received),
             f"generator {rank}: tensors {', '.join([*self.derived, *received][:3])} are not "
