@@ -131,6 +131,35 @@ def test_another_layout_comes_from_the_trainers() -> None:
         alone.close()
 
 
+def test_trainers_that_could_not_meet_for_maxima_meet_in_the_next_update() -> None:
+    """A replica joins with another layout; one trainer fails before it has said where its inbox
+    is, so the others have not met it either."""
+    with fleet(MODELS["fp8"]) as found:
+        update(found, 1)
+        alone, live = of_one(found)
+        failing = found.trainers[1]
+        put = failing._board.put
+
+        def fail(key: str, value: Any, **how: Any) -> None:
+            if "maxima of" in key:
+                failing._board.put = put  # type: ignore[method-assign]
+                raise OSError("not yet")
+            put(key, value, **how)
+
+        failing._board.put = fail  # type: ignore[method-assign]
+        running, waits = found.train(2), [found.pool.submit(alone.wait)]
+        waits += [found.pool.submit(each.wait) for each in found.generators]
+        for each in [*running, *waits]:
+            with pytest.raises((MoeP2pError, OSError), match="not yet"):
+                each.result(60)
+        running, waits = found.train(3), [found.pool.submit(alone.wait)]
+        waits += [found.pool.submit(each.wait) for each in found.generators]
+        for each in [*running, *waits]:
+            each.result(60)
+        found.check(3)
+        assert torch.equal(live["w"], found.model.values(3)["w"])
+
+
 def test_it_joins_while_an_update_is_under_way_and_ends_with_its_version() -> None:
     hold = threading.Event()
     with fleet(MODELS["fused"]) as found:
