@@ -118,11 +118,12 @@ class Inbox:
         self._grants.clear()
 
     def close(self) -> None:
-        """Nobody reaches it any more, and nothing of it is registered."""
+        """Nobody reaches it any more, and nothing of it is registered. Goes on where it was, where
+        it raised."""
         self.fence()
-        for each in self._memory:
-            each.unregister()
-        self._memory.clear()
+        while self._memory:
+            self._memory[-1].unregister()
+            self._memory.pop()
 
     def poison(self) -> None:
         """NaN wherever the update will write, or `finalize`."""

@@ -63,6 +63,7 @@ def run(name: str, position: int, device: torch.device, by_triton: bool) -> list
     plan = weight_plan(WeightLayout((source,), 4), WeightLayout((target,), 1))
     tensors = {"w": values(source, position).to(device)}
     made = Conversions([plan], position, tensors, device=device, triton=by_triton)
+    made.allocate()
     made.buffer.zero_()
     batches = made.batches()
     made.maxima(batches)
