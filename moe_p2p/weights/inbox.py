@@ -173,7 +173,8 @@ class Inbox:
         if self._finalize is None:
             return
         self._poison_derived()
-        self._finalize(self.received, self.target)
+        with torch.inference_mode(mode=False), torch.no_grad():  # in place the caller has modes
+            self._finalize(self.received, self.target)
         for name in self.derived:
             data = attempt.as_bytes(self.target[name])
             if len(data) and bool((data == _UNTOUCHED).all()):
