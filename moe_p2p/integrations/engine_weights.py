@@ -58,18 +58,20 @@ class Fleet:
             warn_of_strangers(
                 f"the store of {self.name}", self.host, "whoever reaches it may write to weights"
             )
-        else:
-            self._wait_for_it()
+        elif not self._is_there():
+            where = f"{self.name} at {self.host}:{self.port}, which trainer 0 serves"
+            raise make(TimeoutError, f"within {self.timeout_s:g} s no store of {where}")
         return TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False,
                         timeout=limit)  # fmt: skip
 
-    def _wait_for_it(self) -> None:
-        """A TCPStore that finds no server tries again only after seconds."""
+    def _is_there(self) -> bool:
+        """Waits for it: a TCPStore that finds no server tries again only after seconds."""
         deadline = Deadline(self.timeout_s)
         while deadline.left:
             with suppress(OSError), socket.create_connection((self.host, self.port), 1.0):
-                return
+                return True
             time.sleep(0.02)
+        return False
 
 
 class EngineWeights:

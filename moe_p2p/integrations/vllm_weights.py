@@ -28,16 +28,24 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.errors import (
+    AbortedError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
 from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.integrations import derived, optional, required
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
 from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
-from moe_p2p.weights.job import prefix_of
+from moe_p2p.weights.job import SetUp, prefix_of
 
 NAME = "moe_p2p"
 _LOOK_S = 0.002
+_SAY_S = 0.25
 PrefixCache = Literal["keep", "reset"]
 _BASE = "vllm.distributed.weight_transfer.base"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -237,6 +245,8 @@ class Sender:
     def _workers_set_up(self, given: dict[str, Any]) -> Iterator[None]:
         """Workers set up at the same time as trainers: the sender starts them by vLLM's call."""
         failed: list[Exception] = []
+        over = threading.Event()
+        set_up = SetUp(Board(self._board.client, prefix_of(self._fleet.name)), "vLLM's client")
 
         def init() -> None:
             try:
@@ -247,6 +257,10 @@ class Sender:
                 self.client.init_weight_transfer_engine(given | more)
             except Exception as error:
                 failed.append(error)
+                while not over.is_set():  # trainers, who wait for workers, may begin later
+                    with contextlib.suppress(MoeP2pError):
+                        set_up.say(str(error) or repr(error))
+                    over.wait(_SAY_S)
 
         thread = threading.Thread(target=init, name="init_weight_transfer_engine")
         if self.is_sender:
@@ -254,9 +268,11 @@ class Sender:
         try:
             yield
         except Exception as error:
+            over.set()
             if self.is_sender:
                 thread.join(self._fleet.timeout_s)
             raise failed[0] if failed else error from None
+        over.set()
         if self.is_sender:
             thread.join(self._fleet.timeout_s)
         if failed:
