@@ -30,7 +30,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p import log
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.errors import (
+    AbortedError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
 from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.gpu.driver import relaxed_captures
@@ -38,6 +45,7 @@ from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, re
 from moe_p2p.weights.job import SetUp, prefix_of, source_of
 
 Load = Callable[[list[tuple[str, Tensor]]], Any]
+_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +141,7 @@ class EngineWeights:
         self._session: threading.Thread | None = None
         self._error: Exception | None = None
         self._broken = ""
+        self._set_up = board  # what workers said in it; only they read that
         agree = _Agreement(board, at, rank, world_size, deadline)
         gpu = self.device.index if self.device.type == "cuda" else None
         self.engine = Engine(label=f"generator {rank}", gpu=gpu)
@@ -263,6 +272,9 @@ class EngineWeights:
         self.generator.require_not_dirty()
 
     def close(self) -> None:
+        with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
+            self._set_up.withdraw()
+        self._set_up.client.close()
         self.generator.close()
         self.engine.close()
 

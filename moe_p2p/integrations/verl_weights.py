@@ -60,11 +60,11 @@ class Checkpoint:
         self._count = 0
 
     def prepare(self) -> dict[str, Any]:
-        """Returns where all ranks meet: at the first worker, as long as the group lives."""
-        if self._served is None:
-            limit = timedelta(seconds=self.timeout_s)
-            self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False,
-                                    timeout=limit)  # fmt: skip
+        """Returns where all ranks meet: at the first worker, as long as the group lives. verl makes
+        a group for each update: what one has said ends with its store."""
+        self.finalize()
+        limit = timedelta(seconds=self.timeout_s)
+        self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
         return {"host": _own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
 
     @classmethod

@@ -246,7 +246,6 @@ class Sender:
         """Workers set up at the same time as trainers: the sender starts them by vLLM's call."""
         failed: list[Exception] = []
         over = threading.Event()
-        set_up = SetUp(Board(self._board.client, prefix_of(self._fleet.name)), "vLLM's client")
 
         def init() -> None:
             try:
@@ -257,6 +256,8 @@ class Sender:
                 self.client.init_weight_transfer_engine(given | more)
             except Exception as error:
                 failed.append(error)
+                board = Board(self._board.client, prefix_of(self._fleet.name))
+                set_up = SetUp(board, "vLLM's client")
                 while not over.is_set():  # trainers, who wait for workers, may begin later
                     with contextlib.suppress(MoeP2pError):
                         set_up.say(str(error) or repr(error))

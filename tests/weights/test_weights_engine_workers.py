@@ -226,11 +226,14 @@ def test_workers_that_set_up_again_take_no_word_of_those_before() -> None:
     models = [Part(worker) for worker in range(STAGES * EXPERT_RANKS)]
     with world(models, set_up="first") as found:
         found.send(1)
+        board = engine_weights.Board(found.store, job.prefix_of("weights"))
+        keys = [f"params /set-up first/{i}" for i in range(len(models))]
+        assert all(map(board.get, keys))
         for each in found.workers:
             each.close()
-        board = engine_weights.Board(found.store, job.prefix_of("weights"))
+        assert not any(map(board.get, keys)), "what was said leaves with who said it"
         before = found.workers[1].generator.plan.target
-        board.put("params /set-up first/1", WeightLayout((), before.world_size).to_bytes().hex())
+        board.put(keys[1], WeightLayout((), before.world_size).to_bytes().hex())
         models = [Part(worker) for worker in range(STAGES * EXPERT_RANKS)]
         made = found.begin_workers(models, set_up="second")
         found.workers = [each.result(LONG_S) for each in made]
