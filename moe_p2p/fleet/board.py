@@ -75,6 +75,12 @@ class Board:
         with suppress(StoreError):  # a store that cannot delete keeps it
             self.client.run(lambda store: store.delete_key(self._at(key)))
 
+    def withdraw(self) -> None:
+        """Drops all that this client has put; where nobody reads it any more."""
+        prefix = self._at("")
+        for at in list(self.client.words):
+            self.drop(at.removeprefix(prefix))
+
     def wait(
         self,
         keys: Mapping[str, str],

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +30,23 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p import log
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.errors import (
+    AbortedError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, record
-from moe_p2p.weights.job import prefix_of, source_of
+from moe_p2p.weights.job import SetUp, prefix_of, source_of
 
 Load = Callable[[list[tuple[str, Tensor]]], Any]
+_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +67,20 @@ class Fleet:
             warn_of_strangers(
                 f"the store of {self.name}", self.host, "whoever reaches it may write to weights"
             )
-        else:
-            self._wait_for_it()
+        elif not self._is_there():
+            where = f"{self.name} at {self.host}:{self.port}, which trainer 0 serves"
+            raise make(TimeoutError, f"within {self.timeout_s:g} s no store of {where}")
         return TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False,
                         timeout=limit)  # fmt: skip
 
-    def _wait_for_it(self) -> None:
-        """A TCPStore that finds no server tries again only after seconds."""
+    def _is_there(self) -> bool:
+        """Waits for it: a TCPStore that finds no server tries again only after seconds."""
         deadline = Deadline(self.timeout_s)
         while deadline.left:
             with suppress(OSError), socket.create_connection((self.host, self.port), 1.0):
-                return
+                return True
             time.sleep(0.02)
+        return False
 
 
 class EngineWeights:
@@ -79,7 +89,8 @@ class EngineWeights:
     load: the model's loader, which takes pairs of name and tensor. direct: record it, so that
     trainers write into the tensors; False: it gets all parameters at commit. store: of the fleet,
     a client that no other thread uses meanwhile; None: a new one. engine_ranks: of the workers of
-    this worker's engine; (): all.
+    this worker's engine; (): all. set_up: the same on all workers that set up together, and another
+    one each time, so that none takes a word of workers that were there before.
     """
 
     def __init__(
@@ -94,19 +105,30 @@ class EngineWeights:
         device: torch.device | str = "cpu",
         store: Any = None,
         engine_ranks: Sequence[int] = (),
+        set_up: str = "",
     ) -> None:
         self._load, self.fleet, self.device = load, fleet, torch.device(device)
         store = fleet.store() if store is None else store
         board = Board(store, prefix_of(fleet.name), alone=True)
-        deadline = Deadline(fleet.timeout_s)
-        source = source_of(board, deadline)
-        shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
-                  for name, each in source.by_name.items()}  # fmt: skip
-        why = "the engine loads all of its parameters by itself"
-        params = [Param(n, s, dtype_name(t), (rank,), finalize=why) for n, (s, t) in shapes.items()]
-        padding: set[str] = set()
-        if direct:
-            params = recorded(model, load, shapes, rank, padding=padding)
+        deadline, at = Deadline(fleet.timeout_s), f"{fleet.replica}/set-up {set_up}"
+        heard = SetUp(board, f"generator {rank}", heard=not fleet.replica)
+        with heard.heard(lambda: None):
+            source = source_of(board, deadline)
+            shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
+                      for name, each in source.by_name.items()}  # fmt: skip
+            why = "the engine loads all of its parameters by itself"
+            params = [Param(n, s, dtype_name(t), (rank,), finalize=why)
+                      for n, (s, t) in shapes.items()]  # fmt: skip
+            padding: set[str] = set()
+            if direct:
+                params, padding = recorded(model, load, shapes, rank)
+            layout = together(board, at, rank, world_size, params, deadline, heard.listen)
+            nowhere = sorted(shapes.keys() - layout.by_name.keys())
+            require(
+                not nowhere,
+                f"no worker's loader puts {', '.join(nowhere[:3])} into a tensor of the model; "
+                "leave it out of the trainers' parameters",
+            )
         written = {param.tensor for param in params if not param.finalize}
         self._live = {n: t for n, t in tensors_of(model).items() if n in written}
         self._addresses = {name: each.data_ptr() for name, each in self._live.items()}
@@ -120,8 +142,8 @@ class EngineWeights:
         self._session: threading.Thread | None = None
         self._error: Exception | None = None
         self._broken = ""
-        agree = _Agreement(board, f"{fleet.replica}/set-up", rank, world_size, deadline)
-        layout = together(board, fleet.replica, rank, world_size, params, deadline)
+        self._set_up = board  # what workers said in it; only they read that
+        agree = _Agreement(board, at, rank, world_size, deadline)
         gpu = self.device.index if self.device.type == "cuda" else None
         self.engine = Engine(label=f"generator {rank}", gpu=gpu)
         self.generator = WeightGenerator(
@@ -191,7 +213,11 @@ class EngineWeights:
         """Raises where the update failed; a session that failed is over."""
         require(self._session is not None, "settle: no session is open; call begin")
         assert self._session is not None
-        self._session.join(2 * self.fleet.timeout_s)
+        limit_s = 2 * self.fleet.timeout_s
+        self._session.join(limit_s)
+        if self._session.is_alive():
+            text = f"{self.generator.name}: the session was not over within {limit_s:g} s"
+            raise make(TimeoutError, text)
         if self._error is not None:
             self._session = None
             raise self._error
@@ -202,27 +228,37 @@ class EngineWeights:
         self._session = None
         moved = [name for name, each in tensors_of(self._model).items()
                  if self._addresses.get(name, each.data_ptr()) != each.data_ptr()]  # fmt: skip
-        self._broken = "the engine moved " + ", ".join(moved[:3]) if moved else ""
         self._synchronize()
         # Until the loader has ended, this worker counts as one without a version.
         self.generator.set_usable(not moved and not self._received)
-        if not moved and self.fleet.mode == "shadow":
+        if moved:
+            self._broken = f"the engine moved {', '.join(moved[:3])}"
+        else:
+            self._take()
+        self._synchronize()
+        self.require_clean()
+        return self.generator.version
+
+    def _take(self) -> None:
+        before = self.generator.totals["updates"]
+        if self.fleet.mode == "shadow":
             self._may_commit = True
             try:
                 self.generator.step()
             finally:
                 self._may_commit = False
-        if not moved and self._received:
-            self._broken = "the engine's loader has not ended"
+            if self.generator.totals["updates"] == before:
+                self.generator.set_usable(not self._broken)
+                text = "what was decided is given up: its trainers were replaced meanwhile"
+                raise make(AbortedError, f"{self.generator.name}: {text}")
+        self._broken = "the engine's loader has not ended" if self._received else ""
+        if self._received:
             try:
                 self._load(list(self._received.items()))
                 self._broken = ""
                 self.generator.set_usable(True)
             except Exception as error:
                 self._broken = f"the engine's loader failed: {error!r}"
-        self._synchronize()
-        self.require_clean()
-        return self.generator.version
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -237,6 +273,9 @@ class EngineWeights:
         self.generator.require_not_dirty()
 
     def close(self) -> None:
+        with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
+            self._set_up.withdraw()
+        self._set_up.client.close()
         self.generator.close()
         self.engine.close()
 
@@ -260,17 +299,18 @@ class _Agreement:
 
 def together(
     board: Board,
-    replica: str,
+    name: str,
     rank: int,
     world_size: int,
     params: Iterable[Param],
     deadline: Deadline,
+    listen: Callable[[list[str]], None],
 ) -> WeightLayout:
     """Returns the layout of all workers, each of which passes its own parameters."""
     mine = WeightLayout(tuple(params), world_size)
-    board.put(f"params {replica}/{rank}", mine.to_bytes().hex())
-    keys = {f"params {replica}/{i}": f"generator {i}" for i in range(world_size)}
-    found = board.wait(keys, deadline)
+    board.put(f"params {name}/{rank}", mine.to_bytes().hex())
+    keys = {f"params {name}/{i}": f"generator {i}" for i in range(world_size)}
+    found = board.wait(keys, deadline, listen)
     parts = [WeightLayout.from_bytes(bytes.fromhex(found[key])).params for key in keys]
     return WeightLayout(tuple(itertools.chain(*parts)), world_size)
 
@@ -286,21 +326,28 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: each for name, each in found.items() if each.numel() and each.is_contiguous()}
 
 
+class Recorded(NamedTuple):
+    """params: where this worker's loader puts parameters. One that lands nowhere, an expert or a
+    layer of other workers, is not there. padding: names of tensors that it leaves a part of."""
+
+    params: list[Param]
+    padding: set[str]
+
+
 @torch.no_grad()
 def recorded(
     model: torch.nn.Module,
     load: Load,
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     rank: int,
-    *,
-    padding: set[str] | None = None,
-) -> list[Param]:
-    """Returns where the loader puts parameters: it runs once for each layer, whose tensors are
-    restored afterwards. padding: gets the names of tensors that it leaves a part of."""
-    params: list[Param] = []
+) -> Recorded:
+    """The loader runs once for each layer, whose tensors are restored afterwards."""
+    made = Recorded([], set())
     own = _by_layer(tensors_of(model))
     for layer, names in _by_layer(shapes).items():
         tensors = {name: tensors_of(model)[name] for name in own.get(layer, ())}
+        if not tensors:  # of another pipeline stage
+            continue
         saved = {name: each.clone() for name, each in tensors.items()}
 
         def run(
@@ -316,16 +363,9 @@ def recorded(
         finally:
             for name, each in tensors.items():
                 each.copy_(saved[name])
-        params += found.params
-        if padding is not None:
-            padding.update(found.padding)
-        lost = names - {param.name for param in found.params}
-        require(
-            not lost,
-            f"the model's loader puts {', '.join(sorted(lost)[:3])} into no tensor of layer "
-            f"{layer!r}; leave it out of the trainers' parameters",
-        )
-    return params
+        made.params.extend(found.params)
+        made.padding.update(found.padding)
+    return made
 
 
 def _by_layer(names: Iterable[str]) -> dict[str, set[str]]:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -27,7 +29,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from moe_p2p import log
-from moe_p2p.errors import ProtocolError, make, require
+from moe_p2p.errors import ProtocolError, TimeoutError, make, require
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
@@ -39,6 +41,7 @@ LOADER = f"{__name__}.load"
 Requests = Literal["keep", "retract", "abort"]
 PAUSES: dict[str, str] = {"keep": "in_place", "retract": "retract", "abort": "abort"}
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_LOOK_S = 0.002
 
 
 # --- in each scheduler process ---
@@ -73,8 +76,9 @@ def _answer(model: Any, call: dict[str, Any]) -> None:
     except Exception as failed:
         log.warning(f"weight update, {call['do']}: {failed}")
         error = str(failed) or repr(failed)
-    answer = {"error": error}  # not waited for: the scheduler goes on where the store is gone
-    _answers[id(model)].put(f"{call['number']} {call['rank']}", answer, wait=False)
+    # Not waited for: the scheduler goes on where the store is gone.
+    answer = {"number": call["number"], "error": error}
+    _answers[id(model)].put(f"{call['id']} {call['rank']}", answer, wait=False)
 
 
 def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
@@ -85,7 +89,7 @@ def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
         first = next(model.parameters())
         _workers[id(model)] = EngineWeights(
             model, model.load_weights, fleet, call["rank"], call["world_size"],
-            direct=call["direct"], device=first.device, store=store,
+            direct=call["direct"], device=first.device, store=store, set_up=call["set_up"],
         )  # fmt: skip
         return
     worker = _workers.get(id(model))
@@ -159,7 +163,8 @@ class SglangUpdates:
     ) -> None:
         self.fleet, self._ranks = fleet, range(first, first + tp)
         self._world_size, self._direct = world_size or tp, direct
-        self._number = 0
+        # Of its calls: SGLang's ranks may have answered another process of this name before.
+        self._id, self._number = secrets.token_hex(4), 0
         self._call: Call = (
             over_http(engine, api_key, 2 * fleet.timeout_s)
             if isinstance(engine, str)
@@ -241,13 +246,23 @@ class SglangUpdates:
             self._call("end_weight_update")
 
     def _payload(self, do: str, rank: int) -> bytes:
-        call = {"do": do, "number": self._number, "rank": rank, "world_size": self._world_size,
-                "direct": self._direct, "fleet": asdict(self.fleet)}  # fmt: skip
+        alone = len(self._ranks) == self._world_size
+        call = {"do": do, "id": self._id, "number": self._number, "rank": rank,
+                "world_size": self._world_size, "direct": self._direct,
+                "set_up": f"{self._id} {self._number}" if alone else "",
+                "fleet": asdict(self.fleet)}  # fmt: skip
         return payload(json.dumps(call).encode())
 
     def _raise_errors(self, do: str) -> None:
-        keys = {f"{self._number} {rank}": f"generator {rank}" for rank in self._ranks}
-        found = self._answers.wait(keys, Deadline(self.fleet.timeout_s))
+        keys = {f"{self._id} {rank}": f"generator {rank}" for rank in self._ranks}
+        deadline, late = Deadline(self.fleet.timeout_s), list(keys)
+        while late:
+            found = self._answers.wait(keys, deadline)
+            late = [key for key in keys if found[key]["number"] != self._number]
+            if late and not deadline.left:
+                text = f"{do}: within {deadline.timeout_s:g} s no answer of {keys[late[0]]}"
+                raise make(TimeoutError, text)
+            time.sleep(_LOOK_S if late else 0)
         errors = [each["error"] for each in found.values() if each["error"]]
         if errors:
             raise make(ProtocolError, f"{do}: {errors[0]}")

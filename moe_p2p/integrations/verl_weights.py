@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import require
+from moe_p2p.fleet.board import Board, Deadline
 from moe_p2p.integrations import derived, required
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
@@ -56,14 +56,15 @@ class Checkpoint:
         self._topology: dict[str, Any] = {}
         self.engine: Engine | None = None
         self._side: Any = None
+        self._board: Any = None
         self._count = 0
 
     def prepare(self) -> dict[str, Any]:
-        """Returns where all ranks meet: at the first worker, as long as the group lives."""
-        if self._served is None:
-            limit = timedelta(seconds=self.timeout_s)
-            self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False,
-                                    timeout=limit)  # fmt: skip
+        """Returns where all ranks meet: at the first worker, as long as the group lives. verl makes
+        a group for each update: what one has said ends with its store."""
+        self.finalize()
+        limit = timedelta(seconds=self.timeout_s)
+        self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
         return {"host": _own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
 
     @classmethod
@@ -88,8 +89,9 @@ class Checkpoint:
         self.finalize()
         self._rank, self._count = rank, 0
         limit = timedelta(seconds=self.timeout_s)
-        self._store = TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=limit)
-        self._name = f"verl {meeting['token']}"
+        store = TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=limit)
+        name = f"verl {meeting['token']}"
+        self._board = Board(store, name)
         bucket = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
         gpu = self.device.index if self.device.type == "cuda" else None
         self.engine = Engine(label=f"{side} {rank}", gpu=gpu)
@@ -97,8 +99,8 @@ class Checkpoint:
         layout = WeightLayout((Param("bucket", (self.size,), "uint8", range(count)),), count)
         make: Any = WeightTrainer if side == "actor" else WeightGenerator
         self._bucket = bucket
-        self._side = make(self.engine, self._store, layout, rank, {"bucket": bucket},
-                          name=self._name, timeout_s=self.timeout_s)  # fmt: skip
+        self._side = make(self.engine, store, layout, rank, {"bucket": bucket}, name=name,
+                          timeout_s=self.timeout_s)  # fmt: skip
 
     def finalize(self) -> None:
         """Ends the group: verl makes one for each update, of the replicas that exist then."""
@@ -108,6 +110,9 @@ class Checkpoint:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        if self._board is not None:
+            self._board.client.close()
+            self._board = None
 
     # --- actors ---
 
@@ -141,10 +146,16 @@ class Checkpoint:
 
     async def _flush(self, metas: list[Meta], *, last: bool) -> None:
         self._count += 1
+        await asyncio.to_thread(self._update, {"metas": metas, "last": last})
+
+    def _update(self, bucket: dict[str, Any]) -> None:
+        """In a thread: the event loop of verl goes on where the store does not answer."""
         if self._rank == 0:
-            text = json.dumps({"metas": metas, "last": last})
-            self._store.set(f"{self._name}/bucket {self._count}", text)
-        await asyncio.to_thread(self._side.update, self._count)
+            with self._board.within(Deadline(self.timeout_s)):
+                self._board.put(f"bucket {self._count}", bucket)
+                # Workers have read it: else the bucket after the next would not have arrived.
+                self._board.drop(f"bucket {self._count - 3}")
+        self._side.update(self._count)
 
     # --- rollout workers ---
 
@@ -156,13 +167,18 @@ class Checkpoint:
         last = False
         while not last:
             self._count += 1
-            await asyncio.to_thread(self._side.wait, self.timeout_s)
-            told = json.loads(self._store.get(f"{self._name}/bucket {self._count}"))
+            told = await asyncio.to_thread(self._next)
             for meta in told["metas"]:
                 for name, tensor in self._whole(meta, found):
                     yield name, tensor
             last = told["last"]
         require(not found, f"{', '.join(found)}: parts of them have not arrived")
+
+    def _next(self) -> dict[str, Any]:
+        self._side.wait(self.timeout_s)
+        with self._board.within(Deadline(self.timeout_s)):
+            found: dict[str, Any] = self._board.get(f"bucket {self._count}")
+        return found
 
     def _whole(self, meta: Meta, found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         dtype, shape = getattr(torch, meta["dtype"]), meta["shape"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import sys
 import threading
 import time
@@ -27,17 +28,25 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ProtocolError, TimeoutError, make, require
+from moe_p2p.errors import (
+    AbortedError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import derived, optional, required
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
 from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
-from moe_p2p.weights.job import prefix_of
+from moe_p2p.weights.job import SetUp, prefix_of
 
 NAME = "moe_p2p"
 _LOOK_S = 0.002
+_SAY_S = 0.25
 PrefixCache = Literal["keep", "reset"]
 _BASE = "vllm.distributed.weight_transfer.base"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -54,6 +63,7 @@ class Init:
     the same call, as by vLLM's RayVLLMWeightSyncClient.
     prefix_cache: "reset": with each update vLLM forgets the KV that older weights computed, also of
     running requests, which it computes anew. "keep": prompts go on with it.
+    set_up: drawn for each call, so that workers take no word of an earlier one.
     """
 
     host: str
@@ -65,6 +75,7 @@ class Init:
     direct: bool | Literal["auto"] = "auto"
     engines: int = 1
     prefix_cache: PrefixCache = "keep"
+    set_up: str = ""
 
 
 @dataclass
@@ -119,12 +130,14 @@ class Receiver:
         self.resets_prefix_cache = prefix_cache == "reset"
         if direct == "auto":
             direct = getattr(self.vllm_config, "quant_config", None) is None
-        engines = given.pop("engines")
+        engines, set_up = given.pop("engines"), given.pop("set_up")
         self.shutdown()
         fleet = Fleet(**given)
         replicas = 1 if init_info.replica else getattr(parallel, "data_parallel_size", 1)
         index = 0 if init_info.replica else parallel.data_parallel_index
         ranks = range(0)
+        if replicas == engines == 1:  # another one each time that vLLM starts
+            set_up += getattr(self.vllm_config, "instance_id", "")
         if engines > 1 and not init_info.replica and replicas == 1:
             index, replicas = self._place(fleet, engines), engines
             ranks = range(index * parallel.world_size, (index + 1) * parallel.world_size)
@@ -137,6 +150,7 @@ class Receiver:
             direct=direct,
             device=self.device,
             engine_ranks=ranks,
+            set_up=set_up,
         )
 
     def _place(self, fleet: Fleet, engines: int) -> int:
@@ -232,13 +246,23 @@ class Sender:
     def _workers_set_up(self, given: dict[str, Any]) -> Iterator[None]:
         """Workers set up at the same time as trainers: the sender starts them by vLLM's call."""
         failed: list[Exception] = []
+        over = threading.Event()
 
         def init() -> None:
             try:
-                engines = len(getattr(self.client, "handles", "1"))
-                self.client.init_weight_transfer_engine({**given, "engines": engines})
+                more = {
+                    "engines": len(getattr(self.client, "handles", "1")),
+                    "set_up": secrets.token_hex(4),
+                }
+                self.client.init_weight_transfer_engine(given | more)
             except Exception as error:
                 failed.append(error)
+                board = Board(self._board.client, prefix_of(self._fleet.name))
+                set_up = SetUp(board, "vLLM's client")
+                while not over.is_set():  # trainers, who wait for workers, may begin later
+                    with contextlib.suppress(MoeP2pError):
+                        set_up.say(str(error) or repr(error))
+                    over.wait(_SAY_S)
 
         thread = threading.Thread(target=init, name="init_weight_transfer_engine")
         if self.is_sender:
@@ -246,9 +270,11 @@ class Sender:
         try:
             yield
         except Exception as error:
+            over.set()
             if self.is_sender:
                 thread.join(self._fleet.timeout_s)
             raise failed[0] if failed else error from None
+        over.set()
         if self.is_sender:
             thread.join(self._fleet.timeout_s)
         if failed:

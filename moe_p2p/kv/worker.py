@@ -273,16 +273,19 @@ class KVWorker:
             for pair in losing:
                 pair.fencing = True
         for pair in losing:
-            fenced = self._try_to_fence(pair)
-            with self.lock:
-                pair.fencing = False
-                if not fenced:
-                    continue
-                self._losing.remove(pair)
-                pair.fenced = True
-                self.on_fenced(pair)
-                self.changed.notify_all()
-            self.close_pair(pair)
+            fenced = False
+            try:
+                fenced = self._try_to_fence(pair)
+            finally:  # whatever it raises, it is tried again
+                with self.lock:
+                    pair.fencing = False
+                    if fenced:
+                        self._losing.remove(pair)
+                        pair.fenced = True
+                        self.on_fenced(pair)
+                        self.changed.notify_all()
+            if fenced:
+                self.close_pair(pair)
         return QUICK_S if busy else SLOW_S
 
     def pause(self, seconds: float) -> None:

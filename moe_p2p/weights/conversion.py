@@ -39,7 +39,9 @@ class _Work(NamedTuple):
 
 class Conversions:
     """tensors: the rank's own. device: where it is converted. watermark: most bytes of it beside
-    the rank's own tensors. staged: what is written instead, by the plan's names."""
+    the rank's own tensors. staged: what is written instead, by the plan's names.
+
+    Raises ResourceExhaustedError when it is made; `allocate` takes the memory."""
 
     def __init__(
         self,
@@ -59,16 +61,18 @@ class Conversions:
         self._beside = _BLOCK_BYTES * len(self.grids.flat) + _COPY_BYTES * len(blocked)
         left = None if watermark is None else watermark - self._beside
         needs = [self._need(each) for each in self.copies]
-        self.places, size = staging.ring(needs, left, f"trainer {rank}")
+        self.places, self._size = staging.ring(needs, left, f"trainer {rank}")
         self._ends = [0, *accumulate(each.end - each.elements for each in self.places)]
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.number = {each.tensor: i for i, each in enumerate(self.copies)}
         self.staged: dict[str, Tensor] = {}
         self._loaded: dict[int, Tensor] = {}
-        for i, (copy, need) in enumerate(zip(self.copies, needs, strict=True)):
-            self._place(i, copy, need)
         self._triton = device.type == "cuda" and _has_triton() if triton is None else triton
         self._works: dict[tuple[int, ...], _Work] = {}
+
+    def allocate(self) -> None:
+        self.buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        for i, copy in enumerate(self.copies):
+            self._place(i, copy, self._need(copy))
 
     def _need(self, copy: Copy) -> Need:
         scales = 4 * copies.num_scales(copy) if copy.stage.blocks else 0

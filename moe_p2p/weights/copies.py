@@ -75,7 +75,7 @@ def merge_maxima(
     blocks = block_shape(copy)
     for piece, view in zip(pieces.held(copy.param, copy.position), views, strict=True):
         part = grid[_touched(piece.box, blocks, origin)]
-        part.copy_(fp8.merge([part, fp8.block_amax(view, _first(piece.box), blocks[-2:])]))
+        part.copy_(fp8.merge([part, fp8.block_amax(view, _first(piece.box), copy.stage.blocks)]))
 
 
 def convert_into(
@@ -90,7 +90,7 @@ def convert_into(
         values = view
         if grid is not None:
             amax = grid[_touched(place.box, blocks, origin)]
-            values = fp8.quantize(view, _first(place.box), amax, blocks[-2:])
+            values = fp8.quantize(view, _first(place.box), amax, copy.stage.blocks)
         _at(out, place, 0).copy_(values)
 
 
@@ -121,11 +121,10 @@ def boxes(
         cells = grid[_touched(place.box, blocks, origin)]
         none = scales.new_empty(0).expand(*cells.shape[:-1], 0)  # no block begins here
         parts = [view, _at(out, place, 0), cells, owned.get(begin, none)]
-        first = _first(place.box)
+        first = (0, *_first(place.box))
         for at in itertools.product(*(range(size) for size in view.shape[:-3])):
             found = [part[at] for part in parts]
-            if view.dim() == 2:
-                found = [part.unsqueeze(0) for part in found]
+            found = [part.view((1,) * (3 - part.dim()) + part.shape) for part in found]
             yield found, (first[-2], first[-1])
 
 
@@ -139,7 +138,7 @@ def num_scales(copy: Copy) -> int:
 
 def block_shape(copy: Copy) -> tuple[int, ...]:
     """In each dimension of the parameter; only where there are blocks."""
-    return (1,) * (len(copy.param.elements) - 2) + copy.stage.blocks
+    return pieces.block_sizes(copy.param.elements, copy.stage.blocks)
 
 
 def _axes(copy: Copy) -> tuple[Axis, ...]:

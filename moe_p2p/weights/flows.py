@@ -141,7 +141,7 @@ def _wish(name: str, source: Param, target: Param) -> _Wish:
     if not why:
         _check_types(name, source.dtype, target.dtype, target.blocks is not None)
     if not why and target.blocks:
-        if len(target.elements) < 2:
+        if len(target.shape) < 2:
             raise _wrong(f"{name}: blocks of {target.blocks.shape} need two dimensions")
         axes = [pieces.parameter_axes(target, at) for at in range(len(target.ranks))]
         found = (pieces.why_unaligned(each, target.blocks.shape) for each in axes)
@@ -266,7 +266,7 @@ def _exchanges(
     stage: int, blocks: Sequence[int], elements: Sequence[int], boxes: _Boxes
 ) -> Iterable[Exchange]:
     """Cells of the grid between all cuts; each is one exchange where several boxes touch it."""
-    sizes = (1,) * (len(elements) - 2) + tuple(blocks)
+    sizes = pieces.block_sizes(elements, blocks)
     touched = [
         (tuple((at // b, -(-(at + n) // b)) for (at, n), b in zip(box, sizes, strict=True)),
          tuple(places))

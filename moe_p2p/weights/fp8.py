@@ -7,7 +7,8 @@ scale = amax / 448, q = e4m3(x * (448 / amax)). Scales multiply q: weight_scale_
 checkpoints.
 
 Shapes: x [.., N, K], a box of a parameter whose first element has index `first` there; amax and
-scales [.., n, k], of the blocks that the box touches. Blocks divide the last two dimensions.
+scales [.., n, k], of the blocks that the box touches. Blocks divide the last two dimensions. x [K]
+is [1, K], with amax and scales [k].
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ BLOCK = (128, 128)
 
 def block_amax(x: Tensor, first: Sequence[int], block: Sequence[int] = BLOCK) -> Tensor:
     """max |x| of each block that the box touches, float32; inf where there is an inf or a NaN."""
+    if x.dim() == 1:  # [1, K]
+        return block_amax(x.unsqueeze(0), (0, *first), block)[0]
     n, k = (
         _touched(at, size, b) for at, size, b in zip(first[-2:], x.shape[-2:], block, strict=True)
     )
@@ -51,6 +54,8 @@ def scales(amax: Tensor) -> Tensor:
 
 def quantize(x: Tensor, first: Sequence[int], amax: Tensor, block: Sequence[int] = BLOCK) -> Tensor:
     """fp8 of the box, from the merged maxima of the blocks that it touches."""
+    if x.dim() == 1:
+        return quantize(x.unsqueeze(0), (0, *first), amax.unsqueeze(0), block)[0]
     multiplier = torch.full_like(amax, FP8_MAX) / amax.clamp_min(MIN_AMAX)
     for dim, at, size, b in zip((-2, -1), first[-2:], x.shape[-2:], block, strict=True):
         multiplier = multiplier.repeat_interleave(b, dim).narrow(dim, at % b, size)

@@ -239,7 +239,9 @@ class WeightGenerator:
         """The newest version of a rank with the same tensors, read into this rank's targets."""
         places = {name: (*self._inbox.place(name), tensor.numel() * tensor.element_size())
                   for name, tensor in self._tensors.items() if tensor.numel()}  # fmt: skip
-        peers = joining.newest(self._board, self._member, self._signature)
+        peers = []
+        if not self._inbox.is_a_part:
+            peers = joining.newest(self._board, self._member, self._signature)
         if peers:
             self._inbox.soil()
         self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))
@@ -270,25 +272,34 @@ class WeightGenerator:
         self._report()
 
     def close(self) -> None:
-        """Leaves: withdraws the lease; nobody waits for this rank any more. Idempotent."""
+        """Leaves: withdraws the lease; nobody waits for this rank any more. Idempotent. Raises
+        TimeoutError while a peer may still write to the tensors: to be called again then."""
         if self._member.close.alive:
             self._member.close()
             with suppress(MoeP2pError), self._board.within(Deadline(_LEAVE_S)):
                 self._board.count("changes", 1)
-            self._give_back()
+        self._give_back()
 
     def _give_back(self) -> None:
         """The tensors are the caller's: who still reads them finds that they are no version."""
         self._board.client.close()  # a look that is under way ends at its next word
         if self._lookout is not None:
             self._lookout.stop(self.timeout_s)
+        late: TimeoutError | None = None
         for each in (self._lent, self._inbox):
-            with suppress(RuntimeError):
+            try:
                 each.close()
+            except TimeoutError as error:
+                late = error
+            except RuntimeError:  # the engine is closed
+                pass
+        if late is not None:
+            raise late
 
     def _check_open(self) -> None:
         if self._member.replaced:
-            self._give_back()
+            with suppress(TimeoutError):  # tried again by the next call
+                self._give_back()
             self._member.check()
         if not self._member.close.alive:
             raise make(ClosedError, f"{self.name} is closed")

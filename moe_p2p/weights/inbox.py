@@ -51,6 +51,8 @@ class Inbox:
         received = self._received_bytes = _received(self.writes, of_received)
         written = {write.target_tensor for write in self.writes} - received.keys()
         self.derived = [name for name in live if name not in written and live[name].numel()]
+        # What `finalize` makes lies in no tensor of this rank, so a peer's are no whole version.
+        self.is_a_part = bool(received) and not self.derived
         require(
             finalize is not None or not (self.derived or received),
             f"generator {rank}: tensors {', '.join([*self.derived, *received][:3])} are not "
@@ -116,11 +118,12 @@ class Inbox:
         self._grants.clear()
 
     def close(self) -> None:
-        """Nobody reaches it any more, and nothing of it is registered."""
+        """Nobody reaches it any more, and nothing of it is registered. Goes on where it was, where
+        it raised."""
         self.fence()
-        for each in self._memory:
-            each.unregister()
-        self._memory.clear()
+        while self._memory:
+            self._memory[-1].unregister()
+            self._memory.pop()
 
     def poison(self) -> None:
         """NaN wherever the update will write, or `finalize`."""
@@ -170,7 +173,8 @@ class Inbox:
         if self._finalize is None:
             return
         self._poison_derived()
-        self._finalize(self.received, self.target)
+        with torch.inference_mode(mode=False), torch.no_grad():  # in place the caller has modes
+            self._finalize(self.received, self.target)
         for name in self.derived:
             data = attempt.as_bytes(self.target[name])
             if len(data) and bool((data == _UNTOUCHED).all()):

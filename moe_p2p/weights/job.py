@@ -96,11 +96,12 @@ class SetUp:
             # The process that has the name now goes on; what was heard was said.
             if self._heard and not isinstance(error, (ReplacedError, SetUpError)):
                 with suppress(Exception), self._board.within(Deadline(_SAY_S)):
-                    self._say(str(error) or type(error).__name__)
+                    self.say(str(error) or type(error).__name__)
             clean_up()
             raise
 
-    def _say(self, why: str) -> None:
+    def say(self, why: str) -> None:
+        """Who began before hears it."""
         now = self._board.get(NOW)
         ends = now is not None and self._board.get(FOUNDED) is None
         word = {"why": why if self._who in why else f"{self._who}: {why}",

@@ -94,9 +94,12 @@ class Lent:
     def close(self) -> None:
         """Who has read before finds an odd count, or no memory."""
         self.shut()
-        for each in (*self._memory.values(), self._of_word):
-            each.unregister()
-        self._memory.clear()
+        while self._memory:
+            name = next(iter(self._memory))
+            self._memory[name].unregister()
+            del self._memory[name]
+        if self._of_word.registered:
+            self._of_word.unregister()
 
     def open(self, stamp: int, version: int) -> None:
         """Once the tensors have changed: kernels that change them are over."""

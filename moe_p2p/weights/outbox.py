@@ -69,8 +69,13 @@ class Outbox:
     def add(self, replica: str, layout: WeightLayout) -> None:
         alike = [each for each in self._replicas.values() if each.digest == layout.digest]
         plan = alike[0].plan if alike else weight_plan(self._source, layout).without(self._lost)
+        before = dict(self._replicas)
         self._replicas[replica] = Replica(replica, layout.digest, plan, self._rank)
-        self._prepare()
+        try:
+            self._prepare()
+        except BaseException:  # its copies do not fit, say: without it updates go on
+            self._replicas = before
+            raise
 
     def without(self, lost: frozenset[int]) -> None:
         """Plans anew without the lost trainers: others send their shares."""
@@ -89,7 +94,10 @@ class Outbox:
         if self._ring is None or any(
             copy.tensor not in known for plan in plans.values() for copy in plan.copies(self._rank)
         ):
-            self._convert_for(list(plans.values()))
+            self._convert_by(
+                Conversions(list(plans.values()), self._rank, self._tensors, device=self._device,
+                            watermark=self._watermark)
+            )  # fmt: skip
         self._grouped, self._sending = ((), []), ({}, {})
         writes = [e.write for r in self._replicas.values() for e in r.prepared(self._numbers)]
         sources = {**self._tensors, **self._conversions.staged}
@@ -104,12 +112,15 @@ class Outbox:
                 self._registered[name] = self._engine.register(self._tensors[name])
                 self.sender.places[name] = self._registered[name], 0
 
-    def _convert_for(self, plans: list[WeightPlan]) -> None:
+    def _convert_by(self, conversions: Conversions) -> None:
+        """In the place of the ones before, whose memory is given back first."""
         if self._ring is not None:
             self._ring.unregister()
-        self._conversions = Conversions(
-            plans, self._rank, self._tensors, device=self._device, watermark=self._watermark
-        )
+            self._ring = None
+        if self._exchange is not None:
+            self._exchange.close()
+        self._conversions = conversions
+        conversions.allocate()
         self._numbers = self._conversions.number
         buffer = self._conversions.buffer
         self._ring = self._engine.register(buffer) if len(buffer) else _Nothing()

@@ -79,7 +79,9 @@ def order_of(param: Param) -> tuple[int, ...]:
 
 def block_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
     """Blocks whose first element a shard holds, in each dimension; each block is one shard's."""
-    return tuple(_owned(axis, size) for axis, size in zip(axes, _sizes(axes, shape), strict=True))
+    return tuple(
+        _owned(axis, size) for axis, size in zip(axes, block_sizes(axes, shape), strict=True)
+    )
 
 
 def target_blocks(axes: Sequence[Axis], blocks: Blocks) -> list[Piece]:
@@ -89,15 +91,18 @@ def target_blocks(axes: Sequence[Axis], blocks: Blocks) -> list[Piece]:
     """
     grid = [
         tuple(Run(run.first // size, -(-run.size // size), run.local // size) for run in axis)
-        for axis, size in zip(axes, _sizes(axes, blocks.shape), strict=True)
+        for axis, size in zip(axes, block_sizes(axes, blocks.shape), strict=True)
     ]
     counts = [axis[-1].local + axis[-1].size if axis else 0 for axis in grid]
-    return _product(grid, blocks.strides or dense_strides(counts, blocks.order), 0)
+    first = -len(counts)  # leading dimensions of one element do not count
+    skipped = max(len(blocks.order) - len(counts), 0)
+    order = [dim - skipped for dim in blocks.order if dim >= skipped]
+    return _product(grid, blocks.strides[first:] or dense_strides(counts, order), 0)
 
 
 def why_unaligned(axes: Sequence[Axis], shape: Sequence[int]) -> str:
     """Empty where blocks of the parameter are blocks of the rank's tensor; else why not."""
-    for dim, (axis, size) in enumerate(zip(axes, _sizes(axes, shape), strict=True)):
+    for dim, (axis, size) in enumerate(zip(axes, block_sizes(axes, shape), strict=True)):
         for run in axis:
             if run.first % size or run.local % size:
                 return (
@@ -107,8 +112,9 @@ def why_unaligned(axes: Sequence[Axis], shape: Sequence[int]) -> str:
     return ""
 
 
-def _sizes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[int, ...]:
-    return (1,) * (len(axes) - 2) + tuple(shape)
+def block_sizes(dims: Sequence[object], shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a block in each dimension of a parameter; [1, K] has one of them."""
+    return ((1,) * (len(dims) - 2) + tuple(shape))[-len(dims) :]
 
 
 def _owned(axis: Axis, size: int) -> Axis:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import require
+from moe_p2p.errors import InvalidArgumentError, make, require
 from moe_p2p.weights.layout import Param, dtype_name
 
 # Runs the receiver's loader on these parameters; returns its tensors, as its kernels read them.
@@ -31,6 +31,7 @@ _EXACT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float8_e4m3fn: 4, tor
 # Types without arithmetic: elements are bytes.
 _OPAQUE = {getattr(torch, name) for name in ("bool", "float8_e8m0fnu", "float4_e2m1fn_x2")
            if hasattr(torch, name)}  # fmt: skip
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _SCALES = (50.0, 0.02)  # of random values: large ones, and as of weights
 _SPECIAL = (0.0, -0.0, 1.0, -1.0, 448.0, -449.0, 1e-3, 1e-8, 3e4, -3e4, 1e38, float("inf"),
             float("-inf"), float("nan"))  # fmt: skip
@@ -100,6 +101,12 @@ class _Runs:
 
     def __init__(self, load: Loader, shapes: Shapes) -> None:
         self.load, self.shapes = load, shapes
+        for name, (_, dtype) in shapes.items():
+            known = _carrier(dtype)
+            require(
+                known.is_floating_point or known in _INTEGERS,
+                f"record: {name} is {dtype_name(dtype)}, which is not learned; describe it by hand",
+            )
         sizes = [math.prod(shape) for shape, _ in shapes.values()]
         self.first = dict(zip(shapes, itertools.accumulate(sizes, initial=1), strict=False))
         self.count = sum(sizes)
@@ -180,7 +187,7 @@ class _Runs:
             first = self.first[name]
             part = values[first : first + math.prod(shape)].to(_carrier(dtype))
             given[name] = (part.view(dtype) if dtype in _OPAQUE else part).view(shape)
-        got = {name: tensor.detach().clone() for name, tensor in self.load(given).items()}
+        got = {name: tensor.detach().clone() for name, tensor in self._loaded(given).items()}
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in got.items()}
         require(
             self.layout in ({}, layout),
@@ -188,6 +195,19 @@ class _Runs:
         )
         self.layout = layout
         return got
+
+    def _loaded(self, given: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of types without arithmetic torch lacks most operations."""
+        try:
+            return self.load(given)
+        except NotImplementedError as error:
+            kinds = [f"{name} ({dtype_name(dtype)})" for name, (_, dtype) in self.shapes.items()
+                     if dtype in _OPAQUE]  # fmt: skip
+            if not kinds:
+                raise
+            text = f"record: torch cannot do what the loader does with {', '.join(kinds[:3])}"
+            hint = "move it there as a view of uint8, or leave it out"
+            raise make(InvalidArgumentError, f"{text}: {error}; {hint}") from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

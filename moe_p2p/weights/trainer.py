@@ -34,7 +34,7 @@ from moe_p2p.errors import (
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
-from moe_p2p.fleet.member import Member, Record, name_of
+from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
 from moe_p2p.weights import attempt, given, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.checks import (
@@ -116,6 +116,7 @@ class WeightTrainer:
         self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
         self._new_sums: dict[str, int] = {}  # of what the attempt sends
         self._full = False  # a generator cannot take a part
+        self._met = ""  # era of the exchange of maxima whose trainers this one has met
         self._under_way = threading.Lock()
         self.attempts_failed = 0
         with set_up.heard(self.close):
@@ -145,12 +146,17 @@ class WeightTrainer:
     def _meet_for_maxima(self, deadline: Deadline, meanwhile: Callable[[list[str]], None]) -> None:
         """Trainers that share blocks write into each other's inboxes; anew where others share."""
         era, exchange = self._outbox.exchange()
+        if era == self._met:
+            return
         if exchange.peers:
             self._board.put(self._job.key(f"maxima of {self.rank} {era}"), exchange.address())
+        if self._met:  # replicas may bring that era back, with another exchange
+            self._board.drop(self._job.key(f"maxima of {self.rank} {self._met}"))
         keys = {self._job.key(f"maxima of {i} {era}"): f"trainer {i}" for i in exchange.peers}
         found = self._board.wait(keys, deadline, meanwhile)
         for i in exchange.peers:
             exchange.connect(i, found[self._job.key(f"maxima of {i} {era}")])
+        self._met = era
 
     # --- updates ---
 
@@ -262,6 +268,8 @@ class WeightTrainer:
                 if decision == mine:
                     raise
                 raise attempt.failed(wish["version"], decision["why"]) from error
+            if not update or isinstance(error, ReplacedError):
+                raise  # it was decided for another update than this call's, or for nobody
         self.version = wish["version"]
         self._stamp, self._updated = update["stamp"], {*self._updated, *update["members"]}
         if not wish["newcomers"]:
@@ -436,15 +444,13 @@ class WeightTrainer:
 
     def _learn(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
         """Replicas that are new, and who stands in for trainers that are lost."""
-        met = self._outbox.era
         for who, (replica, _, digest) in update["members"].items():
             if self._outbox.digest(replica) != digest:
                 key = job.layout_key(digest)
                 data = self._wait(keys, {key: who}, deadline)[key]
                 self._outbox.add(replica, WeightLayout.from_bytes(bytes.fromhex(data)))
         self._outbox.without(self._lost)
-        if self._outbox.era != met:
-            self._meet_for_maxima(deadline, lambda missing: self._stop(keys, missing))
+        self._meet_for_maxima(deadline, lambda missing: self._stop(keys, missing))
 
     def _commit(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
         """The leader decides, once every rank has reported; others can only decide not to."""

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.engines import absent, packages
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
+from tests.support.blocking_store import Blocking, check_steps, counted
 
 scenario = Scenarios()
 PAGE, LAYERS, HEADS, DIM, SLOTS = 4, 3, 2, 8, 8
@@ -309,6 +311,24 @@ def one_rank_to_two() -> None:
 def a_latent() -> None:
     with servers(2, 2, mla=True) as made:
         transfer(made, 51, [2, 3])
+
+
+@scenario
+def a_store_that_blocks_stops_no_poll_and_no_request() -> None:
+    from moe_p2p.integrations import kv_worker, sglang_kv
+
+    store, join = Blocking(HashStore()), kv_worker.join_store
+    kv_worker.join_store = lambda _: store
+    try:
+        with servers() as made, counted(sglang_kv.Sender, sglang_kv.Receiver) as cost:
+            transfer(made, 53, [2])
+            waiting = [*made.senders(54), *made.receivers(54)]
+            check_steps(cost, store, lambda: [each.poll() for each in waiting])
+            transfer(made, 56, [2, 3])
+            store.go_on()
+    finally:
+        store.go_on()
+        kv_worker.join_store = join
 
 
 @scenario

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import pickle
 import re
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch
 from moe_p2p.integrations import sglang_calls
 from tests.engines import absent, packages
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
+from tests.support.blocking_store import Blocking, Cost, check_steps
 from tests.support.store_clients import clients_of
 from tests.support.tp_model import TpModel, checkpoint
 
@@ -297,6 +299,48 @@ def an_engine_adds_three_clients_of_the_store_for_each_rank() -> None:
     with world() as w:
         served, trainer, updates = 1, 1, 1
         assert clients_of(w.store.port) == served + trainer + updates + 3 * TP
+
+
+@scenario
+def a_store_that_blocks_stops_no_scheduler() -> None:
+    """It asks what an update has come to, and may go on, between forward passes."""
+    from moe_p2p.integrations import sglang_weights
+
+    stores, store = list[Blocking](), sglang_weights.Fleet.store
+
+    def of_ranks(self: Any, **how: Any) -> Any:
+        found = store(self, **how)
+        if hasattr(local, "rank"):
+            found = Blocking(found)
+            stores.append(found)
+        return found
+
+    sglang_weights.Fleet.store = of_ranks
+    cost = Cost()
+    load = cost.wrapped(sglang_weights.load)
+    try:
+        with world() as w:
+            w.send(1)
+            rank = w.manager.ranks[0]
+            check = pickle.loads(w.updates._payload("check", 0))
+            go_on = types.SimpleNamespace(torch_empty_cache=False)
+            resume = cost.wrapped(lambda: rank.scheduler.continue_generation(go_on))
+
+            def step() -> None:
+                load(rank.model, check)
+                resume()
+                sglang_weights._workers[id(rank.model)].generator.step()
+
+            check_steps(cost, stores[0], step)
+            assert not rank.scheduler._engine_paused
+            for each in stores:
+                each.go_on()
+            w.send(2)
+            assert w.manager.hold(2)
+    finally:
+        for each in stores:
+            each.go_on()
+        sglang_weights.Fleet.store = store
 
 
 @scenario

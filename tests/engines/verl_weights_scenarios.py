@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tests.engines import absent, packages
 from tests.engines.scenarios import HANG_S, Scenarios, refused
+from tests.support.blocking_store import LONG_S, STEP_CPU_S, STEPS, Blocking
 from tests.support.tp_model import checkpoint
 
 scenario = Scenarios()
@@ -135,6 +137,69 @@ def replicas_come_and_go_between_updates() -> None:
     made.remove_replicas(made.replicas[:2])
     update(made, 3)
     check(made, 3)
+
+
+@scenario
+def a_store_that_blocks_stops_no_event_loop() -> None:
+    """verl serves other calls of an actor, and of a worker, from the loop that updates."""
+    from moe_p2p.integrations import verl_weights
+
+    actor, worker = (verl_weights.Checkpoint(640, timeout_s=HANG_S) for _ in range(2))
+    of_actor, of_worker = verl_weights.Checkpoint.build_topology(1, 1, [worker.prepare()])
+    stores, store = list[Blocking](), verl_weights.TCPStore
+
+    def blocking(*at: Any, **how: Any) -> Blocking:
+        stores.append(Blocking(store(*at, **how)))
+        return stores[-1]
+
+    verl_weights.TCPStore = blocking
+    pool = ThreadPoolExecutor(2)
+
+    def set_up(side: Any, given: dict[str, list[Any]]) -> None:
+        side.init_process_group(**{name: each[0] for name, each in given.items()})
+
+    def go_on() -> None:
+        for each in stores:
+            each.go_on()
+
+    async def update() -> dict[str, Tensor]:
+        cpu_s = await turns()
+        for each in stores:
+            each.block()
+        late = threading.Timer(HANG_S / 4, go_on)  # for a loop that would never go on
+        late.start()
+        sending = asyncio.create_task(actor.send_weights(iter(checkpoint(1).items())))
+        receiving = asyncio.create_task(everything())
+        while not all(each.blocked for each in stores):
+            await asyncio.sleep(0)
+        assert await turns() < cpu_s + STEP_CPU_S
+        late.cancel()
+        assert not any(each.is_free for each in stores), "the loop has waited for the store"
+        go_on()
+        await sending
+        return await receiving
+
+    async def everything() -> dict[str, Tensor]:
+        return {n: t.clone() async for n, t in worker.receive_weights()}
+
+    async def turns() -> float:
+        began, cpu_s = time.monotonic(), time.thread_time()
+        for _ in range(STEPS):
+            await asyncio.sleep(0)
+            assert time.monotonic() - began < LONG_S
+        return (time.thread_time() - cpu_s) / STEPS
+
+    try:
+        for each in [pool.submit(set_up, actor, of_actor), pool.submit(set_up, worker, of_worker)]:
+            each.result(2 * HANG_S)
+        got, wanted = asyncio.run(update()), checkpoint(1)
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], each) for name, each in wanted.items())
+        for side in (actor, worker):
+            side.finalize()
+    finally:
+        go_on()
+        verl_weights.TCPStore = store
 
 
 @scenario

@@ -15,10 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.engines import vllm_kv_engine as engines
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.engines.vllm_kv_engine import Engine, Model, kv_bytes
+from tests.support.blocking_store import Blocking, check_steps, counted
 
 scenario = Scenarios()
 PROMPT = list(range(100, 122))  # five pages of 4 and a half
@@ -590,6 +592,25 @@ def the_prefiller_sleeps_and_meets_its_decoder_again() -> None:
 @scenario
 def the_decoder_sleeps_and_meets_its_prefiller_again() -> None:
     _sleeps_while_layers_arrive(1)
+
+
+@scenario
+def a_store_that_blocks_stops_no_step_and_no_request() -> None:
+    from moe_p2p.integrations import kv_worker, vllm_kv
+
+    store, join = Blocking(HashStore()), kv_worker.join_store
+    kv_worker.join_store = lambda _: store
+    try:
+        with pair() as (first, second), counted(vllm_kv.Connector) as cost:
+            send(first, second, "a", PROMPT)
+            check_steps(cost, store, lambda: (first.step(), second.step()))
+            send(first, second, "b", PROMPT[::-1])
+            check_loaded(second, "b there", PROMPT[::-1])
+            run_until_idle(first, second)
+            store.go_on()
+    finally:
+        store.go_on()
+        kv_worker.join_store = join
 
 
 @scenario

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +12,10 @@ from typing import Any
 
 import torch
 
-from moe_p2p.integrations import vllm, vllm_weights
+from moe_p2p.integrations import engine_weights, vllm, vllm_weights
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.engines.vllm_kv_engine import begin
+from tests.support.blocking_store import LONG_S, STEP_CPU_S, Blocking, counted
 from tests.support.tp_model import TpModel, checkpoint
 
 scenario = Scenarios()
@@ -47,7 +50,7 @@ class Client:
             worker._weight_update_active = worker._weight_update_is_draft = False
             worker.model_runner = types.SimpleNamespace(reset_lora_state=lambda: None)
             self.workers.append(worker)
-        self.pool = ThreadPoolExecutor(WORKERS)
+        self.pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="vLLM")
         self.during: Callable[[], None] = lambda: None
         self.version = ""
 
@@ -282,6 +285,56 @@ def in_place_vllm_refuses_to_resume_while_a_worker_is_dirty() -> None:
     assert len(core.states) == 2
     assert fleet.client.hold(2)
     fleet.close()
+
+
+@scenario
+def a_store_that_blocks_stops_no_call_of_an_engine() -> None:
+    """Of a session, the call that waits for the fleet's decision ends by its deadline."""
+    stores, store = list[Blocking](), engine_weights.Fleet.store
+
+    def of_workers(self: Any, **how: Any) -> Any:
+        found = store(self, **how)
+        if threading.current_thread().name.startswith("vLLM"):
+            found = Blocking(found)
+            stores.append(found)
+        return found
+
+    engine_weights.Fleet.store = of_workers
+    try:
+        fleet = Fleet(timeout_s=5.0)
+        fleet.send(1)
+        core = core_of(fleet.client)
+        worker = fleet.client.workers[0]
+        worker.execute_model = fleet.client.workers[1].execute_model = lambda: None
+        with counted(vllm_weights.Receiver) as cost:
+
+            def step() -> None:
+                core.collective_rpc("execute_model")
+                worker.weight_transfer_engine.require_clean()
+                for each in fleet.client.workers:  # a session asks for it
+                    each.weight_transfer_engine.weights.generator.step()
+
+            free = cost.of(step, 200)
+            for each in stores:
+                each.block()
+            began = time.monotonic()
+            fleet.client.start_weight_update()
+            blocked = cost.of(step)
+            assert blocked < free + STEP_CPU_S, (blocked, free)
+            assert sum(each.blocked for each in stores) >= WORKERS
+            core.resume_scheduler()
+            refused(lambda: fleet.client.update_weights({"version": 2}), "no update was over")
+            assert time.monotonic() - began < LONG_S
+        assert fleet.client.hold(1)
+        for each in stores:
+            each.go_on()
+        fleet.send(3)
+        assert fleet.client.hold(3)
+        fleet.close()
+    finally:
+        for each in stores:
+            each.go_on()
+        engine_weights.Fleet.store = store
 
 
 class Prompts:

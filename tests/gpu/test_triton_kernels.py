@@ -157,6 +157,7 @@ def weights_in_blocks(dtype: torch.dtype, columns: int) -> None:
     plan = weight_plan(WeightLayout((source,), 2), WeightLayout((target,), 1))
     tensors = {"w": empty(256, columns, dtype=dtype)}
     made = Conversions([plan], 0, tensors, device=torch.device("cpu"), triton=True)
+    made.allocate()
     made.maxima(made.batches())
     made.convert(made.batches()[0])
 

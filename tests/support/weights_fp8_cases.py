@@ -44,6 +44,7 @@ CASES = {
     "transposed": case((24, 40), (Shard(0),), (8, 8), order=(1, 0)),
     "rows of blocks": case((6, 300), (Replicate(),), (1, 128), "float16"),
     "padded": case((16, 24), (Shard(0),), (5, 3), strides=(30, 1)),
+    "one row": case((1, 300), (Shard(1),), (128, 128)),
     "four dimensions": case((2, 2, 9, 8), (Shard(2),), (4, 8)),
 }
 
@@ -62,6 +63,7 @@ def run(name: str, position: int, device: torch.device, by_triton: bool) -> list
     plan = weight_plan(WeightLayout((source,), 4), WeightLayout((target,), 1))
     tensors = {"w": values(source, position).to(device)}
     made = Conversions([plan], position, tensors, device=device, triton=by_triton)
+    made.allocate()
     made.buffer.zero_()
     batches = made.batches()
     made.maxima(batches)

@@ -122,16 +122,17 @@ def tensors_of(layout: WeightLayout, values: dict[str, Tensor], *, sent: bool) -
 def _put_scales(found: Tensors, param: Param, position: int, scales: Tensor) -> None:
     """The scale of each element, sharded like elements, read at the first of each block."""
     assert param.blocks is not None
-    n, k = param.blocks.shape
-    spread = scales.repeat_interleave(n, -2).repeat_interleave(k, -1)
-    spread = spread[..., : param.elements[-2], : param.elements[-1]].contiguous()
+    (n, k), spread = param.blocks.shape, scales
+    if scales.dim() > 1:
+        spread = scales.repeat_interleave(n, -2)[..., : param.elements[-2], :]
+    spread = spread.repeat_interleave(k, -1)[..., : param.elements[-1]].contiguous()
     local = shard_by_torch(param, position, windowed(param, spread))
     mask = shard_by_torch(param, position, inside(param))
     if not mask.any():
         return
     sizes = [int(mask.any(dim=tuple(d for d in range(mask.dim()) if d != dim)).sum())
              for dim in range(mask.dim())]  # fmt: skip
-    grid = torch.masked_select(local, mask).view(sizes)[..., ::n, ::k]
+    grid = torch.masked_select(local, mask).view(sizes)[..., ::n, ::k]  # a Param has 2 dimensions
     grid = grid.reshape(grid.shape[-len(param.elements) :])
     place = Param("scales", tuple(grid.shape), "float32", (0,), offset=param.blocks.offset,
                   order=param.blocks.order, strides=param.blocks.strides)  # fmt: skip
@@ -140,7 +141,10 @@ def _put_scales(found: Tensors, param: Param, position: int, scales: Tensor) -> 
 
 
 def quantized(value: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """fp8 and scales of the whole tensor, block by block."""
+    """fp8 and scales of the whole tensor, block by block; [K] is [1, K]."""
+    if value.dim() == 1:
+        elements, scales = quantized(value.unsqueeze(0), shape)
+        return elements[0], scales[0]
     flat = value.reshape(-1, *value.shape[-2:]).to(torch.float32)
     out = torch.empty_like(flat, dtype=torch.float8_e4m3fn)
     counts = [-(-size // b) for size, b in zip(flat.shape[-2:], shape, strict=True)]
@@ -248,7 +252,8 @@ def as_received(plan: WeightPlan) -> WeightPlan:
 def aligned(param: Param) -> bool:
     """Whether blocks of the parameter are blocks of each rank's tensor."""
     assert param.blocks is not None
-    shape = (1,) * (len(param.elements) - 2) + param.blocks.shape
+    dims = len(param.elements)
+    shape = ((1,) * (dims - 2) + param.blocks.shape)[-dims:]
     numbers = torch.zeros(param.elements, dtype=torch.int64)
     for dim, b in enumerate(shape):  # the number of each element in its block
         along = [1] * len(shape)

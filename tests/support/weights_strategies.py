@@ -93,7 +93,7 @@ def as_target(draw: st.DrawFn, param: Param, tensor: str) -> Param:
         param = changed(param, part=part, placements=(), offset=param.offset)
     if param.dtype == "int8":
         return changed(param, tensor=tensor)
-    if len(param.elements) < 2 or draw(st.booleans()):
+    if len(param.shape) < 2 or draw(st.booleans()):
         dtype = draw(st.sampled_from(("bfloat16", "float32")))
         return changed(param, tensor=tensor, dtype=dtype)
     shape = draw(st.integers(1, 5)), draw(st.integers(1, 5))

@@ -410,6 +410,39 @@ def test_a_derived_tensor_that_finalize_forgets_fails_the_update() -> None:
         assert all(each.version is None for each in found.generators)
 
 
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_finalize_has_no_mode_of_the_engines_thread(mode: str) -> None:
+    model, seen = MODELS["derived"], set[tuple[bool, ...]]()
+    stepping = threading.get_ident()
+
+    def finalize(received: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+                  torch.empty(0).is_meta, threading.get_ident() == stepping))  # fmt: skip
+        assert model.finalize is not None
+        model.finalize(received, tensors)
+
+    def go(generator: WeightGenerator) -> None:
+        with torch.inference_mode(), torch.device("meta"):
+            generator.begin()
+            generator.wait()
+
+    with fleet(model, finalize=finalize, mode=mode) as found:
+        running = found.train(1)
+        if mode == "in_place":
+            for each in [*[found.pool.submit(go, each) for each in found.generators], *running]:
+                each.result(60)
+        until = time.monotonic() + 60
+        while mode == "shadow" and any(each.version != 1 for each in found.generators):
+            assert time.monotonic() < until
+            with torch.inference_mode(), torch.device("meta"):
+                for each in found.generators:
+                    each.step()
+        for each in running:
+            each.result(60)
+        found.check(1)
+    assert seen == {(False, False, False, False)}
+
+
 @pytest.mark.parametrize(
     ("name", "how", "match"),
     [

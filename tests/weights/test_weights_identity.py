@@ -549,3 +549,40 @@ def test_stamps_rise_over_jobs_and_attempts() -> None:
     ]
     assert stamps == sorted(set(stamps))
     assert stamps[-1] < 1 << 63
+
+
+def test_an_update_whose_job_was_replaced_as_it_was_decided_says_so() -> None:
+    """Generators have followed another job: nobody looks at the decision."""
+    with world() as found:
+        found.update(1)
+        leader = found.trainers[0]
+        reached = leader._reached
+
+        def restart(stage: str) -> None:
+            reached(stage)
+            if stage == "arrived":
+                job.open_job(leader._board, SOURCE)
+
+        leader._reached = restart  # type: ignore[method-assign]
+        running = found.start(2, 2.0)
+        until = time.monotonic() + 60
+        while not running[0].done():
+            assert time.monotonic() < until
+            found.generators[0]._progress()
+        with pytest.raises(AbortedError, match="another job of trainers has taken the name"):
+            running[0].result()
+        assert leader.version == 1
+
+
+def test_an_attempt_that_was_decided_for_another_update_is_named() -> None:
+    with world() as found:
+        found.update(1)
+        trainer = found.trainers[0]
+        keys = Keys(trainer._job.number, trainer._attempt + 1)
+        update = {"version": 7, "wish": dict.fromkeys(("version", "verify", "changed", "only",
+                                                       "newcomers"))}  # fmt: skip
+        trainer._board.put(keys.update, update)
+        trainer._board.put(keys.decision, COMMIT)
+        with pytest.raises(ProtocolError, match=r"this trainer updates to .* another one to"):
+            trainer.update(2)
+        assert trainer.version == 1

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, MoeP2pError
+from moe_p2p import InvalidArgumentError, MoeP2pError, TimeoutError
 from moe_p2p.fleet.board import Board
+from moe_p2p.transfers import Memory
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, weight_plan
 from moe_p2p.weights import generator as generator_module
 from moe_p2p.weights.inbox import Inbox
@@ -129,6 +130,78 @@ def test_another_layout_comes_from_the_trainers() -> None:
             each.result(60)
         assert torch.equal(live["w"], found.model.values(2)["w"])
         alone.close()
+
+
+def test_trainers_that_could_not_meet_for_maxima_meet_in_the_next_update() -> None:
+    """A replica joins with another layout; one trainer fails before it has said where its inbox
+    is, so the others have not met it either."""
+    with fleet(MODELS["fp8"]) as found:
+        update(found, 1)
+        alone, live = of_one(found)
+        failing = found.trainers[1]
+        put = failing._board.put
+
+        def fail(key: str, value: Any, **how: Any) -> None:
+            if "maxima of" in key:
+                failing._board.put = put  # type: ignore[method-assign]
+                raise OSError("not yet")
+            put(key, value, **how)
+
+        failing._board.put = fail  # type: ignore[method-assign]
+        running, waits = found.train(2), [found.pool.submit(alone.wait)]
+        waits += [found.pool.submit(each.wait) for each in found.generators]
+        for each in [*running, *waits]:
+            with pytest.raises((MoeP2pError, OSError), match="not yet"):
+                each.result(60)
+        running, waits = found.train(3), [found.pool.submit(alone.wait)]
+        waits += [found.pool.submit(each.wait) for each in found.generators]
+        for each in [*running, *waits]:
+            each.result(60)
+        found.check(3)
+        assert torch.equal(live["w"], found.model.values(3)["w"])
+
+
+def test_updates_go_on_without_a_replica_whose_copies_do_not_fit() -> None:
+    watermark = 1024 + 32 * 6 + 512  # of a copy, its blocks, and a ring of one in fp8
+    with fleet(MODELS["fp8"], training={"watermark": watermark}) as found:
+        update(found, 1)
+        layout = WeightLayout([Param("w", (18, 24), "float64", (0,))], 1)
+        engine = found.stack.enter_context(engine_of("alone", 9))
+        live = {"w": torch.zeros(18, 24, dtype=torch.float64)}
+        alone = WeightGenerator(engine, found.store, layout, 0, live, replica="alone", **found.how)
+        for version in (2, 3):
+            running = found.train(version)
+            for each in [*running, *(found.pool.submit(g.wait) for g in found.generators)]:
+                with pytest.raises(MoeP2pError, match=r"converting w takes .* raise watermark"):
+                    each.result(60)
+        alone.close()
+        update(found, 4)
+        found.check(4)
+
+
+def test_close_that_could_not_take_memory_back_is_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer may still answer a read into it, over software providers of libfabric."""
+    with fleet(MODELS["fp8"]) as found:
+        update(found, 1)
+        generator = found.generators[0]
+        of_it = [*generator._lent._memory.values(), *generator._inbox._memory]
+        unregister, late = Memory.unregister, {id(of_it[0]), id(of_it[-1])}
+
+        def once(self: Memory) -> None:
+            if id(self) in late:
+                late.remove(id(self))
+                raise TimeoutError("may still answer a read")
+            unregister(self)
+
+        monkeypatch.setattr(Memory, "unregister", once)
+        with pytest.raises(TimeoutError, match="may still answer"):
+            generator.close()
+        assert any(each.registered for each in of_it)
+        generator.close()
+        assert not any(each.registered for each in of_it)
+        generator.close()
 
 
 def test_it_joins_while_an_update_is_under_way_and_ends_with_its_version() -> None:

@@ -116,6 +116,28 @@ def test_fp8_without_gathering(blocks: tuple[int, int]) -> None:
     assert plan.gathered == ()
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_fp8_of_one_row(stacked: bool) -> None:
+    """A gate of one output, also where its trainer has those of several layers in one tensor."""
+    whole = {"shape": (3, 300), "window": ((1, 1), (0, 300))} if stacked else {"shape": (1, 300)}
+    source = [Param("w", dtype=BF16, ranks=range(4), placements=(Shard(1),), **whole)]  # type: ignore[arg-type]
+    target = [
+        Param("w", (1, 300), FP8, (0,), tensor="q", blocks=Blocks("s", 3, order=(1, 0))),
+        Param("w", (1, 300), FP8, (0,), tensor="p", blocks=Blocks("t", 0, (4, 8), strides=(9, 2))),
+        Param("w", (1, 300), FP8, (1,), tensor="q", offset=7, blocks=Blocks("s", 0, (1, 75))),
+    ]
+    plan = plan_of(source, target)
+    assert plan.gathered == ()
+    wanted = [  # as the oracle has what lies along one dimension
+        dataclasses.replace(
+            each, blocks=dataclasses.replace(each.blocks, order=(), strides=each.blocks.strides[1:])
+        )
+        for each in target
+        if each.blocks
+    ]
+    check(dataclasses.replace(plan, target=WeightLayout(wanted, 2)), values_of(plan))
+
+
 def test_targets_of_one_parameter_have_blocks_of_their_own() -> None:
     source = [Param("w", (8, 12), BF16, range(2), placements=(Shard(0),))]
     target = [

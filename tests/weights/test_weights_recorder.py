@@ -231,3 +231,12 @@ def test_types_without_arithmetic_are_moved_as_bytes(name: str) -> None:
     assert [(e.tensor, e.dtype, e.part[0]) for e in found.params if e.name == "m"] == [
         ("o", name, (row, 1)) for row in range(12)
     ]
+
+
+def test_what_torch_cannot_do_in_a_type_is_refused_by_the_parameter() -> None:
+    rows = torch.tensor([1, 0])
+    with pytest.raises(InvalidArgumentError, match=r"with m \(float4_e2m1fn_x2\): .* uint8"):
+        record(lambda given: {"o": given["m"][rows], "p": given["w"]},
+               {"m": ((2, 8), torch.float4_e2m1fn_x2), "w": ((3, 4), BF16)}, rank=0)  # fmt: skip
+    with pytest.raises(InvalidArgumentError, match="record: m is complex64"):
+        record(lambda given: {"o": given["m"]}, {"m": ((2, 8), torch.complex64)}, rank=0)

@@ -364,4 +364,5 @@ def test_a_rank_has_numbers_of_the_blocks_it_touches_alone() -> None:
     plan = weight_plan(*MODELS["fp8"].layouts)  # rows 5 to 9 of 18, in blocks of 8 x 8
     tensors = MODELS["fp8"].trainer_tensors(1, MODELS["fp8"].values(1))
     made = Conversions([plan], 1, tensors, device=torch.device("cpu"))
+    made.allocate()
     assert made.grids.flat.numel() == 2 * 3

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from moe_p2p import ProtocolError
+from moe_p2p import ProtocolError, TimeoutError
 from moe_p2p.integrations import vllm_weights
 from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
 from tests.engines.scenarios import free_port
 from tests.support.weights_fleet import BF16, engine_of
 
@@ -94,6 +94,41 @@ def test_trainers_stay_in_step_when_an_engine_cannot_finish() -> None:
         assert generator.result(LONG_S) in (2, 3)
         for each in trainers:
             each.shutdown()
+
+
+def test_trainers_hear_that_vllm_refuses_to_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for its workers."""
+    port, client, begun = free_port(), Client(), threading.Semaphore(0)
+    begin = job.SetUp.__init__
+
+    def beginning(self: job.SetUp, *given: Any, **how: Any) -> None:
+        begin(self, *given, **how)
+        begun.release()
+
+    def refuse(info: dict[str, Any]) -> None:
+        for _ in range(2):  # trainers
+            assert begun.acquire(timeout=LONG_S / 2)
+        raise RuntimeError("422 from the server")
+
+    monkeypatch.setattr(job.SetUp, "__init__", beginning)
+    client.init_weight_transfer_engine = refuse  # type: ignore[method-assign]
+
+    def made(rank: int) -> Any:
+        init = vllm_weights.TrainerInit(rank=rank, world_size=2, host="127.0.0.1", port=port,
+                                        timeout_s=LONG_S)  # fmt: skip
+        return Sender.trainer_init(init, client=client, source=Source())
+
+    with ThreadPoolExecutor(2) as pool:
+        trainers = [pool.submit(made, rank) for rank in range(2)]
+        errors = [str(each.exception(LONG_S / 2)) for each in trainers]
+    assert errors[0] == "422 from the server"
+    assert "the set-up failed: vLLM's client: 422 from the server" in errors[1]
+
+
+def test_a_store_that_nobody_serves_is_named() -> None:
+    port = free_port()
+    with pytest.raises(TimeoutError, match=f"within 0.1 s no store of rl at 127.0.0.1:{port}"):
+        Fleet(host="127.0.0.1", port=port, name="rl", timeout_s=0.1).store()
 
 
 class Loaded(torch.nn.Module):

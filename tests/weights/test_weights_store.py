@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +20,12 @@ from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline, StoreError
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from tests.support import warm
+from tests.support.blocking_store import LONG_S, STEP_CPU_S, STEPS, Blocking
 from tests.support.store_clients import clients_of
 from tests.support.weights_fleet import engine_of
 
 LAYOUT = WeightLayout([Param("w", (4, 4), "bfloat16", (0,))], 1)
 LIMITS = {"timeout_s": 3.0, "lease_s": 1.0}
-STEPS, STEP_CPU_S = 1000, 0.001
-LONG_S = 60.0
 
 
 def test_a_rank_adds_one_client_to_the_callers() -> None:
@@ -85,33 +83,6 @@ def pair(store: Any, generators: Any = None, **how: Any) -> Iterator[Pair]:
                            **LIMITS, **how)  # fmt: skip
         trainer = stack.enter_context(WeightTrainer(engines[0], store, LAYOUT, 0, ours, **LIMITS))
         yield Pair(trainer, stack.enter_context(made.result(LONG_S)), pool)
-
-
-class Blocking:
-    """A client of a store, of which every call blocks from `block` on."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self._free = store, threading.Event()
-        self._free.set()
-        self.blocked = 0
-
-    def block(self) -> None:
-        self._free.clear()
-
-    def go_on(self) -> None:
-        self._free.set()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "clone":
-            raise AttributeError(name)
-        call = getattr(self._store, name)
-
-        def blocking(*arguments: Any) -> Any:
-            self.blocked += not self._free.is_set()
-            self._free.wait()
-            return call(*arguments)
-
-        return blocking
 
 
 def test_steps_touch_no_store() -> None:
