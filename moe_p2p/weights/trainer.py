@@ -107,6 +107,9 @@ class WeightTrainer:
         self._member = Member(self._board, who, {}, lease_s)
         self._attempt = self._changes = self._returns = 0
         self._decided_on = 0  # version of the attempt under way
+        # Version of the last call, if that found its attempt decided: a trainer that is late takes
+        # part in the next one. Where it finds that decided too, it is behind.
+        self._late: int | None = None
         self._undecided: Keys | None = None  # of an attempt that failed while the store was away
         self._stamp = 0  # of the last update
         self._members: dict[str, Record] | None = None  # the leader's; None: look
@@ -289,9 +292,13 @@ class WeightTrainer:
                 text = f"trainer {self.rank} was taken for lost, and others went on without it"
                 raise make(AbortedError, text)
             found += self._board.get(Keys(self._job.number, found).decision) is not None
+        late, self._late = self._late, None
         while (decided := self._board.get(Keys(self._job.number, found).decision)) is not None:
-            if decided == COMMIT or decided.get("version", wish["version"]) == wish["version"]:
-                break  # of this very call
+            update = self._board.get(Keys(self._job.number, found).update) or decided
+            version = None if decided == COMMIT else update.get("version")
+            if version is None or (version == wish["version"] != late):
+                self._late = version
+                break  # of this very call, for which this rank is late
             found += 1
         if found > mine:
             behind = found - mine

@@ -309,28 +309,51 @@ def test_a_joiner_takes_the_version_that_was_decided_and_not_the_largest() -> No
         assert (late.version, found.live[late].unique().tolist()) == (3, [3.0])
 
 
-def test_a_trainer_that_missed_an_update_goes_on_with_the_others() -> None:
+def misses(found: World, missing: int, version: int, *, by_generator: bool = False) -> None:
+    """One trainer is called alone. by_generator: it is the generator that gives up."""
+    generator, patience = found.generators[0], found.generators[0].timeout_s
+    generator.timeout_s = 0.3 if by_generator else patience
+    how = {} if by_generator else {"timeout_s": 0.3}
+    alone = found.pool.submit(found.trainers[1 - missing].update, version, **how)
+    while not alone.done():
+        generator.step()
+    generator.timeout_s = patience
+    with pytest.raises(MoeP2pError, match=f"(no word from|not done:) trainer {missing}"):
+        alone.result(60)
+
+
+@pytest.mark.parametrize(("missing", "by_generator"), [(0, False), (1, False), (1, True)])
+def test_a_trainer_that_missed_an_update_goes_on_with_the_others(
+    missing: int, by_generator: bool
+) -> None:
+    """Also where it is the leader."""
     with world() as found:
         found.update(1)
-        missing = found.trainers[1]
-        first = found.pool.submit(found.trainers[0].update, 2, timeout_s=0.3)
-        with pytest.raises(MoeP2pError, match="no word from trainer 1"):
-            first.result(60)
-        assert missing.version == 1
-        found.generators[0].step()
+        misses(found, missing, 2, by_generator=by_generator)
+        assert found.trainers[missing].version == 1
         found.update(3)
         found.check(3)
 
 
-def test_the_leader_misses_an_update() -> None:
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_missed_an_update_goes_on_when_that_is_tried_again(missing: int) -> None:
+    """Whether it is late, or called again, shows when it is called again: with others at once."""
     with world() as found:
         found.update(1)
-        other = found.pool.submit(found.trainers[1].update, 2, timeout_s=0.3)
-        with pytest.raises(MoeP2pError, match="no word from trainer 0"):
-            other.result(60)
-        found.generators[0].step()
-        found.update(3)
-        found.check(3)
+        misses(found, missing, 2)
+        with pytest.raises(MoeP2pError, match=f"no word from trainer {missing}"):
+            found.trainers[missing].update(2)  # it may be late
+        misses(found, missing, 2)
+        for each in found.trainers:
+            each._tensors["w"].fill_(2)
+        both = [found.pool.submit(found.trainers[missing].update, 2)]
+        while found.trainers[missing].totals["attempts"] < 4:
+            assert not both[0].done()
+        both.append(found.pool.submit(found.trainers[1 - missing].update, 2))
+        found.pool.submit(found.generators[0].wait).result(60)
+        for each in both:
+            each.result(60)
+        found.check(2)
 
 
 def test_a_part_may_follow_before_the_engine_has_made_its_next_step() -> None:
