@@ -53,6 +53,10 @@ _GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for
 _Update = dict[str, Any]
 
 
+class _BehindError(AbortedError):
+    """Others are at a later version: the attempt is theirs, and waits for this rank's next call."""
+
+
 class WeightTrainer:
     """One trainer rank.
 
@@ -110,6 +114,7 @@ class WeightTrainer:
         # Version of the last call, if that found its attempt decided: a trainer that is late takes
         # part in the next one. Where it finds that decided too, it is behind.
         self._late: int | None = None
+        self._behind = False  # it missed attempts, and has made none with others since
         self._undecided: Keys | None = None  # of an attempt that failed while the store was away
         self._stamp = 0  # of the last update
         self._members: dict[str, Record] | None = None  # the leader's; None: look
@@ -245,6 +250,10 @@ class WeightTrainer:
                 self._explain(keys, failed, deadline)
                 raise failed.named(self.stages) from failed
             self._commit(keys, update, deadline)
+        except _BehindError:
+            self._attempt -= 1  # others wait in it
+            self.attempts_failed += 1
+            raise
         except BaseException as error:
             mine = self._refusal(str(error) or type(error).__name__, version=self._decided_on)
             try:
@@ -301,7 +310,7 @@ class WeightTrainer:
                 break  # of this very call, for which this rank is late
             found += 1
         if found > mine:
-            behind = found - mine
+            self._behind, behind = True, found - mine
             log.warning(f"trainer {self.rank} was {behind} updates behind, and goes on with others")
         return found
 
@@ -350,7 +359,10 @@ class WeightTrainer:
         theirs = {name: update["wish"][name] for name in wish}
         if theirs != wish:
             text = f"this trainer updates to {wish}, another one to {theirs}"
+            if self._behind and wish["version"] < theirs["version"]:  # its caller counts up to it
+                raise _BehindError(str(make(AbortedError, f"it is behind: {text}")))
             raise make(ProtocolError, text)
+        self._behind = False
         self._reached("begin")
         return dict(update)
 
