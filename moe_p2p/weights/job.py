@@ -158,6 +158,8 @@ def meet(
             check_letter("trainer 0", now.get("letter"))
             if answered != now["job"]:
                 mine = {"id": member.id, "nics": nics, "source": layout.digest}
+                if layout.digest != now["source"]:
+                    publish(board, layout)  # trainer 0 says what differs
                 board.put(f"{now['job']}/trainer {rank}", mine)
                 answered = now["job"]
             if rank == 0:
@@ -191,7 +193,9 @@ def _call_the_roll(
     all_of = [found[key] for key in keys]
     for i, each in enumerate(all_of):
         if each["source"] != layout.digest:
-            raise make(InvalidArgumentError, f"trainer {i} has another layout than trainer 0")
+            why = layout_of(board, each["source"], f"trainer {i}", deadline).difference(layout)
+            text = f"trainer {i} has another layout than trainer 0: {why}; layout_of and "
+            raise make(InvalidArgumentError, text + "WeightLayout.merged make one of all trainers")
     roll = {"ids": [each["id"] for each in all_of], "nics": [each["nics"] for each in all_of],
             "source": layout.digest, "founded": board.get(FOUNDED) is not None}  # fmt: skip
     board.decide(f"{number}/roll", roll)  # of two trainers 0 one is in the job

@@ -54,6 +54,10 @@ _GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for
 _Update = dict[str, Any]
 
 
+class _BehindError(AbortedError):
+    """Others are at a later version: the attempt is theirs, and waits for this rank's next call."""
+
+
 class WeightTrainer:
     """One trainer rank.
 
@@ -108,6 +112,10 @@ class WeightTrainer:
         self._member = Member(self._board, who, {}, lease_s)
         self._attempt = self._changes = self._returns = 0
         self._decided_on = 0  # version of the attempt under way
+        # Version of the last call, if that found its attempt decided: a trainer that is late takes
+        # part in the next one. Where it finds that decided too, it is behind.
+        self._late: int | None = None
+        self._behind = False  # it missed attempts, and has made none with others since
         self._undecided: Keys | None = None  # of an attempt that failed while the store was away
         self._stamp = 0  # of the last update
         self._members: dict[str, Record] | None = None  # the leader's; None: look
@@ -249,6 +257,10 @@ class WeightTrainer:
                 self._explain(keys, failed, deadline)
                 raise failed.named(self.stages) from failed
             self._commit(keys, update, deadline)
+        except _BehindError:
+            self._attempt -= 1  # others wait in it
+            self.attempts_failed += 1
+            raise
         except BaseException as error:
             mine = self._refusal(str(error) or type(error).__name__, version=self._decided_on)
             try:
@@ -298,12 +310,16 @@ class WeightTrainer:
                 text = f"trainer {self.rank} was taken for lost, and others went on without it"
                 raise make(AbortedError, text)
             found += self._board.get(Keys(self._job.number, found).decision) is not None
+        late, self._late = self._late, None
         while (decided := self._board.get(Keys(self._job.number, found).decision)) is not None:
-            if decided == COMMIT or decided.get("version", wish["version"]) == wish["version"]:
-                break  # of this very call
+            update = self._board.get(Keys(self._job.number, found).update) or decided
+            version = None if decided == COMMIT else update.get("version")
+            if version is None or (version == wish["version"] != late):
+                self._late = version
+                break  # of this very call, for which this rank is late
             found += 1
         if found > mine:
-            behind = found - mine
+            self._behind, behind = True, found - mine
             log.warning(f"trainer {self.rank} was {behind} updates behind, and goes on with others")
         return found
 
@@ -352,7 +368,10 @@ class WeightTrainer:
         theirs = {name: update["wish"][name] for name in wish}
         if theirs != wish:
             text = f"this trainer updates to {wish}, another one to {theirs}"
+            if self._behind and wish["version"] < theirs["version"]:  # its caller counts up to it
+                raise _BehindError(str(make(AbortedError, f"it is behind: {text}")))
             raise make(ProtocolError, text)
+        self._behind = False
         self._reached("begin")
         return dict(update)
 

@@ -310,28 +310,73 @@ def test_a_joiner_takes_the_version_that_was_decided_and_not_the_largest() -> No
         assert (late.version, found.live[late].unique().tolist()) == (3, [3.0])
 
 
-def test_a_trainer_that_missed_an_update_goes_on_with_the_others() -> None:
+def misses(found: World, missing: int, version: int, *, by_generator: bool = False) -> None:
+    """One trainer is called alone. by_generator: it is the generator that gives up."""
+    generator, patience = found.generators[0], found.generators[0].timeout_s
+    generator.timeout_s, failed = 0.3 if by_generator else patience, generator.totals["failed"]
+    how = {} if by_generator else {"timeout_s": 0.3}
+    alone = found.pool.submit(found.trainers[1 - missing].update, version, **how)
+    while not alone.done() or generator.totals["failed"] == failed:
+        generator.step()
+    generator.timeout_s = patience
+    with pytest.raises(MoeP2pError, match=f"(no word from|not done:) trainer {missing}"):
+        alone.result(60)
+
+
+@pytest.mark.parametrize(("missing", "by_generator"), [(0, False), (1, False), (1, True)])
+def test_a_trainer_that_missed_an_update_goes_on_with_the_others(
+    missing: int, by_generator: bool
+) -> None:
+    """Also where it is the leader."""
     with world() as found:
         found.update(1)
-        missing = found.trainers[1]
-        first = found.pool.submit(found.trainers[0].update, 2, timeout_s=0.3)
-        with pytest.raises(MoeP2pError, match="no word from trainer 1"):
-            first.result(60)
-        assert missing.version == 1
-        found.generators[0].step()
+        misses(found, missing, 2, by_generator=by_generator)
+        assert found.trainers[missing].version == 1
         found.update(3)
         found.check(3)
 
 
-def test_the_leader_misses_an_update() -> None:
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_missed_an_update_goes_on_when_that_is_tried_again(missing: int) -> None:
+    """Whether it is late, or called again, shows when it is called again: with others at once."""
     with world() as found:
         found.update(1)
-        other = found.pool.submit(found.trainers[1].update, 2, timeout_s=0.3)
-        with pytest.raises(MoeP2pError, match="no word from trainer 0"):
-            other.result(60)
-        found.generators[0].step()
-        found.update(3)
-        found.check(3)
+        misses(found, missing, 2)
+        with pytest.raises(MoeP2pError, match=f"no word from trainer {missing}"):
+            found.trainers[missing].update(2)  # it may be late
+        misses(found, missing, 2)
+        for each in found.trainers:
+            each._tensors["w"].fill_(2)
+        both = [found.pool.submit(found.trainers[missing].update, 2)]
+        while found.trainers[missing].totals["attempts"] < 4:
+            assert not both[0].done()
+        both.append(found.pool.submit(found.trainers[1 - missing].update, 2))
+        found.pool.submit(found.generators[0].wait).result(60)
+        for each in both:
+            each.result(60)
+        found.check(2)
+
+
+def test_a_trainer_that_was_away_counts_up_to_the_others() -> None:
+    """It was stopped, and its loop goes on with the versions that it missed."""
+    with world() as found:
+        found.update(1)
+        for version in (2, 3, 4):
+            misses(found, 1, version)
+        for each in found.trainers:
+            each._tensors["w"].fill_(5)
+        first, late = found.trainers
+        running = [found.pool.submit(first.update, 5)]
+        for version in (2, 3, 4):
+            with pytest.raises(AbortedError, match="it is behind: this trainer updates to"):
+                late.update(version)
+        running.append(found.pool.submit(late.update, 5))
+        found.pool.submit(found.generators[0].wait).result(60)
+        for each in running:
+            each.result(60)
+        found.check(5)
+        found.update(6)
+        found.check(6)
 
 
 def test_a_part_may_follow_before_the_engine_has_made_its_next_step() -> None:
@@ -421,6 +466,18 @@ def test_a_refusal_at_set_up_is_heard_by_all() -> None:
                 each.result(60)
         assert time.monotonic() - began < LIMITS["timeout_s"] / 2  # not at its deadline
         begins_afterwards(found)
+
+
+def test_layouts_of_trainers_that_differ_are_named() -> None:
+    """A parameter of each rank's own mesh, say."""
+    other = WeightLayout([*SOURCE.params, Param("norm", (6,), BF16, (1,))], 2)
+    with ExitStack() as stack:
+        found = World(stack)
+        made = [found.begin_trainer(0, 0.0), found.begin_trainer(1, 0.0, other)]
+        made.append(found.begin_generator())  # type: ignore[arg-type]
+        for each in made:
+            with pytest.raises(MoeP2pError, match=r"trainer 1 has another layout .* norm: \[Param"):
+                each.result(60)
 
 
 def test_who_runs_another_version_is_refused_by_name() -> None:
