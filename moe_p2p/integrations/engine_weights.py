@@ -14,6 +14,7 @@ checkpoint layout and given to the loader at commit.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import socket
 import threading
@@ -70,6 +71,14 @@ class Fleet:
             with suppress(OSError), socket.create_connection((self.host, self.port), 1.0):
                 return
             time.sleep(0.02)
+
+
+def own_address() -> str:
+    """Returns this host's address: Ray's, where Ray is installed."""
+    try:
+        return str(importlib.import_module("ray").util.get_node_ip_address())
+    except Exception:
+        return socket.gethostbyname(socket.gethostname())
 
 
 class EngineWeights:

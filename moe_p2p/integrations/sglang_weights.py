@@ -84,7 +84,7 @@ def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
         first = next(model.parameters())
         _workers[id(model)] = EngineWeights(
             model, model.load_weights, fleet, call["rank"], call["world_size"],
-            direct=call["direct"], device=first.device, store=store,
+            direct=call["direct"], device=first.device, store=store, engine_ranks=call["engine"],
         )  # fmt: skip
         return
     worker = _workers.get(id(model))
@@ -240,8 +240,9 @@ class SglangUpdates:
             self._call("end_weight_update")
 
     def _payload(self, do: str, rank: int) -> bytes:
-        call = {"do": do, "number": self._number, "rank": rank, "world_size": self._world_size,
-                "direct": self._direct, "fleet": asdict(self.fleet)}  # fmt: skip
+        call = {"do": do, "number": self._number, "rank": rank, "engine": list(self._ranks),
+                "world_size": self._world_size, "direct": self._direct,
+                "fleet": asdict(self.fleet)}  # fmt: skip
         return payload(json.dumps(call).encode())
 
     def _raise_errors(self, do: str) -> None:

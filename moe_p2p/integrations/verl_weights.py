@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import secrets
-import socket
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
@@ -28,6 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from moe_p2p.engine import Engine
 from moe_p2p.errors import require
 from moe_p2p.integrations import derived, required
+from moe_p2p.integrations.engine_weights import own_address
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
 
@@ -64,7 +63,7 @@ class Checkpoint:
             limit = timedelta(seconds=self.timeout_s)
             self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False,
                                     timeout=limit)  # fmt: skip
-        return {"host": _own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
+        return {"host": own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
 
     @classmethod
     def build_topology(
@@ -186,14 +185,6 @@ async def _each(weights: Any) -> AsyncIterator[tuple[str, Tensor]]:
     else:
         for pair in weights:
             yield pair
-
-
-def _own_address() -> str:
-    """Returns this host's address: Ray's, where Ray is installed."""
-    try:
-        return str(importlib.import_module("ray").util.get_node_ip_address())
-    except Exception:
-        return socket.gethostbyname(socket.gethostname())
 
 
 def register() -> Any:
