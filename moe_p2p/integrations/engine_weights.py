@@ -14,6 +14,7 @@ checkpoint layout and given to the loader at commit.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import socket
 import threading
@@ -81,6 +82,14 @@ class Fleet:
                 return True
             time.sleep(0.02)
         return False
+
+
+def own_address() -> str:
+    """Returns this host's address: Ray's, where Ray is installed."""
+    try:
+        return str(importlib.import_module("ray").util.get_node_ip_address())
+    except Exception:
+        return socket.gethostbyname(socket.gethostname())
 
 
 class EngineWeights:

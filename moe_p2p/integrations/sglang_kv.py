@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -41,6 +42,7 @@ _DECODE = "sglang.srt.disaggregation.decode"
 # Heads of a rank's pool and of the model, while a decoder's queue makes its KV manager.
 _heads: ContextVar[tuple[int, int] | None] = ContextVar("moe_p2p_sglang_heads", default=None)
 _ROOM_S = 60.0  # between two samples of a room; too short: they are taken for requests of others
+_LOOK_S = 0.1  # most between two looks for what decoders have opened; arrivals end it
 _FAILED, _WAITING, _TRANSFERRING, _SUCCESS = 0, 2, 3, 4  # KVPoll
 
 
@@ -51,7 +53,9 @@ def refuse(what: str, instead: str) -> MoeP2pError:
 def check_supported(manager: Any) -> None:
     """manager: of SGLang, with its sizes."""
     other = "use --disaggregation-transfer-backend nixl"
-    for name in ("pp_size", "attn_cp_size", "dcp_size", "kv_shard_size"):
+    if manager.pp_size > 1 and manager.disaggregation_mode.value != "prefill":
+        raise refuse(f"pp_size={manager.pp_size} of a server that decodes", other)
+    for name in ("attn_cp_size", "dcp_size", "kv_shard_size"):
         if getattr(manager, name) > 1:
             raise refuse(f"{name}={getattr(manager, name)}", other)
     args = manager.kv_args
@@ -66,35 +70,53 @@ def check_supported(manager: Any) -> None:
         )
 
 
-def sglang_cache(args: Any, *, tp: int, rank: int, mla: bool) -> KVCache:
-    """From KVArgs: K of all layers, then V; a latent is one buffer a layer."""
-    items, page = args.kv_item_lens, args.page_size
-    count = len(items) if mla else len(items) // 2
+def layers_in(args: Any, mla: bool) -> int:
+    """KVArgs have K of all layers, then V; a latent is one buffer a layer."""
+    return len(args.kv_item_lens) // (1 if mla else 2)
+
+
+def sglang_cache(
+    args: Any, *, tp: int, rank: int, mla: bool, stages: Sequence[int] = (), stage: int = 0
+) -> KVCache:
+    """From KVArgs. stages: layers of each pipeline stage; (): there is one. The last stage has the
+    first token, and so aux."""
+    items, page, count = args.kv_item_lens, args.page_size, layers_in(args, mla)
+    stages = stages or (count,)
+    total, is_last = sum(stages), stage == len(stages) - 1
     require(
         len(set(items[:count])) == 1 and len(set(items[count:])) <= 1,
         f"sglang_kv: layers differ in their bytes a page: {sorted(set(items))}",
     )
     local, heads = (1, 1) if mla else _heads_of(args)
     sizes = [items[0] // page // local, 0 if mla else items[count] // page // local]
-    layers = tuple(range(count))
+    layers = tuple(range(total))
     groups = [KVGroup("kv", layers, heads, k_bytes=sizes[0], v_bytes=sizes[1], page_size=page)]
-    places = [
-        tuple((Place(at, 0),) if mla else (Place(at, 0), Place(count + at, 0)) for at in layers)
+    places: list[tuple[tuple[Place, ...], ...]] = [
+        tuple(
+            (Place(at, 0),) if mla else (Place(at, 0), Place(count + at, 0)) for at in range(count)
+        )
     ]
     pages = {"kv": args.kv_data_lens[0] // items[0]}
     for at, size in enumerate(args.aux_item_lens):
         name = f"aux{at}"
-        groups.append(KVGroup(name, (count + at,), 1, size, 0, page_size=1, kind="state"))
-        places.append(((Place(len(items) + at, 0),),))
+        groups.append(KVGroup(name, (total + at,), 1, size, 0, page_size=1, kind="state"))
+        places.append(((Place(len(items) + at, 0),),) if is_last else ())
         pages[name] = args.aux_data_lens[at] // size
     buffers = zip(
         [*args.kv_data_ptrs, *args.aux_data_ptrs],
         [*args.kv_data_lens, *args.aux_data_lens],
         strict=True,
     )
-    layout = KVLayout(tuple(groups), order="NHD", kv_split="layer", tp=tp)
+    layout = KVLayout(
+        tuple(groups),
+        order="NHD",
+        kv_split="layer",
+        tp=tp,
+        pp=len(stages),
+        stages=(*stages[:-1], stages[-1] + len(args.aux_item_lens)),
+    )
     tensors = tuple(tensor_at(address, size) for address, size in buffers)
-    return KVCache(layout, rank, tuple(places), tensors, pages)
+    return KVCache(layout, stage * tp + rank, tuple(places), tensors, pages)
 
 
 def _heads_of(args: Any) -> tuple[int, int]:
@@ -157,8 +179,15 @@ class Manager:
         else:
             host = this.dist_init_addr or f"{this.local_ip}:{server_args.port}"
             name = f"decode {host}:dp{this.attn_dp_rank}"
+        mla = bool(is_mla_backend)
+        stages = this.pp_group.all_gather_object(layers_in(args, mla)) if this.pp_size > 1 else ()
         cache = sglang_cache(
-            args, tp=this.attn_tp_size, rank=this.attn_tp_rank, mla=bool(is_mla_backend)
+            args,
+            tp=this.attn_tp_size,
+            rank=this.attn_tp_rank,
+            mla=mla,
+            stages=stages,
+            stage=this.pp_rank,
         )
         # SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, SGLANG_DISAGGREGATION_WAITING_TIMEOUT
         limit_s = this.bootstrap_timeout if prefills else this.waiting_timeout
@@ -168,6 +197,33 @@ class Manager:
         self.worker: Any = self.own.worker
         self.reservations: dict[int, list[KVReservation]] = {}  # by room, of this decoder
         self.rooms = Rooms()
+        # SGLang's first pipeline stage decides when a request begins, by the states of all stages;
+        # others poll no sender before. Theirs change here, as soon as a decoder opens a request.
+        self._unopened: set[Sender] | None = set() if stages and this.pp_rank else None
+        self._looking, self._closed = threading.Lock(), False
+        if self._unopened is not None:
+            threading.Thread(target=self._watch, daemon=True, name=self.worker.name).start()
+
+    def watch(self, sender: Sender) -> None:
+        if self._unopened is not None:
+            with self._looking:
+                self._unopened.add(sender)
+            sender.is_opened()  # it may have been, before there was a sender
+
+    def unwatch(self, sender: Sender) -> None:
+        """When it returns, no other thread makes a room of it."""
+        if self._unopened is not None:
+            with self._looking:
+                self._unopened.discard(sender)
+
+    def _watch(self) -> None:
+        assert self._unopened is not None
+        worker = self.worker
+        while not self._closed:
+            with worker.lock:
+                with self._looking:
+                    self._unopened -= {each for each in self._unopened if each.is_opened()}
+                worker.changed.wait(_LOOK_S)
 
     def pages(self, kv: Any, aux: int | None, skipped: int) -> dict[str, torch.Tensor]:
         """skipped: pages before them, which the decoder has."""
@@ -190,9 +246,12 @@ class Manager:
     def teardown(self) -> None:
         """SGLang's, where a scheduler gives up its role. The garbage collector would wait for ever
         for a ZMQ context whose sockets are open."""
+        self._closed = True
         self.own.close()
         this: Any = self
         this._zmq_ctx.destroy(linger=0)
+        if this.pp_size > 1:
+            this.request_status.close()
 
 
 class Rooms:
@@ -228,8 +287,10 @@ class Sample:
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **by: Any):
         self._room, self._number = bootstrap_room, mgr.rooms.take(bootstrap_room)
         own = bootstrap_room
-        if self._number:  # no other room has it; the DP rank that follows from it is the same
-            own += (self._number << 64) * required(_COMMON, "sglang").get_parallel().num_dp_ranks
+        # Routers draw rooms from 63 bits, so that no other one has it; SGLang's stages tell each
+        # other numbers of 64. The DP rank that follows from it is the same.
+        if self._number:
+            own -= (self._number << 40) * required(_COMMON, "sglang").get_parallel().num_dp_ranks
         super().__init__(mgr, bootstrap_addr, own, *more, **by)  # type: ignore[call-arg]
 
     @property
@@ -250,9 +311,14 @@ class Sender(Sample):
     _skipped = 0  # pages that the decoder has
     _pages: list[int]
 
+    def __init__(self, mgr: Any, *given: Any, **by: Any) -> None:
+        super().__init__(mgr, *given, **by)
+        mgr.watch(self)
+
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)  # type: ignore[misc]
         this: Any = self
+        this.kv_mgr.unwatch(self)
         self._pages = []
         size = this.kv_mgr.kv_args.page_size
         total = (self._skipped + num_kv_indices) * size
@@ -314,15 +380,29 @@ class Sender(Sample):
             self._look()
         return super().poll()  # type: ignore[misc]
 
+    def poll_pp_consensus(self) -> Any:
+        """Of all stages, in the first one."""
+        if self.conclude_state is None:  # type: ignore[attr-defined]
+            self._look()
+        return super().poll_pp_consensus()  # type: ignore[misc]
+
+    def is_opened(self) -> bool:
+        """By a decoder, which then waits for it."""
+        this: Any = self
+        manager, room = this.kv_mgr, this.bootstrap_room
+        begin = manager.worker.begin_of(self._name)
+        if begin is None:
+            return False
+        self._skipped = begin // manager.kv_args.page_size
+        manager.req_to_decode_prefix_len.setdefault(room, begin)
+        manager.update_status(room, _WAITING)
+        return True
+
     def _look(self) -> None:
         this: Any = self
         manager, room, sending = this.kv_mgr, this.bootstrap_room, self._sending
         if sending is None:
-            begin = manager.worker.begin_of(self._name)
-            if begin is not None:
-                self._skipped = begin // manager.kv_args.page_size
-                manager.req_to_decode_prefix_len.setdefault(room, begin)
-                manager.update_status(room, _WAITING)
+            self.is_opened()
             return
         if self._pages:
             manager.update_status(room, _TRANSFERRING)
@@ -332,9 +412,15 @@ class Sender(Sample):
             manager.record_failure(room, str(sending.error))
         manager.update_status(room, _SUCCESS if sending.error is None else _FAILED)
 
+    def clear(self) -> None:
+        this: Any = self
+        this.kv_mgr.unwatch(self)
+        super().clear()
+
     def abort(self) -> None:
         """When it returns, nothing reads the pages."""
         this: Any = self
+        this.kv_mgr.unwatch(self)
         super().abort()  # type: ignore[misc]
         worker = this.kv_mgr.worker
         if self._sending is None:

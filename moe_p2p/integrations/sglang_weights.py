@@ -89,7 +89,8 @@ def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
         first = next(model.parameters())
         _workers[id(model)] = EngineWeights(
             model, model.load_weights, fleet, call["rank"], call["world_size"],
-            direct=call["direct"], device=first.device, store=store, set_up=call["set_up"],
+            direct=call["direct"], device=first.device, store=store, engine_ranks=call["engine"],
+            set_up=call["set_up"],
         )  # fmt: skip
         return
     worker = _workers.get(id(model))
@@ -248,6 +249,7 @@ class SglangUpdates:
     def _payload(self, do: str, rank: int) -> bytes:
         alone = len(self._ranks) == self._world_size
         call = {"do": do, "id": self._id, "number": self._number, "rank": rank,
+                "engine": list(self._ranks),
                 "world_size": self._world_size, "direct": self._direct,
                 "set_up": f"{self._id} {self._number}" if alone else "",
                 "fleet": asdict(self.fleet)}  # fmt: skip

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import secrets
-import socket
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,8 +24,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p.engine import Engine
 from moe_p2p.errors import require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import derived, required
+from moe_p2p.integrations.engine_weights import own_address
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
 
@@ -65,7 +65,7 @@ class Checkpoint:
         self.finalize()
         limit = timedelta(seconds=self.timeout_s)
         self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        return {"host": _own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
+        return {"host": own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
 
     @classmethod
     def build_topology(
@@ -202,14 +202,6 @@ async def _each(weights: Any) -> AsyncIterator[tuple[str, Tensor]]:
     else:
         for pair in weights:
             yield pair
-
-
-def _own_address() -> str:
-    """Returns this host's address: Ray's, where Ray is installed."""
-    try:
-        return str(importlib.import_module("ray").util.get_node_ip_address())
-    except Exception:
-        return socket.gethostbyname(socket.gethostname())
 
 
 def register() -> Any:

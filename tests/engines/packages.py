@@ -33,6 +33,8 @@ PINNED = {
     "checkpoint-engine": "0.4.2",
 }
 WHOLE = ("mooncake-transfer-engine-non-cuda",)  # its compiled part runs without CUDA and torch
+# No index has them: the variable names a folder in which their package lies.
+BY_FOLDER = {"slime": "MOE_P2P_SLIME"}
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _DOWNLOAD_S = 500.0
 
@@ -54,7 +56,10 @@ def version_of(project: str) -> str | None:
 
 
 def find(project: str) -> Path | None:
-    """Returns the folder to put on sys.path; None: it was not fetched."""
+    """Returns the folder to put on sys.path; None: it is not there."""
+    if project in BY_FOLDER:
+        named = Path(os.environ.get(BY_FOLDER[project]) or os.devnull)
+        return named if (named / project).is_dir() else None
     found = folder() / f"{project}-{version_of(project)}"
     return found if found.is_dir() and dependencies().is_dir() else None
 
@@ -67,6 +72,8 @@ def dependencies() -> Path:
 
 def why_not(project: str) -> str:
     """Returns the reason for a skip."""
+    if project in BY_FOLDER:
+        return f"{project} is no package of an index: {BY_FOLDER[project]} names no folder with it"
     return f"{project} {version_of(project) or ''} is not in {folder()}: run `make test-engines`"
 
 

@@ -84,34 +84,72 @@ def begin() -> None:
 SETTINGS: dict[str, Any] = {}
 
 
+class Stages:
+    """The group of pipeline stages, as one of them sees it: what others say is known. sent: what
+    each stage has sent to it, in the order in which stages are called."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers, self.said, self.sent = layers, list[Any](), list[Any]()
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        assert obj in self.layers
+        return list(self.layers)
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        if obj is not None:
+            self.said.append(obj)
+        return self.said[src]
+
+    def send_object(self, obj: Any, dst: int, **_: Any) -> list[Any]:
+        self.sent.append((dst, obj))
+        return []
+
+    def recv_object(self, src: int, **_: Any) -> Any:
+        to, obj = self.sent.pop(0)
+        assert to == src + 1
+        return obj
+
+
 class Rank:
-    """A scheduler's pools and KV manager."""
+    """A scheduler's pools and KV manager. stages: layers of all pipeline stages; stage: its own."""
 
     def __init__(
-        self, mode: str, tp: int, rank: int, *, mla: bool = False, pages: int = 32
+        self,
+        mode: str,
+        tp: int,
+        rank: int,
+        *,
+        mla: bool = False,
+        pages: int = 32,
+        stages: tuple[int, ...] = (LAYERS,),
+        stage: int = 0,
+        group: Any = None,
     ) -> None:
         from sglang.srt.disaggregation import utils
 
-        SETTINGS["parallel"].attn_tp_size, SETTINGS["parallel"].attn_tp_rank = tp, rank
+        vars(SETTINGS["parallel"]).update(
+            attn_tp_size=tp, attn_tp_rank=rank, pp_size=len(stages), pp_group=group
+        )
+        first = sum(stages[:stage])
+        layers = range(first, first + stages[stage])
+        self.numbers = [*layers, *([] if mla else (LAYERS + layer for layer in layers))]
         self.mla, heads = mla, 1 if mla else max(HEADS // tp, 1)
         self.heads = range(rank * heads, rank * heads + heads) if not mla else range(1)
         shape = (pages * PAGE, heads, DIM)
-        self.buffers = [
-            torch.zeros(shape, dtype=torch.int16) for _ in range(LAYERS * (1 if mla else 2))
-        ]
+        self.buffers = [torch.zeros(shape, dtype=torch.int16) for _ in self.numbers]
         self.aux = utils.MetadataBuffers(SLOTS, 16, torch.bfloat16, 0)
         args = utils.get_kv_class(utils.TransferBackend.MOONCAKE, utils.KVClassType.KVARGS)()
         args.engine_rank = rank
         args.kv_data_ptrs = [each.data_ptr() for each in self.buffers]
         args.kv_data_lens = [each.nbytes for each in self.buffers]
         args.kv_item_lens = [each[0].nbytes * PAGE for each in self.buffers]
-        args.kv_layer_ids = list(range(LAYERS))
+        args.kv_layer_ids = list(layers)
         args.kv_cache_dtype_str = "bfloat16"
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.aux.get_buf_infos()
         args.state_types = args.state_data_ptrs = args.state_data_lens = args.state_item_lens = []
         args.kv_head_num, args.total_kv_head_num = heads, 1 if mla else HEADS
         args.page_size, args.gpu_id, args.ib_device = PAGE, 0, ""
-        args.system_dp_rank = args.pp_rank = 0
+        args.system_dp_rank, args.pp_rank = 0, stage
         self.args = args
         self.manager = kv_class("MANAGER")(
             args,
@@ -127,7 +165,7 @@ class Rank:
         value = torch.arange(DIM)[None, None, :]
         return [
             ((prompt * 7919 + token * 131 + at * 1009 + head * 37 + value + 1) % 32003).short()
-            for at in range(len(self.buffers))
+            for at in self.numbers
         ]
 
     def rows(self, pages: list[int], begin: int, end: int) -> torch.Tensor:
@@ -159,12 +197,25 @@ def kv_class(kind: str) -> Any:
 class Servers:
     """A prefiller with its bootstrap server, and a decoder; each call is that of all its ranks."""
 
-    def __init__(self, prefill_tp: int = 1, decode_tp: int = 1, **more: Any) -> None:
+    def __init__(
+        self,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
+        stages: tuple[int, ...] = (LAYERS,),
+        **more: Any,
+    ) -> None:
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         SETTINGS["disagg"].disaggregation_bootstrap_port = port
         self.bootstrap = kv_class("BOOTSTRAP_SERVER")("127.0.0.1", port)
-        self.prefill = [Rank("prefill", prefill_tp, rank, **more) for rank in range(prefill_tp)]
+        groups = [Stages(stages) for _ in range(prefill_tp)]
+        self.prefill = [
+            Rank(
+                "prefill", prefill_tp, rank, stages=stages, stage=stage, group=groups[rank], **more
+            )
+            for rank in range(prefill_tp)
+            for stage in range(len(stages))
+        ]
         self.decode = [Rank("decode", decode_tp, rank, **more) for rank in range(decode_tp)]
 
     def close(self) -> None:
@@ -206,14 +257,18 @@ def poll(each: list[Any], state: int) -> None:
     wait(lambda: [one.poll() for one in each] == [state] * len(each))
 
 
+def polls_of(senders: list[Any]) -> list[int]:
+    """Before a request begins: SGLang's first stage asks all, and the others are not polled."""
+    return [
+        sender.poll_pp_consensus() if sender.kv_mgr.pp_size > 1 else sender.poll()
+        for sender in senders
+        if sender.kv_mgr.pp_rank == 0
+    ]
+
+
 def poll_opened(senders: list[Any], receivers: list[Any]) -> None:
     """Both sides poll until the decoder's pages are known: receivers wait to be connected."""
-    wait(
-        lambda: (
-            [one.poll() for one in [*receivers, *senders]][-len(senders) :]
-            == [WAITING] * len(senders)
-        )
-    )
+    wait(lambda: [each.poll() for each in receivers] and set(polls_of(senders)) == {WAITING})
 
 
 def pages(*numbers: int) -> Any:
@@ -225,7 +280,7 @@ def transfer(made: Servers, room: int, chunks: list[int], prefix: int = 0) -> No
     count, (aux, aux_there) = sum(chunks), (2, 5)
     ours, theirs = list(range(3, 3 + count)), list(range(20, 20 + count))
     senders, receivers = made.senders(room), made.receivers(room)
-    assert all(sender.poll() == BOOTSTRAPPING for sender in senders)
+    assert set(polls_of(senders)) == {BOOTSTRAPPING}
     for rank, receiver in zip(made.decode, receivers, strict=True):
         rank.write(room + 1, theirs, 0, prefix * PAGE)  # of somebody else: not to be touched
         receiver.send_metadata(
@@ -332,9 +387,27 @@ def a_store_that_blocks_stops_no_poll_and_no_request() -> None:
 
 
 @scenario
+def pipeline_stages_send_their_layers() -> None:
+    """A later stage's senders are told of a decoder though nobody polls them."""
+    for given, more in (
+        ((2, 1), {"stages": (2, 1)}),
+        ((1, 2), {"stages": (1, 2)}),
+        ((2, 2), {"stages": (1, 1, 1), "mla": True}),
+    ):
+        with servers(*given, **more) as made:
+            transfer(made, 56, [2, 3], prefix=1)
+            transfer(made, 58, [1])
+    samples(1, 1, stages=(2, 1))
+
+
+@scenario
 def samples_of_one_room_are_served_each() -> None:
+    samples(2, 1)
+
+
+def samples(*given: Any, **more: Any) -> None:
     """n=3: SGLang sends the prompt once to have it in the prefix cache, then three at once."""
-    with servers(2, 1) as made:
+    with servers(*given, **more) as made:
         transfer(made, 55, [2])
         senders, receivers = [made.senders(55) for _ in range(3)], []  # the prefiller is first
         for sample in range(3):
@@ -476,8 +549,12 @@ def what_is_not_carried_is_refused_by_name() -> None:
 
     with servers() as made:
         sglang_kv.check_supported(made.prefill[0].manager)
-        for name in ("pp_size", "attn_cp_size", "dcp_size"):
-            manager = made.prefill[0].manager
+        manager = made.decode[0].manager
+        manager.pp_size = 2
+        refused(lambda: sglang_kv.check_supported(manager), "pp_size=2", "decodes", "nixl")
+        manager.pp_size = 1
+        manager = made.prefill[0].manager
+        for name in ("attn_cp_size", "dcp_size"):
             setattr(manager, name, 2)
             refused(functools.partial(sglang_kv.check_supported, manager), f"{name}=2", "nixl")
             setattr(manager, name, 1)

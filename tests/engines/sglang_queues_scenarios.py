@@ -21,7 +21,16 @@ import torch.distributed as dist
 
 from tests.engines import sglang_kv_scenarios
 from tests.engines.scenarios import Scenarios, free_port
-from tests.engines.sglang_kv_scenarios import DIM, HEADS, LAYERS, PAGE, SETTINGS, kv_class, wait
+from tests.engines.sglang_kv_scenarios import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    SETTINGS,
+    Stages,
+    kv_class,
+    wait,
+)
 
 scenario = Scenarios()
 TOKENS, SLOTS = 128, 8  # of a pool; of requests
@@ -66,8 +75,8 @@ class _Nothing:
         return lambda *_, **__: contextlib.nullcontext()
 
 
-def scheduler(mixin: type, port: int) -> Any:
-    """What the queues ask of a scheduler."""
+def scheduler(mixin: type, port: int, layers: range = range(LAYERS)) -> Any:
+    """What the queues ask of a scheduler. layers: of its pipeline stage."""
     from sglang.srt.disaggregation import utils
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -76,7 +85,16 @@ def scheduler(mixin: type, port: int) -> Any:
 
     made: Any = types.new_class("OneScheduler", (mixin,))()
     pool = MHATokenToKVPool(
-        TOKENS, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False, enable_alt_stream=False
+        TOKENS,
+        PAGE,
+        torch.bfloat16,
+        HEADS,
+        DIM,
+        len(layers),
+        "cpu",
+        False,
+        start_layer=layers.start,
+        enable_alt_stream=False,
     )
     requests = ReqToTokenPool(SLOTS, 64, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", pool, False)
@@ -131,18 +149,28 @@ def scheduler(mixin: type, port: int) -> Any:
 
 
 class Servers:
-    def __init__(self) -> None:
+    """A prefiller, whose schedulers are pipeline stages, and a decoder."""
+
+    def __init__(self, stages: tuple[int, ...] = (LAYERS,)) -> None:
         from sglang.srt.disaggregation import decode, prefill, utils
 
         self.port = free_port()
         SETTINGS["disagg"].disaggregation_bootstrap_port = self.port
         self.bootstrap = kv_class("BOOTSTRAP_SERVER")("127.0.0.1", self.port)
         backend = utils.TransferBackend.MOONCAKE
-        first = self.prefill = scheduler(prefill.SchedulerDisaggregationPrefillMixin, 30001)
-        buffers = (first.req_to_metadata_buffer_idx_allocator, first.disagg_metadata_buffers)
-        self.bootstrapping = first.disagg_prefill_bootstrap_queue = prefill.PrefillBootstrapQueue(
-            first.token_to_kv_pool, None, *buffers, 0, self.port, TOKENS, first, _Nothing(), backend
-        )
+        group, self.prefill = Stages(stages), list[Any]()
+        for stage, layers in enumerate(stages):
+            vars(SETTINGS["parallel"]).update(pp_rank=stage, pp_size=len(stages), pp_group=group)
+            span = range(sum(stages[:stage]), sum(stages[:stage]) + layers)
+            first = scheduler(prefill.SchedulerDisaggregationPrefillMixin, 30001, span)
+            first.pp_group = group
+            buffers = (first.req_to_metadata_buffer_idx_allocator, first.disagg_metadata_buffers)
+            first.disagg_prefill_bootstrap_queue = prefill.PrefillBootstrapQueue(
+                *(first.token_to_kv_pool, None, *buffers, 0, self.port, TOKENS, first),
+                *(_Nothing(), backend),
+            )
+            self.prefill.append(first)
+        vars(SETTINGS["parallel"]).update(pp_rank=0, pp_size=1, pp_group=None)
         other = self.decode = scheduler(decode.SchedulerDisaggregationDecodeMixin, 30002)
         buffers = (other.req_to_metadata_buffer_idx_allocator, other.disagg_metadata_buffers)
         self.transferring = decode.DecodeTransferQueue(*buffers, other, other.tree_cache)
@@ -163,16 +191,17 @@ class Servers:
 
     def close(self) -> None:
         self.preallocating.kv_manager.teardown()
-        self.bootstrapping.kv_manager.teardown()
+        for stage in self.prefill:
+            stage.disagg_prefill_bootstrap_queue.kv_manager.teardown()
         self.bootstrap.close()
 
-    def pair(self, room: int, length: int) -> tuple[Any, Any]:
-        """A request at both schedulers, in the first queue of each."""
+    def pair(self, room: int, length: int) -> tuple[list[Any], Any]:
+        """A request at all schedulers, in the first queue of each."""
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        ours, theirs = (
+        *ours, theirs = (
             Req(
                 f"request {room}",
                 "",
@@ -183,14 +212,18 @@ class Servers:
                 bootstrap_room=room,
                 disagg_mode=mode,
             )
-            for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+            for mode in (
+                *[DisaggregationMode.PREFILL] * len(self.prefill),
+                DisaggregationMode.DECODE,
+            )
         )
-        self.bootstrapping.add(ours, HEADS)
+        for stage, one in zip(self.prefill, ours, strict=True):
+            stage.disagg_prefill_bootstrap_queue.add(one, HEADS)
         self.preallocating.add(theirs)
         return ours, theirs
 
     def admit(self) -> None:
-        """Both schedulers turn until prefill may compute what waits."""
+        """All schedulers turn until all stages of prefill may compute what waits."""
         found: list[Any] = []
 
         def turn() -> bool:
@@ -198,14 +231,20 @@ class Servers:
             assert not failed
             self.transferring.extend(ready)
             assert not self.transferring.pop_transferred()
-            found.extend(self.bootstrapping.pop_bootstrapped())
+            for stage in self.prefill:
+                found.extend(stage.disagg_prefill_bootstrap_queue.pop_bootstrapped())
+            assert len(found) in (0, len(self.prefill))
             return bool(found)
 
         wait(turn)
 
-    def compute(self, request: Any, end: int) -> None:
+    def compute(self, requests: list[Any], end: int) -> None:
         """A forward pass of prefill up to a token, as far as its pages are concerned."""
-        server, length = self.prefill, len(request.origin_input_ids)
+        for stage, request in zip(self.prefill, requests, strict=True):
+            self._compute(stage, request, end)
+
+    def _compute(self, server: Any, request: Any, end: int) -> None:
+        length = len(request.origin_input_ids)
         if not request.kv.holds_kv:
             server.req_to_token_pool.alloc([request])
         begin, last = (-(-each // PAGE) * PAGE for each in (request.kv.kv_allocated_len, end))
@@ -214,20 +253,23 @@ class Servers:
         server.req_to_token_pool.write(row, taken.int())
         request.kv.kv_allocated_len = end
         at = rows(server, request)[:end]
-        for number, buffer in enumerate(buffers_of(server)):
+        first = server.token_to_kv_pool.start_layer
+        for number, buffer in enumerate(buffers_of(server), first):
             token = torch.arange(end)[:, None, None]
             buffer[at] = (token + 16 * number + request.bootstrap_room).bfloat16()
         request.extend_end = request.kv.kv_committed_len = end
         if end < length:
             server.send_kv_chunk(request)
             return
-        request.output_ids.append(77 + request.bootstrap_room)
+        is_last = server is self.prefill[-1]
+        request.output_ids.append(77 + request.bootstrap_room if is_last else 0)
         server.disagg_prefill_inflight_queue.append(request)
         server.send_kv_chunk(request, last_chunk=True)
 
     def turn(self) -> tuple[list[Any], list[Any]]:
         """Requests that are complete at prefill, and at decode."""
-        done = self.prefill.process_disagg_prefill_inflight_queue()
+        done = [each for stage in self.prefill
+                for each in stage.process_disagg_prefill_inflight_queue()]  # fmt: skip
         got = self.transferring.pop_transferred()
         self.transferring.resolve_deferred_releases()
         return done, got
@@ -242,10 +284,17 @@ def buffers_of(server: Any) -> list[torch.Tensor]:
     return [*server.token_to_kv_pool.k_buffer, *server.token_to_kv_pool.v_buffer]
 
 
+def halves(server: Any) -> list[torch.Tensor]:
+    """K and V, [layers, tokens, heads, DIM]."""
+    pool = server.token_to_kv_pool
+    return [torch.stack(each) for each in (pool.k_buffer, pool.v_buffer)]
+
+
 @contextlib.contextmanager
-def servers() -> Iterator[Servers]:
-    made = Servers()
-    made.prefill.kv_checksum_computer = made.decode.kv_checksum_computer = None
+def servers(*given: Any) -> Iterator[Servers]:
+    made = Servers(*given)
+    for each in (*made.prefill, made.decode):
+        each.kv_checksum_computer = None
     try:
         yield made
     finally:
@@ -254,26 +303,27 @@ def servers() -> Iterator[Servers]:
 
 def transfer(made: Servers, room: int, *ends: int) -> None:
     ours, theirs = made.pair(room, ends[-1])
-    free = made.prefill.token_to_kv_pool_allocator.available_size()
+    free = [each.token_to_kv_pool_allocator.available_size() for each in made.prefill]
     made.admit()
     for end in ends:
         made.compute(ours, end)
-    sent = [buffer[rows(made.prefill, ours)] for buffer in buffers_of(made.prefill)]
+    found_at = zip(made.prefill, ours, strict=True)
+    sent = [[half[:, rows(stage, one)] for half in halves(stage)] for stage, one in found_at]
     done: list[Any] = []
     got: list[Any] = []
 
     def complete() -> bool:
         for found, more in zip((done, got), made.turn(), strict=True):
             found.extend(more)
-        return bool(done and got)
+        return len(done) == len(ours) and bool(got)
 
     wait(complete)
-    assert (done, got) == ([ours], [theirs])
+    assert (sorted(done, key=ours.index), got) == (ours, [theirs])
     assert list(theirs.output_ids) == [77 + room]
-    for buffer, wanted in zip(buffers_of(made.decode), sent, strict=True):
-        assert torch.equal(buffer[rows(made.decode, theirs)], wanted)
-    assert made.prefill.token_to_kv_pool_allocator.available_size() == free
-    assert made.prefill.told[-1] is ours
+    for half, *wanted in zip(halves(made.decode), *sent, strict=True):
+        assert torch.equal(half[:, rows(made.decode, theirs)], torch.cat(wanted))
+    assert [each.token_to_kv_pool_allocator.available_size() for each in made.prefill] == free
+    assert [each.told[-1] for each in made.prefill] == ours
 
 
 @scenario
@@ -281,7 +331,16 @@ def chunks_through_both_schedulers_queues() -> None:
     with servers() as made:
         transfer(made, 5, 8, 16, 19)
         transfer(made, 6, 3)
-        assert made.bootstrapping.queue == made.preallocating.queue == made.transferring.queue == []
+        assert made.preallocating.queue == made.transferring.queue == []
+        assert made.prefill[0].disagg_prefill_bootstrap_queue.queue == []
+
+
+@scenario
+def pipeline_stages_begin_when_the_first_one_says_so() -> None:
+    """SGLang's first stage decides by what PPConsensusStore says of the others."""
+    with servers((2, 1)) as made:
+        transfer(made, 9, 8, 19)
+        transfer(made, 10, 3)
 
 
 @scenario
@@ -294,15 +353,15 @@ def prefill_fails_between_chunks_and_decodes_pages_come_back() -> None:
         made.admit()
         assert made.decode.token_to_kv_pool_allocator.available_size() < free
         made.compute(ours, 8)
-        ours.disagg_kv_sender.abort()
+        ours[0].disagg_kv_sender.abort()
         wait(lambda: (made.turn(), not made.transferring.queue)[1])
         assert isinstance(theirs.finished_reason, FINISH_ABORT)
         assert made.decode.told == [theirs]
         wait(lambda: (made.turn(), not made.transferring.has_pending_deferred_releases())[1])
         assert made.decode.token_to_kv_pool_allocator.available_size() == free
-        made.prefill.disagg_prefill_inflight_queue.append(ours)
-        wait(lambda: made.turn()[0] == [ours])
-        assert isinstance(ours.finished_reason, FINISH_ABORT)
+        made.prefill[0].disagg_prefill_inflight_queue.extend(ours)
+        wait(lambda: made.turn()[0] == ours)
+        assert isinstance(ours[0].finished_reason, FINISH_ABORT)
         transfer(made, 8, 8, 12)
 
 

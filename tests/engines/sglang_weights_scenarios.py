@@ -50,7 +50,10 @@ def begin() -> None:
     for module in (tp_worker, of_runner):
         module.monkey_patch_torch_reductions = lambda: None  # for tensors of GPUs alone
     of_runner.get_model = lambda: types.SimpleNamespace(weight_cache_mode="off")
-    torch.distributed.barrier = lambda **_: local.barrier.wait(HANG_S)
+    barrier = torch.distributed.barrier
+    torch.distributed.barrier = lambda **group: (
+        local.barrier.wait(HANG_S) if hasattr(local, "barrier") else barrier(**group)
+    )
     torch.cuda.current_device = lambda: 0  # asked for a device that CPU tensors do not have
     of_runner._unwrap_tensor = lambda tensor, **_: tensor
     assert scheduler.Scheduler is not None
@@ -60,7 +63,7 @@ def begin() -> None:
 class Rank:
     """One of SGLang's scheduler processes, as far as weights go."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, barrier: threading.Barrier, model: Any) -> None:
         from sglang.srt.managers import tp_worker
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.managers.scheduler_components.weight_updater import (
@@ -71,7 +74,7 @@ class Rank:
         from moe_p2p.integrations import sglang_weights
 
         local.rank, local.barrier = rank, barrier
-        self.model = TpModel(rank, TP)
+        self.model = model(rank, TP)
         runner = types.SimpleNamespace(weight_updater=WeightUpdater(
             tp_rank=rank, device="cpu", gpu_id=0, model_config=None,
             custom_weight_loaders={sglang_weights.LOADER: None}, get_model=lambda: self.model,
@@ -101,10 +104,12 @@ class Rank:
 class Manager:
     """SGLang's TokenizerManager: each call reaches all ranks, in their order of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = TpModel) -> None:
         self.barrier, self.calls = threading.Barrier(TP), list[str]()
         self.pools = [ThreadPoolExecutor(1) for _ in range(TP)]
-        self.ranks = [self.pools[i].submit(Rank, i, self.barrier).result(HANG_S) for i in range(TP)]
+        self.ranks = [
+            self.pools[i].submit(Rank, i, self.barrier, model).result(HANG_S) for i in range(TP)
+        ]
 
     def on_all(self, what: str, call: Any) -> list[Any]:
         self.calls.append(what)
@@ -150,7 +155,8 @@ class Manager:
 
 
 class Server:
-    """SGLang's HTTP server, as far as weights go: its paths, its requests' schemas, answers."""
+    """SGLang's HTTP server, as far as weights go: its paths, its requests' schemas, answers. key:
+    "": it asks for none."""
 
     def __init__(self, manager: Manager, key: str) -> None:
         import sglang
@@ -170,7 +176,7 @@ class Server:
             def do_POST(handler) -> None:  # noqa: N805
                 path, length = handler.path[1:], int(handler.headers["Content-Length"])
                 body = json.loads(handler.rfile.read(length))
-                if handler.headers["Authorization"] != f"Bearer {key}":
+                if key and handler.headers["Authorization"] != f"Bearer {key}":
                     self.refused.append(path)
                     return handler.send_error(401)
                 status, content = self.answer(getattr(manager, path), schemas[path], body)
