@@ -13,7 +13,7 @@ import pytest
 from moe_p2p import InvalidArgumentError, UnavailableError, kv
 from moe_p2p.errors import TimeoutError as LateError
 from moe_p2p.kv.ring import HEADER_BYTES
-from tests.support.kv_fakes import FakeEngine, FakeNet, cache_of
+from tests.support.kv_fakes import FakeEngine, FakeNet, FakePeer, cache_of
 from tests.support.kv_mutations import MUTATIONS, QUEUE_PAIR_MUTATIONS, mutated
 from tests.support.kv_world import DECODE, LAYERS, PACKED, TIMEOUTS, Deal, FaultError, World
 
@@ -281,6 +281,29 @@ def test_the_key_is_withdrawn_where_queue_pairs_do_not_end(
         world.settle()
         everything_lands(world)
         world.finish()
+
+
+@pytest.mark.parametrize("fence", ["key", "queue_pair"])
+def test_a_fence_goes_on_where_a_peer_cannot_be_disconnected(fence: str) -> None:
+    """The engine forgets it all the same: a second try is refused, and pages stayed held."""
+
+    def disconnect(self: object) -> None:
+        raise LateError("the engine's thread does not answer")
+
+    world = World(fence=fence)
+    deal = opened(world)
+    send(world, deal, LAYERS)
+    post_all(world)
+    with mock.patch.object(FakePeer, "disconnect", disconnect):
+        world.stopped = [True, True]
+        deal.reservation.cancel()
+        for _ in range(2):
+            world.clock.now += TIMEOUTS.drain_s
+            world.step()
+    assert deal.reservation.reusable
+    world.settle()
+    everything_lands(world)
+    world.finish()
 
 
 def test_a_fence_by_queue_pair_wants_verbs() -> None:
