@@ -158,14 +158,15 @@ def test_a_dead_prefiller_does_not_fail_the_decoder() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_whose_name_another_process_takes_stops(role: str) -> None:
     """Its requests fail by name, its pages come back, and others meet the new one."""
-    quick = dataclasses.replace(QUICK, lease_s=1)
-    with workers(LAYOUT, LAYOUT, timeouts=quick) as found, Engine() as engine:
+    with workers(LAYOUT, LAYOUT) as found, Engine() as engine:
         of_role: dict[str, Any] = {"prefill": found.senders[0], "decode": found.receivers[0]}
         old, other = of_role.pop(role), of_role.popitem()[1]
         reservation = found.receivers[0].reserve("r", "prefill", PAGES, total=16)
         sending = found.senders[0].start("r", "decode", PAGES, total=16)
-        new = type(old)(engine, cache_of(LAYOUT, 0, 32), instance=role, timeouts=quick)
-        with kv.Membership(new, kv.TorchLeases(found.memberships[old.name].leases.client, 1)) as it:
+        new = type(old)(engine, cache_of(LAYOUT, 0, 32), instance=role, timeouts=QUICK)
+        with kv.Membership(
+            new, kv.TorchLeases(found.memberships[old.name].leases.client, QUICK.lease_s)
+        ) as it:
             for request in (reservation, sending):
                 with pytest.raises(PeerDeadError, match="request 'r'"):
                     request.wait(20)
