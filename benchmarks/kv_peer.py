@@ -32,6 +32,7 @@ PAGE_TOKENS = {"prefill": 4, "decode": 8}
 SHARED = 2  # pages of the decode side's prefix cache, which nothing may change
 CACHED, FREE = 0xAB, 0xCC
 LEASE_S = 8.0
+FOUND_OUT_S = 20.0  # until a worker knows that it was replaced; it looks each LEASE_S / 4
 PREEMPTED = "preempted, and begun anew"
 
 
@@ -100,6 +101,33 @@ class Cancel:
     """Says that a user gives the request of this job up now."""
 
     number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leave:
+    """The worker leaves once its requests have ended. replaced: another process has its name, so it
+    finds out and leaves by itself."""
+
+    replaced: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """Its last word, with what has not come back. replaced: it has found out."""
+
+    missing: int  # pages
+    slots: int
+    requests: int
+    held: int  # pages of reservations
+    replaced: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """What the worker says to "pairs": by name of the other one, the tag that both have."""
+
+    at: float
+    tags: dict[str, int]
 
 
 def stream(number: int, layer: int, nbytes: int) -> Tensor:
@@ -173,8 +201,13 @@ class Peer:
         self.say("ready")
         while True:
             message = self.pipe.recv()
-            if message == "leave":
+            if isinstance(message, Leave):
                 break
+            if message == "pairs":
+                with self.worker.lock:
+                    tags = {name: pair.tag for name, pair in self.worker.pairs.items()}
+                self.say(Pairs(time.monotonic(), tags))
+                continue
             if isinstance(message, Cancel):
                 if request := self.requests.get(message.number):
                     request.cancel("the user left")
@@ -185,11 +218,20 @@ class Peer:
             self.jobs = [each for each in self.jobs if each.is_alive()]
         for thread in self.jobs:
             thread.join(60)
+        until = time.monotonic() + FOUND_OUT_S
+        while message.replaced and not self.worker.replaced and time.monotonic() < until:
+            time.sleep(0.01)
         self.membership.close()
-        missing = self.pool.num_missing
-        slots = self.worker.slots.num_taken + self.worker.ring.slots.num_taken
+        prefill = self.setting.role == "prefill"
+        left = Left(
+            self.pool.num_missing,
+            self.worker.slots.num_taken + self.worker.ring.slots.num_taken,
+            len(self.worker.sendings if prefill else self.worker.reservations),
+            0 if prefill else self.worker._holds.num_held,
+            bool(self.worker.replaced),
+        )
         self.engine.close()
-        self.say(("left", missing, slots))
+        self.say(left)
 
     def say(self, what: Any) -> None:
         with self.sending:

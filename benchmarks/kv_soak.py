@@ -1,22 +1,30 @@
-"""Thousands of KV requests while users cancel, workers join, leave, stop and are killed.
+"""Thousands of KV requests while users cancel, and workers leave, stop, are killed and replaced.
 
-    python benchmarks/kv_soak.py --requests 10000                 the software NIC, which reorders
-    python benchmarks/kv_soak.py --requests 10000 --over tcp      libfabric's tcp
+    python benchmarks/kv_soak.py --requests 1000                  the software NIC, which reorders
+    python benchmarks/kv_soak.py --requests 1000 --over tcp       libfabric's tcp
 
 Two prefill and two decode workers are processes (kv_peer.py). A tenth of the requests is cancelled
 at either side, a tenth is preempted at prefill and begun anew, a third has a prefix at the decode
 side, half are pulled, some come in chunks. All bytes are compared and all checksums are on. With
---pack half of the prefill workers pack their rows. Every --trouble-every requests one worker is
-killed, stopped for longer than drain_s while users give its requests up, or leaves in good order,
-and another one joins.
+--pack half of the prefill workers pack their rows. Every --trouble-every requests one prefill or
+decode worker is in trouble, each kind for each role in turn:
+
+    kill              another one joins
+    restart           a process under the same name begins at once
+    replace           that begins while the first lives, which has to find out and leave by itself
+    replace stopped   the same while the first is stopped, which goes on afterwards
+    stop              for longer than drain_s, while users give its requests up
+    leave             in good order; another one joins
+
+Requests that no trouble touched have to complete at both sides; a worker counts as troubled until
+it and all others agree about their pairs, within HEAL_S.
 
     python benchmarks/kv_soak.py --requests 3000 --mutations      each part is needed
 
 runs it once for each part that all workers leave out: exit status 1 where a run ends well.
 
-Exit status 1: wrong bytes, a write into pages that were free, pages or slots that did not come
-back, a request that ended nowhere; 2: it cannot run here. Run for 300 requests by
-tests/kv/test_kv_soak.py.
+Exit status 1: wrong bytes, a write into pages that were free, pages, slots or reservations that did
+not come back, a request that ended nowhere; 2: it cannot run here. Run by tests/kv/test_kv_soak.py.
 """
 
 from __future__ import annotations
@@ -40,7 +48,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import torch  # noqa: E402
-from kv_peer import LEASE_S, Cancel, Job, Result, Setting  # noqa: E402
+from kv_peer import LEASE_S, Cancel, Job, Leave, Left, Pairs, Result, Setting  # noqa: E402
 from kv_peer import main as peer_main  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 
@@ -53,8 +61,11 @@ OVER = {
 }
 WINDOW = 12  # requests under way
 MUTATIONS = ("no fence", "no nonce", "no epoch", "reuse before drain")  # of kv_mutations.py
-TROUBLES = ("kill", "stop", "leave")
-RECOVERY_S = 10.0  # after trouble at a worker, until all its requests must be complete again
+ROLES = ("prefill", "decode")
+TROUBLES = ("kill", "restart", "replace", "replace stopped", "stop", "leave")
+HEAL_S = 30.0  # until a worker must have met all others after trouble
+MOST_TOUCHED = 4  # requests that a worker gets before it has healed
+ASK_S = 0.1  # between two questions for pairs
 STUCK_S = 90.0  # after which a request that has not ended at a living worker hangs
 START_S = 90.0
 
@@ -72,7 +83,13 @@ class Process:
     jobs: dict[int, float] = field(default_factory=dict)  # under way: since when
     stopped_until: float = 0.0
     leaving: bool = False
-    troubled_at: float = -1e9
+    replaced: bool = False
+    heals_since: float | None = None  # None: nothing is wrong with it
+    touched: int = 0  # requests that it got since then
+    pairs: Pairs = field(default_factory=lambda: Pairs(-1e9, {}))  # its last word
+
+    def begin_healing(self, after_s: float = 0.0) -> None:
+        self.heals_since, self.touched = time.monotonic() + after_s, 0
 
 
 class Soak:
@@ -97,17 +114,19 @@ class Soak:
         self.preempted = 0  # requests that were preempted and completed all the same
         self.packed = 0  # writes of packed rows, of requests that are complete
         self.reusable_s: list[float] = []
-        self.excused: set[int] = set()  # requests that may fail: cancelled, or a worker in trouble
+        self.excused: set[int] = set()  # requests that may fail: cancelled, or touched by trouble
+        self.asked_at = 0.0
         self.began = time.monotonic()
 
     # --- workers ---
 
-    def start(self, role: str) -> None:
+    def start(self, role: str, instance: str = "") -> None:
+        """instance: its name, which another one may have had, or has."""
         self.num_started += 1
         transport, settings = OVER[self.arguments.over]
         setting = Setting(
             role,
-            f"{role}-{self.num_started}",
+            instance or f"{role}-{self.num_started}",
             self.store.port,
             transport,
             settings.format(seed=self.arguments.seed and self.arguments.seed + self.num_started),
@@ -128,6 +147,7 @@ class Soak:
         if not ours.poll(START_S) or ours.recv() != "ready":
             raise FailedError(f"{setting.instance} did not start")
         self.processes.append(Process(role, setting.instance, handle, ours))
+        self.processes[-1].begin_healing()
 
     def link(self, role: str) -> kv.KVLink | None:
         """With --pack every other prefill worker packs all rows, into parts of two pages, one or
@@ -139,13 +159,25 @@ class Soak:
         return kv.KVLink("soak", 1e9, 1e6, write_bytes, pack, 8 * write_bytes)
 
     def of(self, role: str) -> list[Process]:
-        return [p for p in self.processes if p.role == role and not p.leaving]
+        return [p for p in self.of_all() if p.role == role]
+
+    def of_all(self) -> list[Process]:
+        return [p for p in self.processes if not p.leaving]
+
+    def candidates(self, role: str) -> list[Process]:
+        """Those that have healed, and those that have not for some requests."""
+        while True:
+            found = self.of(role)
+            found = [p for p in found if p.heals_since is None or p.touched < MOST_TOUCHED]
+            if found:
+                return found
+            self.receive(0.05)
 
     # --- requests ---
 
     def submit(self, number: int) -> None:
         draw = self.draw
-        prefill, decode = (draw.choice(self.of(role)) for role in ("prefill", "decode"))
+        prefill, decode = (draw.choice(self.candidates(role)) for role in ROLES)
         total = draw.randint(1, 60)
         prefix = 8 * draw.randint(0, min(2, (total - 1) // 8)) if draw.random() < 1 / 3 else 0
         cuts = sorted({draw.randint(1, total) for _ in range(draw.choice([0, 0, 1, 2]))} | {total})
@@ -163,9 +195,10 @@ class Soak:
             preempted=draw.random() < 0.1,
         )
         now = time.monotonic()
-        if job.cancel or any(now - each.troubled_at < RECOVERY_S for each in (prefill, decode)):
+        if job.cancel or any(each.heals_since is not None for each in (prefill, decode)):
             self.excused.add(number)
         for process in (decode, prefill):
+            process.touched += 1
             process.jobs[number] = now
             try:
                 process.pipe.send(job)
@@ -183,17 +216,52 @@ class Soak:
         now = time.monotonic()
         for process in self.processes:
             if process.stopped_until and now >= process.stopped_until:
-                process.stopped_until = 0.0
-                os.kill(process.handle.pid or 0, signal.SIGCONT)
+                self.go_on(process)
             for number, since in process.jobs.items():
                 if now - since > STUCK_S:
                     raise FailedError(f"request {number} hangs at {process.instance}")
+        self.heal(now)
+
+    def go_on(self, process: Process) -> None:
+        process.stopped_until = 0.0
+        os.kill(process.handle.pid or 0, signal.SIGCONT)
+        # What it had to drain is late now, and its pairs may end once more.
+        process.begin_healing(self.timeouts.drain_s + 1)
+
+    def heal(self, now: float) -> None:
+        """Workers have met where both say that they have the same pair."""
+        runs = [p for p in self.processes if not (p.leaving or p.stopped_until)]
+        healing = [p for p in runs if p.heals_since is not None]
+        if healing and now - self.asked_at > ASK_S:
+            self.asked_at = now
+            for process in runs:
+                process.pipe.send("pairs")
+        for process in healing:
+            since = process.heals_since or 0.0
+            others = [other for other in runs if other.role != process.role]
+            if all(
+                each.pairs.at > since
+                and each.pairs.tags.get(f"{other.instance}/0", 0)
+                == other.pairs.tags.get(f"{each.instance}/0", 1)
+                for one in others
+                for each, other in ((process, one), (one, process))
+            ):
+                process.heals_since = None
+            elif now - since > HEAL_S:
+                names = ", ".join(other.instance for other in others)
+                raise FailedError(
+                    f"{process.instance} has not met {names} {HEAL_S} s after trouble"
+                )
 
     def take(self, process: Process, message: Any) -> None:
-        if isinstance(message, tuple):
-            _, missing, slots = message
-            if missing or slots:
-                raise FailedError(f"{process.instance} left without {missing} pages, {slots} slots")
+        if isinstance(message, Pairs):
+            process.pairs = message
+            return
+        if isinstance(message, Left):
+            if message.missing or message.slots or message.requests or message.held:
+                raise FailedError(f"{process.instance} left with {message}")
+            if process.replaced and not message.replaced:
+                raise FailedError(f"{process.instance} was replaced, and has not found out")
             process.handle.join(30)
             self.processes.remove(process)
             return
@@ -222,27 +290,31 @@ class Soak:
     # --- trouble ---
 
     def trouble(self) -> None:
-        kind = TROUBLES[sum(self.troubles.values()) % len(TROUBLES)]
-        role = self.draw.choice(["prefill", "decode"])
-        victim = self.draw.choice(self.of(role))
+        at = sum(self.troubles.values())
+        kind, role = TROUBLES[at % len(TROUBLES)], ROLES[(at + at // len(TROUBLES)) % len(ROLES)]
+        victim = self.draw.choice([each for each in self.of(role) if not each.stopped_until])
         self.troubles[kind] += 1
         self.excused |= victim.jobs.keys()
-        victim.troubled_at = time.monotonic()
         pid = victim.handle.pid or 0
-        if kind == "stop":
-            if not victim.stopped_until:
-                os.kill(pid, signal.SIGSTOP)
-                victim.stopped_until = time.monotonic() + 2 * self.timeouts.drain_s
-                self.give_up(victim)
-            return
-        self.start(role)  # the one that joins
-        if kind == "kill":
+        if kind in ("kill", "restart"):
             os.kill(pid, signal.SIGKILL)
             victim.handle.join(30)
             self.processes.remove(victim)
-        else:
-            victim.leaving = True
-            victim.pipe.send("leave")
+        if kind in ("stop", "replace stopped"):
+            os.kill(pid, signal.SIGSTOP)
+            victim.stopped_until = time.monotonic() + 2 * self.timeouts.drain_s
+        if kind == "stop":
+            victim.begin_healing()
+            self.give_up(victim)
+            return
+        self.start(role, "" if kind in ("kill", "leave") else victim.instance)
+        if kind not in ("kill", "restart"):
+            victim.replaced = kind != "leave"
+            self.send_away(victim)
+
+    def send_away(self, process: Process) -> None:
+        process.leaving = True
+        process.pipe.send(Leave(process.replaced))
 
     def give_up(self, victim: Process) -> None:
         """The other side cancels what is under way: its pages must come back by a fence."""
@@ -253,9 +325,11 @@ class Soak:
     # --- all of it ---
 
     def run(self) -> None:
-        for role in ("prefill", "decode"):
+        for role in ROLES:
             for _ in range(2):
                 self.start(role)
+        while any(process.heals_since is not None for process in self.processes):
+            self.receive(0.05)
         every = self.arguments.trouble_every
         for number in range(1, self.arguments.requests + 1):
             self.submit(number)
@@ -271,12 +345,10 @@ class Soak:
                 )
         while self.under_way:
             self.receive(0.05)
-        for process in self.processes:
-            if process.stopped_until:
-                os.kill(process.handle.pid or 0, signal.SIGCONT)
-            if not process.leaving:
-                process.leaving = True
-                process.pipe.send("leave")
+        while any(p.stopped_until or p.heals_since is not None for p in self.of_all()):
+            self.receive(0.05)
+        for process in self.of_all():
+            self.send_away(process)
         ending = time.monotonic()
         while self.processes:
             self.receive(0.1)
@@ -298,6 +370,7 @@ class Soak:
             "seconds": round(time.monotonic() - self.began, 1),
             "ends": self.ends,
             "troubles": self.troubles,
+            "untouched": self.arguments.requests - len(self.excused),
             "packed": self.packed,
             "preempted": self.preempted,
             "reusable_ms": {"p50": round(at[0] * 1e3, 1), "p99": round(at[1] * 1e3, 1)},
@@ -320,12 +393,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--over", choices=OVER, default="loopback")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pack", action="store_true", help="half of the workers pack their rows")
     parser.add_argument("--mutations", action="store_true", help="each of them must be caught")
-    parser.add_argument("--trouble-every", type=int, default=100)
+    parser.add_argument("--trouble-every", type=int, default=80)
     parser.add_argument(
         "--verbose", action="store_true", help="error texts of requests that failed"
     )

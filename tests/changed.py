@@ -52,6 +52,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "moe_p2p/tools/": ("tools/",),
     "moe_p2p/examples/": ("tools/", "package/"),
     "benchmarks/": ("tools/", "package/"),
+    "benchmarks/kv_": ("kv/", "tools/", "package/"),
     "docs/": (),
     "setup.py": ("package/",),
     "pyproject.toml": ("package/",),

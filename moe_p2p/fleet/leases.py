@@ -1,8 +1,7 @@
 """Leases: a record by name in a store, that its member renews; one that is not renewed is over.
 
-Any store will do that has the three methods of `Leases`. `TorchLeases` is one over torch's stores:
-a record counts, and a record that has not been renewed for `lease_s` of the reader's own clock is
-over, so clocks of hosts need not agree. Used by member.py, and by moe_p2p.kv.
+A record that has not been renewed for `lease_s` of the reader's own clock is over, so clocks of
+hosts need not agree. Used by member.py; callers of moe_p2p.kv make them.
 """
 
 from __future__ import annotations
@@ -11,21 +10,10 @@ import json
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from moe_p2p.errors import require
 from moe_p2p.fleet.client import Client
-
-
-class Leases(Protocol):
-    def renew(self, name: str, record: bytes) -> None:
-        """Makes or renews the lease of `name`."""
-
-    def withdraw(self, name: str) -> None:
-        """Ends it."""
-
-    def members(self) -> dict[str, bytes]:
-        """Returns records by name, of leases that are not over."""
 
 
 class TorchLeases:
@@ -55,7 +43,7 @@ class TorchLeases:
             f"TorchLeases: lease_s is {lease_s!r}, must be a number of seconds above 0",
         )
         self.client = store if isinstance(store, Client) else Client(store)
-        self._lease_s, self._clock = lease_s, clock
+        self._lease_s, self._clock, self.prefix = lease_s, clock, prefix
         self._at = f"{prefix}/moe_p2p/kv" if prefix else "moe_p2p/kv"
         self._places: dict[str, tuple[int, str]] = {}  # by name: place, and what stands there
         self._renewals = 0

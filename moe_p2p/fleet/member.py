@@ -1,7 +1,8 @@
 """One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
 
-Used by weights' trainer.py and generator.py. The thread touches no device and keeps no reference
-to its rank. README.md says what names, incarnations and ids are.
+Used by weights' trainer.py and generator.py, and by kv's membership.py. The thread touches no
+device, and keeps no reference to its rank but for `then`. README.md says what names, incarnations
+and ids are.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from moe_p2p import log
@@ -32,7 +34,7 @@ class ReplacedError(AbortedError):
 
 def name_of(who: str) -> str:
     """Of an id: what people read."""
-    return who.partition("#")[0]
+    return who.rpartition("#")[0] or who
 
 
 class _Beat:
@@ -44,18 +46,22 @@ class _Beat:
         self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
         self.board = board
         self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
+        self.awake = threading.Event()
+        self.then: Callable[[], None] = lambda: None  # at the end of each beat
 
     def claim(self) -> None:
         key = f"{name_of(self.who)} is"
         while True:
             before = self.board.get(key)
-            self.record["claim"] = newer(before["claim"] if before else 0)
-            if self.board.swap(key, before, {"id": self.who, "claim": self.record["claim"]}):
+            claim = newer(before["claim"] if before else 0)
+            if self.board.swap(key, before, {"id": self.who, "claim": claim}):
+                self.record["claim"] = claim
                 return
 
     def look(self) -> None:
-        """Whether the name is still this process's. A store that has lost it has it again."""
-        found = self.board.get(f"{name_of(self.who)} is")
+        """Whether the name is still this process's. A store that has lost it has it again, and one
+        that was away when this process began gets its claim."""
+        found = self.board.get(f"{name_of(self.who)} is") if "claim" in self.record else None
         if found is None:
             self.claim()
         elif found["id"] != self.who:
@@ -69,10 +75,15 @@ class _Beat:
 
     def run(self) -> None:
         failing = False
-        while not self.stopped.wait(self.every):
+        while True:
+            self.awake.wait(self.every)
+            self.awake.clear()
+            if self.stopped.is_set():
+                return
             try:
                 self.look()
                 self.renew()
+                self.then()
                 failing = False
             except Exception as error:  # the store is gone: updates fail, the engine goes on
                 if not failing:
@@ -81,6 +92,7 @@ class _Beat:
 
     def stop(self) -> None:
         self.stopped.set()
+        self.awake.set()
         if self.lock.acquire(
             timeout=_LEAVE_S
         ):  # else the store is gone, and the lease will be over
@@ -94,16 +106,31 @@ class _Beat:
 class Member:
     """board: of the fleet. name: "trainer 3". record: what others read of it.
 
-    lease_s: after it without a renewal, by the reader's clock, a member is lost.
+    lease_s: after it without a renewal, by the reader's clock, a member is lost. leases: where a
+    caller has some already. then: called by the thread after each renewal, and once when the name
+    is another process's; the thread also claims the name then, where else the constructor does.
     """
 
-    def __init__(self, board: Board, name: str, record: Record, lease_s: float) -> None:
+    def __init__(
+        self,
+        board: Board,
+        name: str,
+        record: Record,
+        lease_s: float,
+        *,
+        leases: TorchLeases | None = None,
+        then: Callable[[Member], None] | None = None,
+    ) -> None:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
-        self._leases = TorchLeases(board.client, lease_s, prefix=board.prefix)
+        self._leases = leases or TorchLeases(board.client, lease_s, prefix=board.prefix)
         self._beat = _Beat(board, self._leases, self.id, {**record, "letter": letter()}, lease_s)
         self._looked = 0.0
-        self._beat.claim()
-        self._beat.renew()
+        if then is None:
+            self._beat.claim()
+            self._beat.renew()
+        else:
+            self._beat.then = partial(then, self)
+            self._beat.awake.set()
         threading.Thread(target=self._beat.run, name=f"lease of {name}", daemon=True).start()
         self.close = weakref.finalize(self, self._beat.stop)  # withdraws the lease; idempotent
 
@@ -111,6 +138,10 @@ class Member:
         """Adds to the record that others read."""
         self._beat.record |= changes
         self._beat.renew()
+
+    def wake(self) -> None:
+        """The thread looks and renews now."""
+        self._beat.awake.set()
 
     @property
     def replaced(self) -> bool:
@@ -152,6 +183,6 @@ def current(found: Mapping[str, Record]) -> dict[str, Record]:
     last: dict[str, str] = {}
     for who, record in found.items():
         before = last.setdefault(name_of(who), who)
-        if record["claim"] > found[before]["claim"]:
+        if record.get("claim", 0) > found[before].get("claim", 0):  # other versions have none
             last[name_of(who)] = who
     return {who: found[who] for who in last.values()}

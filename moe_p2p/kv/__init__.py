@@ -4,7 +4,7 @@ docs/kv.md explains it.
 """
 
 from moe_p2p.kv.layout import ORDERS, Holding, KVGroup, KVLayout
-from moe_p2p.kv.leases import Leases, TorchLeases, Worker
+from moe_p2p.kv.leases import TorchLeases, Worker
 from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink, link_of
 from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import (
@@ -51,7 +51,6 @@ __all__ = [
     "KVTimeouts",
     "KVTotals",
     "KVTransferStats",
-    "Leases",
     "Membership",
     "Place",
     "Span",

@@ -4,9 +4,11 @@
     with kv.Membership(receiver, leases):       and the same for each sender
         receiver.wait_for("prefill-0")
 
-A heartbeat thread renews the lease of this worker, connects to senders that are new (receivers
-connect to senders), and ends pairs whose worker's lease is over. It touches no CUDA. A second
-thread handles deadlines and fences. Ports are ephemeral and stand in the lease.
+Name, incarnation and lease are a moe_p2p.fleet `Member`'s. After each renewal its thread connects
+to senders that are new (receivers connect to senders), and ends pairs whose worker's lease is over,
+or whose name another process has; where that is this worker's own name, the worker leaves. It
+touches no CUDA. A second thread handles deadlines and fences. Ports are ephemeral and stand in the
+lease.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from moe_p2p import env, log
@@ -28,13 +29,14 @@ from moe_p2p.errors import (
     ProtocolError,
     UnavailableError,
     make,
-    require,
     require_type,
 )
+from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
+from moe_p2p.fleet.member import Member, Record, name_of
 from moe_p2p.kv.channel import Channel, prove, receive
-from moe_p2p.kv.leases import Leases, Worker
+from moe_p2p.kv.leases import TorchLeases, Worker
 from moe_p2p.kv.pair import Hello, Pair, PairMemory
 from moe_p2p.kv.worker import KVWorker
 
@@ -45,13 +47,12 @@ _WARN_S = 10.0  # between warnings of connections that were refused
 class Membership:
     """host: address under which others reach this process; it is also the one that listens."""
 
-    def __init__(self, worker: KVWorker, leases: Leases, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, worker: KVWorker, leases: TorchLeases, *, host: str = "127.0.0.1") -> None:
         require_type("Membership: worker", worker, KVWorker, "a KVSender or KVReceiver")
-        require(
-            hasattr(leases, "members"), f"Membership: leases is {leases!r}, must be a kv.Leases"
-        )
+        require_type("Membership: leases", leases, TorchLeases, "a kv.TorchLeases")
         require_type("Membership: host", host, str, "a str")
         self.worker, self.leases = worker, leases
+        worker.replaced = ""
         try:
             listening = socket.create_server((host, 0), backlog=_BACKLOG)
         except OSError as error:
@@ -65,28 +66,36 @@ class Membership:
             host,
             "whoever reaches the store of leases may write to all of its KV memory",
         )
-        self.record = dataclasses.replace(
+        self._place = dataclasses.replace(
             worker.worker, host=host, port=listening.getsockname()[1], secret=drawn
         )
-        # A rank may have a worker of either role.
-        self._lease = f"{self.record.name} ({self.record.role})"
         self._stop = threading.Event()
         self._left = threading.Event()  # and all pairs are lost
-        self._beat = threading.Event()
         self._dialing: set[str] = set()
         self._meeting: set[socket.socket] = set()  # not yet a pair's
         self._met = threading.Condition()
+        self._begun, self._closing = threading.Event(), threading.Lock()
         self._known: dict[str, Worker] = {}
-        self._unread: set[bytes] = set()
+        self._unread: set[str] = set()
         self._warned_at = float("-inf")
         # Before engines are closed at exit: a thread that is in a call of ours when the interpreter
         # ends would end the process by std::terminate.
         atexit.register(self.close)
-        self._threads = [
-            self._thread("lease", self._heartbeat),
-            self._thread("step", self._steps),
-        ]
+        self._stepping = self._thread("step", self._steps)
+        self._member = Member(
+            Board(leases.client, leases.prefix),
+            f"{worker.name} ({worker.role})",  # a rank may have a worker of either role
+            dataclasses.asdict(self._place),
+            worker.timeouts.lease_s,
+            leases=leases,
+            then=self._look,
+        )
         self._listener = Listener(worker.name, listening, self._answer, worker.timeouts.connect_s)
+        self._begun.set()
+
+    @property
+    def record(self) -> Worker:
+        return dataclasses.replace(self._place, incarnation=self._member.id)
 
     def _thread(self, name: str, run: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(
@@ -97,27 +106,17 @@ class Membership:
 
     # --- leases ---
 
-    def _heartbeat(self) -> None:
-        every = self.worker.timeouts.lease_s / 4
-        failing = False
-        while not self._stop.is_set():
-            try:
-                self.leases.renew(self._lease, self.record.to_bytes())
-                self._look_at(self.leases.members())
-                failing = False
-            except Exception as error:  # the store is gone: pairs go on as long as they can
-                if not failing:
-                    log.warning(
-                        f"{self.record.name}: the store of leases does not answer: {error!r}"
-                    )
-                failing = True
-            self._beat.wait(every)
-            self._beat.clear()
-        with suppress(Exception):  # the store may be gone
-            self.leases.withdraw(self._lease)
-
-    def _look_at(self, members: dict[str, bytes]) -> None:
-        found = self._workers(members)
+    def _look(self, member: Member) -> None:
+        """In the member's thread. Raises where the store does not answer: pairs go on as long as
+        they can."""
+        self._begun.wait(self.worker.timeouts.connect_s)
+        if member.replaced:
+            text = f"{self.worker.name} was replaced: another process has taken its name"
+            log.warning(text)
+            self.worker.replaced = text
+            self.close()
+            return
+        found = self._workers(member.members())
         for name, pair in list(self.worker.pairs.items()):
             now = found.get(name)
             if now is None and name in self._known:
@@ -131,19 +130,19 @@ class Membership:
                 self._dialing.add(other.name)
                 self._thread(f"dials {other.name}", self._dial, other)
 
-    def _workers(self, members: dict[str, bytes]) -> dict[str, Worker]:
+    def _workers(self, members: Mapping[str, Record]) -> dict[str, Worker]:
         """Of the other role, by name. Without those whose records this build does not read: others
         go on."""
         found = {}
-        for name, record in members.items():
+        for who, record in members.items():
             try:
-                worker = Worker.from_bytes(record)
+                worker = Worker.of(record, incarnation=who)
                 if worker.role != self.worker.role:
                     found[worker.name] = worker
             except MoeP2pError as error:
-                if record not in self._unread:
-                    log.warning(f"{self.record.name}: the lease of {name}: {error}")
-                self._unread.add(record)
+                if who not in self._unread:
+                    log.warning(f"{self.worker.name}: the lease of {name_of(who)}: {error}")
+                self._unread.add(who)
         return found
 
     # --- connections ---
@@ -157,7 +156,7 @@ class Membership:
         except (OSError, MoeP2pError) as error:
             if not self._stop.is_set():
                 # Mostly a worker that has just ended, whose lease is not over yet.
-                log.info(f"{self.record.name}: cannot connect to {other.name}: {error}; again soon")
+                log.info(f"{self.worker.name}: cannot connect to {other.name}: {error}; again soon")
         finally:
             self._dialing.discard(other.name)
 
@@ -170,7 +169,7 @@ class Membership:
             now = time.monotonic()
             if not self._stop.is_set() and now - self._warned_at > _WARN_S:
                 self._warned_at = now  # strangers do not fill a log
-                log.warning(f"{self.record.name}: refused a connection: {error}")
+                log.warning(f"{self.worker.name}: refused a connection: {error}")
 
     def _meet(
         self,
@@ -185,7 +184,7 @@ class Membership:
             self._meeting.add(connection)
         try:
             if self._stop.is_set():
-                raise make(ClosedError, f"{self.record.name} leaves")
+                raise make(ClosedError, f"{self.worker.name} leaves")
             connection.settimeout(deadline.timeout_s)  # of what is sent
             prove(connection, secret, deadline, dials=proved is None)
             if proved is not None:
@@ -216,7 +215,7 @@ class Membership:
             self._steps()
             return
         channel.start(
-            f"{self.record.name} with {pair.name}",
+            f"{self.worker.name} with {pair.name}",
             lambda message: self.worker.on_message(pair, message),
             lambda why: self._ended(pair, why),
         )
@@ -224,7 +223,7 @@ class Membership:
     def _ended(self, pair: Pair, why: str) -> None:
         if not self._stop.is_set():
             self.worker.lose(pair, why)
-            self._beat.set()  # it may be back already
+            self._member.wake()  # it may be back already
 
     # --- deadlines and fences ---
 
@@ -235,7 +234,7 @@ class Membership:
             try:
                 pause = self.worker.step()
             except Exception as error:
-                log.warning(f"{self.record.name}: a step failed: {error!r}")
+                log.warning(f"{self.worker.name}: a step failed: {error!r}")
                 pause = 0.05
             self.worker.pause(pause)
 
@@ -245,23 +244,25 @@ class Membership:
         Then no memory is registered. A fence that does not succeed within connect_s is tried again
         afterwards, until the engine is closed. The worker may have another Membership then.
         """
-        if self._stop.is_set():
-            return
+        with self._closing:
+            if not self._stop.is_set():
+                self._close()
+
+    def _close(self) -> None:
         atexit.unregister(self.close)
         self._stop.set()
-        self._beat.set()
-        self.worker.lose_all("this worker leaves")
+        self.worker.lose_all(self.worker.replaced or "this worker leaves")
         self._left.set()
         self.worker.wake.set()
+        self._member.close()
         self._listener.close()
         with self._met:
             for connection in self._meeting:
                 end(connection)
             self._met.wait_for(lambda: not self._meeting, self.worker.timeouts.connect_s)
         self.worker.wait_fenced(self.worker.timeouts.connect_s)
-        for thread in self._threads:
-            if thread is not self._threads[-1] or not self.worker.is_fencing:
-                thread.join(self.worker.timeouts.connect_s)
+        if not self.worker.is_fencing:
+            self._stepping.join(self.worker.timeouts.connect_s)
 
     def __enter__(self) -> Membership:
         return self

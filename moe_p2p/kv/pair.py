@@ -261,9 +261,9 @@ class Pair:
 
     def fence(self) -> None:
         """May take milliseconds. Raises TimeoutError where it must be called again."""
-        if self.peer is not None:
-            self.peer.disconnect()
-            self.peer = None
+        peer, self.peer = self.peer, None  # once: what follows ends all of its requests, too
+        if peer is not None:
+            peer.disconnect()
         if self.memory.by == QUEUE_PAIR:
             try:
                 self.memory.sever(self.tag)

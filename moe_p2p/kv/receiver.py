@@ -82,6 +82,7 @@ class KVReceiver(KVWorker):
         require(on_free is None or callable(on_free), f"on_free is {on_free!r}, must be a function")
         lists = page_lists(f"reserve {request!r}", self.cache.layout, pages)
         with self.lock:
+            self.check_name()
             reservation = KVReservation(self, request, source, lists)
             reservation.begin, reservation.total = begin, total
             reservation.pull = pull

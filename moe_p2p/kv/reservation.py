@@ -110,6 +110,10 @@ class PageHolds:
         for group, pages in reservation.held.items():
             self._held[group][pages] = False
 
+    @property
+    def num_held(self) -> int:
+        return sum(int(held.sum()) for held in self._held.values())
+
     def _written(self, plan: KVPlan, reservation: KVReservation) -> dict[str, Tensor]:
         found = {}
         for group in self._layout.groups:

@@ -57,6 +57,7 @@ class KVSender(KVWorker):
         """
         check_request(self.name, request, total)
         with self.lock:
+            self.check_name()
             taken = [each for each in self.sendings if each.request == request]
             require(
                 target not in [each.target for each in taken],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors, log
-from moe_p2p.errors import UnavailableError, make, require, require_type
+from moe_p2p.errors import AbortedError, UnavailableError, make, require, require_type
 from moe_p2p.kv import checksum
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_worker
@@ -113,7 +112,8 @@ class KVWorker:
         self.fence_by = fence
         self.engine, self.cache = engine, cache
         self.timeouts = timeouts
-        self.worker = Worker(instance, cache.rank, self.role, uuid.uuid4().hex)
+        self.worker = Worker(instance, cache.rank, self.role)
+        self.replaced = ""  # else why no request can begin any more
         self.clock = clock
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a request ended, or a pair came
@@ -195,6 +195,11 @@ class KVWorker:
             self.pairs[pair.name] = pair
             self.changed.notify_all()
 
+    def check_name(self) -> None:
+        """Raises where another process has this worker's name."""
+        if self.replaced:
+            raise make(AbortedError, self.replaced)
+
     def pair_with(self, instance: str, rank: int) -> Pair:
         pair = self.pairs.get(f"{instance}/{rank}")
         if pair is None:
@@ -219,6 +224,7 @@ class KVWorker:
         deadline = self.deadline(limit)
         with self.lock:
             while missing := self._missing(instance):
+                self.check_name()
                 left = deadline - self.clock()
                 if left <= 0:
                     raise make(

@@ -5,17 +5,33 @@ Each passes as it stands, and breaks a promise where that part is left out.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from moe_p2p import InvalidArgumentError, UnavailableError, kv
 from moe_p2p.errors import TimeoutError as LateError
 from moe_p2p.kv.ring import HEADER_BYTES
-from tests.support.kv_fakes import FakeEngine, FakeNet, cache_of
+from tests.support.kv_fakes import FakeEngine, FakeMemory, FakeNet, FakePeer, cache_of
 from tests.support.kv_mutations import MUTATIONS, QUEUE_PAIR_MUTATIONS, mutated
-from tests.support.kv_world import DECODE, LAYERS, PACKED, TIMEOUTS, Deal, FaultError, World
+from tests.support.kv_world import (
+    DECODE,
+    LAYERS,
+    PACKED,
+    PAGE_TOKENS,
+    PAGES,
+    TIMEOUTS,
+    Deal,
+    FaultError,
+    World,
+)
 
 RANKS = (0, 1)
 
@@ -212,11 +228,102 @@ def a_part_is_written_before_it_was_scattered(world: World) -> None:
     everything_lands(world)
 
 
+def the_first_fence_fails(world: World) -> None:
+    """A NIC that cannot promise it yet; meanwhile all lands that was posted."""
+
+    def unregister(self: object) -> None:
+        raise LateError("a peer may still answer a read")
+
+    deal = opened(world)
+    send(world, deal, LAYERS)
+    post_all(world)
+    world.stopped = [True, True]
+    deal.reservation.cancel()
+    world.clock.now += TIMEOUTS.drain_s
+    with mock.patch.object(FakeMemory, "unregister", unregister):
+        world.step()
+    world.settle()
+    everything_lands(world)
+
+
+def a_prompt_takes_longer_than_tail_s(world: World) -> None:
+    deal = opened(world, PAGES - 1)
+    for end in range(1, PAGES):
+        for sending in deal.sendings:
+            assert sending is not None
+            for layer in range(LAYERS):
+                sending.layer(layer, end * PAGE_TOKENS)
+        everything_lands(world)
+        world.step()
+        world.clock.now += 0.9 * TIMEOUTS.tail_s
+        world.step()
+        if deal.reservation.error is not None:
+            raise FaultError(f"it moved all the time: {deal.reservation.error}")
+    deal.reservation.cancel()
+
+
+def lists_change_after_the_call(world: World) -> None:
+    """Engines use theirs again; nobody has opened the request yet."""
+    deal = world.reserve(1)
+    assert deal is not None
+    for rank, sender in enumerate(world.senders):
+        pages = torch.tensor(deal.source_pages, dtype=torch.int32)
+        deal.sendings[rank] = sender.start(
+            deal.reservation.request, "decode", {"kv": pages}, total=deal.total
+        )
+        pages.fill_(PAGES - 1)
+    messages(world)
+    send(world, deal)
+    everything_lands(world)
+    world.settle()
+    assert deal.checked
+
+
+def a_worker_is_started_anew_on_another_host(world: World) -> None:
+    """The one before is gone with its host: its lease is not over yet, and its connection is open.
+    Nothing of the world but its network."""
+    timeouts = dataclasses.replace(TIMEOUTS, lease_s=0.4, connect_s=20)
+    store, many = HashStore(), 60.0
+    made = [
+        kind(FakeEngine(world.net), cache_of(DECODE, 0, 4), instance=name, timeouts=timeouts)
+        for kind, name in ((kv.KVReceiver, "d"), (kv.KVSender, "p"), (kv.KVSender, "p"))
+    ]
+    receiver, looks = made[0], list[object]()
+    with ExitStack() as stack:
+
+        def begin(worker: Any) -> kv.Membership:
+            return stack.enter_context(kv.Membership(worker, kv.TorchLeases(store, many)))
+
+        look = kv.Membership._look
+
+        def counted(self: kv.Membership, member: Any) -> None:
+            look(self, member)
+            looks.append(self)
+
+        stack.enter_context(mock.patch.object(kv.Membership, "_look", counted))
+        of_receiver, before = begin(receiver), begin(made[1])
+        receiver.wait_for("p", 20)
+        before._member._beat.stopped.set()
+        pair = receiver.pairs["p/0"]
+        after = begin(made[2])
+        deadline = time.monotonic() + 20
+        while after not in looks or looks[looks.index(after) :].count(of_receiver) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if not pair.lost:
+            raise FaultError("requests go to a process that is gone")
+
+
 SCENARIOS: dict[str, Callable[[World], None]] = {
     "no fence": a_write_comes_after_the_fence,
     "no nonce": the_tail_is_of_an_earlier_request,
     "no epoch": immediates_come_after_their_request,
     "reuse before drain": a_write_comes_while_it_drains,
+    "fence that only polls": a_write_comes_after_the_fence,
+    "free before fenced": the_first_fence_fails,
+    "deadline of the whole": a_prompt_takes_longer_than_tail_s,
+    "lists not copied": lists_change_after_the_call,
+    "no incarnation in the record": a_worker_is_started_anew_on_another_host,
 }
 PACKED_SCENARIOS = {  # the same for parts of the ring
     "no fence": a_write_comes_after_the_fence,
@@ -281,6 +388,29 @@ def test_the_key_is_withdrawn_where_queue_pairs_do_not_end(
         world.settle()
         everything_lands(world)
         world.finish()
+
+
+@pytest.mark.parametrize("fence", ["key", "queue_pair"])
+def test_a_fence_goes_on_where_a_peer_cannot_be_disconnected(fence: str) -> None:
+    """The engine forgets it all the same: a second try is refused, and pages stayed held."""
+
+    def disconnect(self: object) -> None:
+        raise LateError("the engine's thread does not answer")
+
+    world = World(fence=fence)
+    deal = opened(world)
+    send(world, deal, LAYERS)
+    post_all(world)
+    with mock.patch.object(FakePeer, "disconnect", disconnect):
+        world.stopped = [True, True]
+        deal.reservation.cancel()
+        for _ in range(2):
+            world.clock.now += TIMEOUTS.drain_s
+            world.step()
+    assert deal.reservation.reusable
+    world.settle()
+    everything_lands(world)
+    world.finish()
 
 
 def test_a_fence_by_queue_pair_wants_verbs() -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
-from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
-from moe_p2p.fleet.client import Deadline
+from moe_p2p import AbortedError, Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Client, Deadline
 from moe_p2p.integrations.kv_worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
 from moe_p2p.kv.pair import Hello
@@ -149,9 +150,83 @@ def test_a_dead_prefiller_does_not_fail_the_decoder() -> None:
                 sending.layer(layer)
             sending.commit()
             lives.wait(20)
-            with kv.Membership(senders[2], leases[3]):
+            with kv.Membership(senders[2], leases[3]) as new_one:
                 eventually(lambda: "p0/0" in receiver.pairs)
-                assert receiver.pairs["p0/0"].worker.incarnation == senders[2].worker.incarnation
+                assert receiver.pairs["p0/0"].worker == new_one.record
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_whose_name_another_process_takes_stops(role: str) -> None:
+    """Its requests fail by name, its pages come back, and others meet the new one."""
+    with workers(LAYOUT, LAYOUT) as found, Engine() as engine:
+        of_role: dict[str, Any] = {"prefill": found.senders[0], "decode": found.receivers[0]}
+        old, other = of_role.pop(role), of_role.popitem()[1]
+        reservation = found.receivers[0].reserve("r", "prefill", PAGES, total=16)
+        sending = found.senders[0].start("r", "decode", PAGES, total=16)
+        new = type(old)(engine, cache_of(LAYOUT, 0, 32), instance=role, timeouts=QUICK)
+        with kv.Membership(
+            new, kv.TorchLeases(found.memberships[old.name].leases.client, QUICK.lease_s)
+        ) as it:
+            for request in (reservation, sending):
+                with pytest.raises(PeerDeadError, match="request 'r'"):
+                    request.wait(20)
+                request.wait_reusable(20)
+            eventually(lambda: bool(old.replaced))
+            ours = "decode" if role == "prefill" else "prefill"
+            text = f"{role}/0 was replaced: another process has taken its name"
+            for call in (
+                lambda: (old.start if role == "prefill" else old.reserve)(
+                    "again", ours, PAGES, total=16
+                ),
+                lambda: old.wait_for(ours, 20),
+            ):
+                with pytest.raises(AbortedError, match=text):
+                    call()
+            eventually(lambda: getattr(other.pairs.get(new.name), "worker", 0) == it.record)
+            new.wait_for(ours, 20)
+            workers_now = {role: new, ours: other}
+            random_cache(workers_now["prefill"].cache, 1)
+            reservation = workers_now["decode"].reserve("s", "prefill", PAGES, total=16)
+            sending = workers_now["prefill"].start("s", "decode", PAGES, total=16)
+            for layer in (0, 1):
+                sending.layer(layer)
+            sending.commit()
+            reservation.wait(20)
+            found.memberships[old.name].close()
+            old.check_withdrawn()
+
+
+class Refuses:
+    """A store that goes away in the middle of its first answers."""
+
+    def __init__(self, store: HashStore, times: int) -> None:
+        self.store, self.times = store, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def connect(self) -> Refuses:
+        return self
+
+    def compare_set(self, *words: str) -> bytes:
+        self.times -= 1
+        if self.times >= 0:
+            raise RuntimeError("the store is away")
+        return bytes(self.store.compare_set(*words))
+
+
+def test_a_worker_that_begins_while_the_store_is_away_claims_its_name_later() -> None:
+    """It is not replaced by the process that had the name before."""
+    store = HashStore()
+    before = Board(Client(store))
+    before.swap("p/0 (sender) is", None, {"id": "p/0 (sender)#0", "claim": 1})
+    quick = dataclasses.replace(QUICK, lease_s=0.4)
+    with Engine() as one, Engine() as two, ExitStack() as stack:
+        for kind, engine, name in ((kv.KVSender, one, "p"), (kv.KVReceiver, two, "d")):
+            worker = kind(engine, cache_of(LAYOUT, 0, 4), instance=name, timeouts=quick)
+            client = Client(object(), connect=Refuses(store, 2).connect)
+            stack.enter_context(kv.Membership(worker, kv.TorchLeases(client, QUICK.lease_s)))
+        worker.wait_for("p", 20)
 
 
 def test_a_lease_that_is_over_ends_the_pair() -> None:

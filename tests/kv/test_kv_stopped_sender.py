@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from moe_p2p import Engine, EngineConfig, kv
-from tests.support import warm
+from tests.support import cells, warm
 from tests.support.kv_fakes import cache_of
 from tests.support.kv_mutations import mutated
 
@@ -148,9 +148,15 @@ def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
     assert not found.late, f"late bytes in {found.late} of {found.rounds} rounds"
 
 
-@pytest.mark.parametrize("over", OVER)
-def test_a_fence_that_is_missing_is_seen(over: str) -> None:
-    with mutated("no fence"):
+@pytest.mark.parametrize(
+    ("over", "fault"),
+    cells.few(
+        [(over, fault) for over in OVER for fault in ("no fence", "fence that only polls")],
+        keep=[("loopback", "no fence"), ("tcp", "fence that only polls")],
+    ),
+)
+def test_a_fence_that_is_missing_is_seen(over: str, fault: str) -> None:
+    with mutated(fault):
         found = Stops(over)
         found.run(10, 20, until_late=True)
     assert found.late, f"none of {found.rounds} rounds, of which {found.halves} were cut in two"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from moe_p2p.kv import receiver, tail, worker
-from moe_p2p.kv.legs import LegState
+from moe_p2p.fleet import member
+from moe_p2p.kv import receiver, sending, tail, worker
+from moe_p2p.kv.legs import Leg, LegState
 from moe_p2p.kv.pair import Pair, PairMemory
+from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.unpacking import Unpacker
 from tests.support.kv_fakes import FakeCopy, FakeEngine
 
@@ -53,6 +57,43 @@ def _loop_back_alone(self: PairMemory, tag: int) -> None:
     self.engine.sever(0, self._registered, timeout_s=1)
 
 
+def _polls_alone(self: Pair) -> None:
+    """Believes that nothing comes any more where nothing has come for a while."""
+    for _ in range(64):
+        time.sleep(0.0001)
+
+
+_try_to_fence = worker.KVWorker._try_to_fence
+
+
+def _free_before_fenced(self: worker.KVWorker, pair: Pair) -> bool:
+    with self.lock:
+        self.on_fenced(pair)
+    return _try_to_fence(self, pair)
+
+
+def _first_arrival_alone(self: KVReservation, leg: Leg, counted: int, now: float) -> None:
+    """As where tail_s is for all that follows the first byte."""
+    leg.counted = max(leg.counted, counted)
+    self.moved_at = self.moved_at or (now if counted else None)
+
+
+def _as_given(who: str, layout: Any, pages: Any) -> dict[str, Any]:
+    return dict(pages)
+
+
+@contextmanager
+def _lists_not_copied() -> Iterator[None]:
+    with (
+        mock.patch.object(receiver, "page_lists", _as_given),
+        mock.patch.object(sending, "page_lists", _as_given),
+    ):
+        yield
+
+
+_ONE_OF_ALL = SimpleNamespace(token_hex=lambda count: "0" * 2 * count)
+
+
 _register = FakeEngine.register
 
 
@@ -74,6 +115,13 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "reuse before drain": lambda: mock.patch.object(
         receiver.KVReceiver, "_fail", _reuse_before_drain
     ),
+    "fence that only polls": lambda: mock.patch.object(Pair, "fence", _polls_alone),
+    "free before fenced": lambda: mock.patch.object(
+        worker.KVWorker, "_try_to_fence", _free_before_fenced
+    ),
+    "deadline of the whole": lambda: mock.patch.object(KVReservation, "saw", _first_arrival_alone),
+    "lists not copied": _lists_not_copied,
+    "no incarnation in the record": lambda: mock.patch.object(member, "secrets", _ONE_OF_ALL),
     "reuse before scatter": lambda: mock.patch.object(Unpacker, "advance", _reuse_before_scatter),
 }
 
