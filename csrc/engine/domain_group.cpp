@@ -130,6 +130,12 @@ void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys
   });
 }
 
+std::string DomainGroup::why_no_fence() const {
+  for (const auto& domain : domains_)
+    if (std::string why = domain->why_no_fence(); !why.empty()) return why;
+  return {};
+}
+
 void DomainGroup::sever(uint64_t tag, platform::Deadline deadline) {
   for (const auto& domain : domains_) domain->sever(tag, {});  // begins at all of them
   for_all(domains_.size(), [&](size_t nic) {

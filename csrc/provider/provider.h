@@ -132,6 +132,9 @@ class Domain {
   // reads by peers fail with kRemoteAccess at their poster. Throws Error{kTimeout} where the NIC
   // cannot take a read back and its peer does not answer: the span may still be overwritten.
   virtual void unregister_memory(const MemoryKey& key) = 0;
+  // Why unregister_memory() does not keep its promise where a peer was stopped in the middle of a
+  // write: the rest may land when that peer goes on. Empty: it does.
+  virtual std::string why_no_fence() const { return {}; }
   // The fence by queue pair. Ends all connections of `tag` that lead here, and refuses later ones;
   // those from here must have been disconnected. Once it returns true, nothing is under way over
   // either, but what the NIC has accepted may still be on its way into memory: in memory that is

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "provider/libfabric/fence.h"
 #include "provider/libfabric/selection.h"
 
 namespace moe_p2p::provider {
@@ -126,6 +127,10 @@ void LibfabricDomain::unregister_memory(const MemoryKey& key) {
   if (!config_.is_software()) return;
   int polls = 0;
   poll_until(Clock::now() + kDrain, [&] { return ++polls > kSettlePolls; });
+}
+
+std::string LibfabricDomain::why_no_fence() const {
+  return libfabric::why_no_fence(config_, *session_.info);
 }
 
 std::string LibfabricDomain::failure() const {

@@ -43,6 +43,7 @@ class LibfabricDomain final : public Domain {
   void disconnect(PeerId peer) override;
   MemoryKey register_memory(const MemorySpan& span) override;
   void unregister_memory(const MemoryKey& key) override;
+  std::string why_no_fence() const override;
   std::string failure() const override;
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
