@@ -271,6 +271,7 @@ const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, 
                 ": the memory descriptor belongs to another peer than the one given");
   const RemoteRegion* region = state_->find_or_add_region(peer, descriptor);
   state_->windows.add(*region, descriptor.shared);
+  state_->group.announce(*region);
   return region;
 }
 

@@ -50,8 +50,13 @@ std::string why_no_cross_memory_attach() {
 
 }  // namespace
 
+bool ends_connections(const Config& config, const Info& info) {
+  return config.is_software() && info.addr_format == kFormatSockaddrIn &&
+         std::string_view(info.fabric_attr->prov_name).find("ofi_rxm") != std::string_view::npos;
+}
+
 std::string why_no_fence(const Config& config, const Info& info) {
-  if (!config.is_software()) return {};
+  if (!config.is_software() || ends_connections(config, info)) return {};
   constexpr const char* kLate =
       ": a peer that is stopped in the middle of a write may finish it after its memory was given "
       "back; ";
@@ -61,10 +66,9 @@ std::string why_no_fence(const Config& config, const Info& info) {
     return base::concat("libfabric's shm copies in turns where processes may not read each other (",
                         why, ")", kLate, "use transport loopback, or allow it");
   }
-  if (std::string_view(info.fabric_attr->prov_name).find("ofi_rxm") != std::string_view::npos)
-    return {};
   return base::concat("libfabric's ", info.fabric_attr->prov_name,
-                      " cannot end a peer's connection", kLate, "use provider=tcp");
+                      " cannot end a peer's connection", kLate,
+                      "use provider=tcp, over an interface with an IPv4 address");
 }
 
 }  // namespace moe_p2p::provider::libfabric
