@@ -28,6 +28,7 @@ FILES = (
     "csrc/provider/loopback/channel.h",
     "csrc/provider/loopback/domain.cpp",
     "csrc/provider/libfabric/peers.cpp",
+    "csrc/provider/libfabric/writers.h",
     "csrc/provider/verbs/proof.cpp",
     "csrc/provider/verbs/wire.cpp",
     "moe_p2p/fleet/[a-z]*.py",

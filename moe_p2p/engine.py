@@ -141,6 +141,11 @@ class Engine(LayerWrites, Polling, NotCopied):
             f"with gpu={device.index}",
         )
 
+    def why_no_fence(self) -> str:
+        """Why a peer that is stopped in the middle of a write may finish it after `unregister` and
+        `revoke`; empty: it cannot. Of some software providers of libfabric (docs/providers.md)."""
+        return str(call(_ops.engine_why_no_fence.default, self.number))
+
     def grant(self, memory: Memory, peer: str) -> Grant:
         """Lets one peer, and no other, write and read `memory` until `Grant.revoke`.
 

@@ -165,8 +165,8 @@ class Memory:
         """Nothing of a peer reaches the tensor afterwards; requests that use it fail.
 
         Its grants are revoked. Raises TimeoutError where a peer may still answer a read into it
-        (software providers of libfabric); the tensor then stays alive, and a later call tries
-        again.
+        (software providers of libfabric), or finish half a write to it (tcp); the tensor then stays
+        alive, and a later call tries again.
         """
         call(_ops.engine_unregister.default, self.engine.number, self.number)
         self.registered = False
@@ -198,6 +198,7 @@ class Grant:
 
         Nobody has to answer for it. The peer's requests that still use the grant fail with
         RemoteAccessError there; other peers, and other memory, are not affected. Idempotent.
+        Raises TimeoutError where Memory.unregister does.
         docs/providers.md says what each transport does for it.
         """
         if self.memory.registered and not self._revoked:

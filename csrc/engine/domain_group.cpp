@@ -130,6 +130,17 @@ void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys
   });
 }
 
+void DomainGroup::announce(const RemoteRegion& region) const {
+  for (size_t nic = 0; nic < domains_.size(); ++nic)
+    domains_[nic]->announce(region.rails[nic].peer, region.rails[nic].remote_key);
+}
+
+std::string DomainGroup::why_no_fence() const {
+  for (const auto& domain : domains_)
+    if (std::string why = domain->why_no_fence(); !why.empty()) return why;
+  return {};
+}
+
 void DomainGroup::sever(uint64_t tag, platform::Deadline deadline) {
   for (const auto& domain : domains_) domain->sever(tag, {});  // begins at all of them
   for_all(domains_.size(), [&](size_t nic) {

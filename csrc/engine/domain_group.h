@@ -40,6 +40,8 @@ class DomainGroup {
   // withdrawn: by NIC, what an earlier call that threw got done; not done again.
   void unregister_memory(const std::vector<provider::MemoryKey>& keys,
                          std::vector<bool>& withdrawn);
+  void announce(const RemoteRegion& region) const;  // Domain::announce() at every NIC
+  std::string why_no_fence() const;  // Domain::why_no_fence() of the first NIC that has a reason
   // Domain::sever() at every NIC. Throws Error{kTimeout} at the deadline.
   void sever(uint64_t tag, platform::Deadline deadline);
   bool lends(const RemoteRegion& region) const;  // its peer does, to all NICs

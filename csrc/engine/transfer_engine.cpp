@@ -182,6 +182,8 @@ void TransferEngine::unregister_memory(const MemoryHandle* handle) {
   s.handles.erase(handle);
 }
 
+std::string TransferEngine::why_no_fence() const { return state_->group.why_no_fence(); }
+
 MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
   const std::lock_guard lock(state_->mutex);
   const auto found = state_->handles.find(handle);
@@ -269,6 +271,7 @@ const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, 
                 ": the memory descriptor belongs to another peer than the one given");
   const RemoteRegion* region = state_->find_or_add_region(peer, descriptor);
   state_->windows.add(*region, descriptor.shared);
+  state_->group.announce(*region);
   return region;
 }
 

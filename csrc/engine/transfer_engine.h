@@ -59,6 +59,7 @@ class TransferEngine {
   // Tries every NIC. Requests that still use the memory fail with kClosed. Throws Error{kTimeout}
   // when a peer may still answer a read into it (Domain::unregister_memory); to be called again.
   void unregister_memory(const MemoryHandle* handle);
+  std::string why_no_fence() const;  // Domain::why_no_fence
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 
   // Returns a new Peer at every call, with connections of its own (queue pairs), so that what

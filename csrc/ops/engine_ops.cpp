@@ -38,6 +38,10 @@ void engine_unregister(int64_t engine, int64_t memory) {
   engines().get(engine)->unregister_memory(memory);
 }
 
+std::string engine_why_no_fence(int64_t engine) {
+  return engines().get(engine)->engine().why_no_fence();
+}
+
 // The number of the grant, which engine_descriptor and engine_unregister take as a memory's.
 int64_t engine_grant(int64_t engine, int64_t memory) {
   return engines().get(engine)->grant(memory);
@@ -118,6 +122,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_address", TORCH_BOX(&engine_address));
   m.impl("engine_register", TORCH_BOX(&engine_register));
   m.impl("engine_unregister", TORCH_BOX(&engine_unregister));
+  m.impl("engine_why_no_fence", TORCH_BOX(&engine_why_no_fence));
   m.impl("engine_grant", TORCH_BOX(&engine_grant));
   m.impl("engine_descriptor", TORCH_BOX(&engine_descriptor));
   m.impl("engine_connect", TORCH_BOX(&engine_connect));

@@ -57,6 +57,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_address(int engine) -> Tensor");
   m.def("engine_register(int engine, Tensor memory, bool in_order=False) -> SymInt");
   m.def("engine_unregister(int engine, int memory) -> ()");
+  m.def("engine_why_no_fence(int engine) -> str");
   m.def("engine_grant(int engine, int memory) -> SymInt");
   m.def("engine_descriptor(int engine, int memory) -> Tensor");
   m.def("engine_connect(int engine, Tensor address, int priority=1, int tag=0) -> SymInt");

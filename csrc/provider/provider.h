@@ -125,6 +125,9 @@ class Domain {
                              uint64_t /*tag*/) {
     return connect(address);
   }
+  // This NIC may write to the peer's memory of `remote_key` from now on: called before the first
+  // write. A NIC whose unregister_memory() has to know its writers has itself told by this.
+  virtual void announce(PeerId /*peer*/, uint64_t /*remote_key*/) {}
   // Outstanding writes to the peer complete, good or bad; other peers are not affected.
   virtual void disconnect(PeerId peer) = 0;
   virtual MemoryKey register_memory(const MemorySpan& span) = 0;
@@ -132,6 +135,9 @@ class Domain {
   // reads by peers fail with kRemoteAccess at their poster. Throws Error{kTimeout} where the NIC
   // cannot take a read back and its peer does not answer: the span may still be overwritten.
   virtual void unregister_memory(const MemoryKey& key) = 0;
+  // Why unregister_memory() does not keep its promise where a peer was stopped in the middle of a
+  // write: the rest may land when that peer goes on. Empty: it does.
+  virtual std::string why_no_fence() const { return {}; }
   // The fence by queue pair. Ends all connections of `tag` that lead here, and refuses later ones;
   // those from here must have been disconnected. Once it returns true, nothing is under way over
   // either, but what the NIC has accepted may still be on its way into memory: in memory that is

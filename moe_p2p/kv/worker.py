@@ -109,6 +109,8 @@ class KVWorker:
                 f"{instance}: fence={fence!r} is of verbs, the transport is {engine.provider}; "
                 f"leave it at {KEY!r}",
             )
+        if why := engine.why_no_fence():
+            raise make(UnavailableError, f"{instance}: pages could not be taken back: {why}")
         self.fence_by = fence
         self.engine, self.cache = engine, cache
         self.timeouts = timeouts

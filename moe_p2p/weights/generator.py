@@ -128,6 +128,7 @@ class WeightGenerator:
         self._update: dict[str, Any] | None = None
         self._deadline: Deadline | None = None
         self._open = self._arrived = self._again = False
+        self._unfenced = False  # a fence did not succeed, and is tried again
         self._lookout: Lookout | None = None
         self._usable = True  # else it reports no version
         deadline, self._began = Deadline(timeout_s), time.monotonic()
@@ -434,12 +435,14 @@ class WeightGenerator:
             return None
         if now.get("letter") != letter():  # they refuse this rank by name, in their set-up
             return None
-        log.warning(f"{self.name}: trainers have begun anew")
+        if not self._unfenced:
+            log.warning(f"{self.name}: trainers have begun anew")
         with self._hand:
             self._committed = 0  # what the old job has decided and no rank has taken is given up
         if self._taken == self._keys.stamp:
             self._report()
-        self._inbox.fence()
+        if not self._fenced():
+            return None
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._keys))
         if found.source != self._job.source:
@@ -597,14 +600,26 @@ class WeightGenerator:
             self._offer()
             self._reached("offered")
 
+    def _fenced(self) -> bool:
+        """False: a trainer that is stopped may still finish a write, until it goes on or ends."""
+        try:
+            self._inbox.fence()
+        except TimeoutError as error:
+            if not self._unfenced:
+                log.warning(f"{self.name}: the next update waits: {error}")
+            self._unfenced = True
+            return False
+        self._unfenced = False
+        return True
+
     def _fail(self, decision: Mapping[str, Any]) -> None:
         """Keys of this attempt are void before the next one may write."""
         why, again = str(decision["why"]), bool(decision.get("again"))
-        self._again = again
+        self._again, self.failure = again, why
+        if not self._fenced():
+            return  # looked at again
         log.warning(f"{self.name}: the weight update failed: {why}")
-        self.failure = why
         self.totals["failed"] += 1
-        self._inbox.fence()
         self._lend()
         self._next(again=again)
         self._ended += not again

@@ -260,6 +260,9 @@ class FakeEngine:
         self.memories.append(FakeMemory(self, tensor, len(self.memories), in_order=in_order))
         return self.memories[-1]
 
+    def why_no_fence(self) -> str:
+        return ""
+
     def connect(self, address: bytes, *, tag: int = 0) -> FakePeer:
         return FakePeer(self, self.net.engines[struct.unpack("<i", address)[0]], tag)
 

@@ -64,7 +64,9 @@ size_t LibfabricDomain::read_queue(std::span<Completion> completions) noexcept {
   if (result < 0) return read_error(completions);
   size_t count = 0;
   for (const CqEntry& entry : std::span(entries).first(static_cast<size_t>(result))) {
-    if (entry.flags & kRemoteWrite) {  // not all providers report its length
+    if (Writers::announces(entry.data) && own_writer_ != 0 && entry.flags & kRemoteWrite) {
+      writers_.note(entry.data);
+    } else if (entry.flags & kRemoteWrite) {  // not all providers report its length
       completions[count++] = {.kind = Completion::Kind::kImmediate,
                               .imm = static_cast<uint32_t>(entry.data),
                               .status = {}};

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "provider/libfabric/fence.h"
 #include "provider/libfabric/selection.h"
 
 namespace moe_p2p::provider {
@@ -26,6 +27,14 @@ constexpr auto kDrain = std::chrono::milliseconds(500);
 // Polls after memory was given back, for writes that a software provider has received in part.
 constexpr int kSettlePolls = 64;
 constexpr size_t kCompletions = 64;
+// How long end_half_writes() waits for an answer. Too small: a peer that lives, but is slow, keeps
+// memory registered. Too large: so long it takes where a peer was stopped.
+constexpr auto kAnswer = std::chrono::milliseconds(1000);
+// Until libfabric takes the question: after that there is no connection. The second one is of peers
+// that had none the last time. Too small: one that is just made is overlooked. Too large: memory
+// comes back late from peers that have left.
+constexpr auto kConnected = std::chrono::milliseconds(50),
+               kConnectedAgain = std::chrono::milliseconds(2);
 
 void warn_of_software(const Config& config) {
   static std::once_flag once;
@@ -54,6 +63,8 @@ LibfabricDomain::LibfabricDomain(const DomainOptions& options)
   address.scratch_addr = scratch.remote_addr;
   address.scratch_key = scratch.remote_key;
   address_ = address.serialize(config_.provider);
+  if (ends_connections(config_, *session_.info)) own_writer_ = writer_name(address.name);
+  if (own_writer_ != 0) writers_.open();
 }
 
 // Still sends accepted writes and acknowledges received ones.
@@ -79,12 +90,23 @@ PeerId LibfabricDomain::connect(std::span<const std::byte> address) {
   return peers_.connect(std::move(parsed));
 }
 
+void LibfabricDomain::announce(PeerId peer, uint64_t remote_key) {
+  if (own_writer_ == 0) return;
+  const Gate::Control inside(gate_);
+  writes_.announce(peers_.at(peer), Writers::announcement(own_writer_, remote_key));
+}
+
 void LibfabricDomain::disconnect(PeerId peer) {
   const Gate::Control inside(gate_);
   Peer& leaving = peers_.at(peer);
   ready_.reserve(ready_.size() + config_.max_in_flight);
   writes_.fail(leaving, {Code::kClosed, 0});
   writes_.refill();
+  const auto probe = probed_.find(writer_name(leaving.address.name));
+  if (probe != probed_.end() && peers_.num_at(leaving.address.name) == 2) {
+    peers_.disconnect(probe->second);  // it would keep the connection
+    probed_.erase(probe);
+  }
   peers_.disconnect(peer);
 }
 
@@ -100,32 +122,101 @@ MemoryKey LibfabricDomain::register_memory(const MemorySpan& span) {
 }
 
 void LibfabricDomain::unregister_memory(const MemoryKey& key) {
+  if (!is_closed(key)) close_memory(key);
+  if (!config_.is_software()) return;
+  int polls = 0;
+  poll_until(Clock::now() + kDrain, [&] { return ++polls > kSettlePolls; });
+  if (own_writer_ == 0) return;
+  end_half_writes(key.remote_key);
+  const Gate::Control inside(gate_);
+  regions_.find(key.local_key)->closed = false;
+}
+
+bool LibfabricDomain::is_closed(const MemoryKey& key) {
+  const Gate::Control inside(gate_);
+  const Region* region = regions_.find(key.local_key);
+  return region && region->closed;
+}
+
+void LibfabricDomain::close_memory(const MemoryKey& key) {
   poll_until(Clock::now() + kDrain, [&] {
     Region& region = regions_.at(key);
     region.leaving = true;
     return region.num_writes + region.num_reads == 0;
   });
+  const std::lock_guard lock(registering_);
+  Owned<MemoryRegion> mr;
+  const Gate::Control inside(gate_);
+  Region& region = regions_.at(key);
+  // A software provider would still copy an answer there, whether or not the region is closed.
+  const uint32_t num_reads = config_.is_software() ? region.num_reads : 0;
+  MOE_P2P_CHECK(num_reads == 0, Code::kTimeout, name_, ": ", num_reads,
+                " reads into the memory to unregister are not answered after ", kDrain.count(),
+                " ms, and their peers may still answer: it stays registered, and must not be "
+                "freed before this NIC is closed");
+  ready_.reserve(ready_.size() + config_.max_in_flight);
+  writes_.fail(region, {Code::kClosed, 0});
+  writes_.refill();
+  mr = regions_.remove(key);
+  region.closed = own_writer_ != 0;
+  if (!session_.registers_beside_traffic()) mr.reset();
+}
+
+// A peer that answers a write has sent what it had begun before: connections are in order. Nothing
+// is under way from one that cannot be connected to. One call at a time: an answer to an earlier
+// question says less.
+void LibfabricDomain::end_half_writes(uint64_t remote_key) {
+  const std::lock_guard lock(ending_);
+  std::vector<WriterName> asked;
   {
-    const std::lock_guard lock(registering_);
-    Owned<MemoryRegion> mr;
-    {
-      const Gate::Control inside(gate_);
-      // A software provider would still copy an answer there, whether or not the region is closed.
-      const uint32_t num_reads = config_.is_software() ? regions_.at(key).num_reads : 0;
-      MOE_P2P_CHECK(num_reads == 0, Code::kTimeout, name_, ": ", num_reads,
-                    " reads into the memory to unregister are not answered after ", kDrain.count(),
-                    " ms, and their peers may still answer: it stays registered, and must not be "
-                    "freed before this NIC is closed");
-      ready_.reserve(ready_.size() + config_.max_in_flight);
-      writes_.fail(regions_.at(key), {Code::kClosed, 0});
-      writes_.refill();
-      mr = regions_.remove(key);
-      if (!session_.registers_beside_traffic()) mr.reset();
+    const Gate::Control inside(gate_);
+    MOE_P2P_CHECK(!writers_.full(), Code::kResourceExhausted, name_,
+                  ": too many peers write to too many regions here: who may still write to memory "
+                  "that was given back is not known");
+    asked = writers_.take(remote_key);
+    for (const WriterName writer : asked) {
+      const auto [known, added] = probed_.try_emplace(writer);
+      if (added) known->second = peers_.connect({endpoint_name(writer), 0, kScratchKey});
+      peers_.at(known->second).probe = Peer::Probe::kNone;
     }
   }
-  if (!config_.is_software()) return;
-  int polls = 0;
-  poll_until(Clock::now() + kDrain, [&] { return ++polls > kSettlePolls; });
+  const auto begin = Clock::now();
+  poll_until(begin + kAnswer, [&] {
+    std::erase_if(asked, [&](WriterName writer) { return is_quiet(writer, begin); });
+    return asked.empty();
+  });
+  if (asked.empty()) return;
+  const Gate::Control inside(gate_);
+  for (const WriterName writer : asked) writers_.note(Writers::announcement(writer, remote_key));
+  throw base::Error(
+      Code::kTimeout,
+      base::concat(name_, ": ", asked.size(),
+                   " peers that may have sent half a write to the memory to unregister "
+                   "do not answer within ",
+                   kAnswer.count(),
+                   " ms: they may send the rest, so it must not be freed before they "
+                   "answer or have ended, or this NIC is closed"));
+}
+
+bool LibfabricDomain::is_quiet(WriterName writer, Clock::time_point since) {
+  const auto probed = probed_.find(writer);
+  if (probed == probed_.end()) return true;  // disconnected, which ended its connection
+  Peer& peer = peers_.at(probed->second);
+  if (writes_.probe(peer)) {
+    down_.erase(writer);
+    return true;
+  }
+  if (peer.probe == Peer::Probe::kPosted) return false;
+  const auto patience = down_.contains(writer) ? kConnectedAgain : kConnected;
+  if (Clock::now() - since < patience || writes_.has_posted_to(peer.address.name)) return false;
+  down_.insert(writer);
+  peers_.disconnect(peer.id);
+  probed_.erase(probed);
+  return true;
+}
+
+std::string LibfabricDomain::why_no_fence() const {
+  return libfabric::why_no_fence(config_, *session_.info);
 }
 
 std::string LibfabricDomain::failure() const {

@@ -8,20 +8,25 @@
 // wakes a thread, so a Domain that has a waker is never idle.
 //
 // After a refused write tcp, net and shm, unlike a NIC, drop the whole connection: other writes to
-// that peer fail too (kPeerDead), and the next one connects again. A write that has been received
-// in part when its memory is given back is still completed there; memory that a read is under way
-// to cannot be given back at all (unregister_memory throws).
+// that peer fail too (kPeerDead), and the next one connects again. What has been received in part
+// when its memory is given back is still completed there, without a look at its key. So over tcp
+// each peer that may write to the memory is asked whether it has (end_half_writes):
+// unregister_memory throws while one leaves that open, and while a read into the memory is under
+// way. fence.h has the other providers.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "provider/libfabric/gate.h"
 #include "provider/libfabric/sender.h"
+#include "provider/libfabric/writers.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::provider {
@@ -40,9 +45,11 @@ class LibfabricDomain final : public Domain {
   DomainLimits limits() const noexcept override;
   base::Bytes address() const override { return address_; }
   PeerId connect(std::span<const std::byte> address) override;
+  void announce(PeerId peer, uint64_t remote_key) override;
   void disconnect(PeerId peer) override;
   MemoryKey register_memory(const MemorySpan& span) override;
   void unregister_memory(const MemoryKey& key) override;
+  std::string why_no_fence() const override;
   std::string failure() const override;
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
@@ -54,6 +61,12 @@ class LibfabricDomain final : public Domain {
   // thread; completions are kept for poll().
   template <typename Ready>
   bool poll_until(platform::Deadline deadline, Ready&& ready);
+  bool is_closed(const MemoryKey& key);
+  void close_memory(const MemoryKey& key);
+  // Returns when what peers had begun to write to memory of this key, which is closed, has landed
+  // or never will. Throws Error{kTimeout} where a peer leaves that open.
+  void end_half_writes(uint64_t remote_key);
+  bool is_quiet(WriterName writer, platform::Clock::time_point since);
   size_t take_ready(std::span<Completion> completions) noexcept;
   size_t read_queue(std::span<Completion> completions) noexcept;
   size_t read_error(std::span<Completion> completions) noexcept;
@@ -64,6 +77,7 @@ class LibfabricDomain final : public Domain {
   Session session_;
   const std::string name_;
   std::mutex registering_;  // one registration or its end at a time
+  std::mutex ending_;       // taken before all others
   mutable Gate gate_;       // guards all members below
   // Completions to report. The polling thread adds at most the accepted writes that are not
   // reported yet, which the capacity holds; control calls make room first.
@@ -72,6 +86,10 @@ class LibfabricDomain final : public Domain {
   Peers peers_;
   Writes writes_;
   base::Bytes address_;
+  WriterName own_writer_ = 0;  // 0: peers are not told who writes
+  Writers writers_;
+  std::map<WriterName, PeerId> probed_;  // writers that have answered, or are asked
+  std::set<WriterName> down_;            // not connected when they were asked last
 };
 
 }  // namespace libfabric

@@ -51,7 +51,7 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
   attr.memory = &whole;
   attr.iov_count = 1;
   attr.access = kWrite | kRemoteWrite | kRead | kRemoteRead;
-  attr.requested_key = next_key();
+  attr.requested_key = regions_.empty() ? kScratchKey : next_key();
   MemoryRegion* region = nullptr;
   const auto reg = [&](uint64_t flags) {
     return session_.domain->mr->regattr(&session_.domain->fid, &attr, flags, &region);

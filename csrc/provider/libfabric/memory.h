@@ -16,6 +16,7 @@ struct Region {
   Owned<MemoryRegion> mr;  // null: given back, the key is not used again
   void* descriptor = nullptr;
   bool leaving = false;  // being given back: takes no new writes
+  bool closed = false;   // at libfabric; half a write may lie there (LibfabricDomain)
   // From here or, for reads, to here; accepted and not returned by libfabric.
   uint32_t num_writes = 0, num_reads = 0;
 
@@ -24,6 +25,10 @@ struct Region {
            static_cast<uint64_t>(data - span.data) <= span.bytes - bytes;
   }
 };
+
+// Of each NIC's first region, its scratch, where we choose keys: peers write nothing there without
+// knowing it (LibfabricDomain::end_half_writes).
+inline constexpr uint64_t kScratchKey = 1;
 
 class Regions {
  public:

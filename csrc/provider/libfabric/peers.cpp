@@ -82,6 +82,8 @@ Peer& Peers::at(PeerId id) {
 void Peers::disconnect(PeerId id) {
   Peer& peer = at(id);
   peer.connected = false;
+  peer.announced.clear();
+  peer.num_announced = 0;
   const auto entry = entries_.find(peer.address.name);
   if (--entry->second.num_peers != 0) return;
   // shm unmaps a peer's memory at once, and then still looks there for writes in flight in either

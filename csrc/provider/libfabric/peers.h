@@ -39,6 +39,12 @@ struct Peer {
   bool listed = false;    // in the list of peers with such writes; left at the next pump()
   bool answered = false;  // its last completed write succeeded: handshakes are over
   std::optional<platform::Clock::time_point> refused_since = {};
+  // What was announced (writers.h), and how many of it libfabric has taken since the last failure.
+  std::vector<uint64_t> announced = {};
+  size_t num_announced = 0;
+  // An empty write behind which nothing that the peer had sent is under way any more. kAnswered:
+  // or its connection has ended.
+  enum class Probe { kNone, kPosted, kAnswered } probe = Probe::kNone;
 };
 
 class Peers {
@@ -50,6 +56,8 @@ class Peers {
   // Throws Error{kInvalidArgument} for an id that is not connected.
   Peer& at(PeerId id);
   void disconnect(PeerId id);
+  // How many are connected to this address.
+  uint32_t num_at(const base::Bytes& name) const { return entries_.at(name).num_peers; }
 
   // Returns a peer that can be written to without a handshake; null when there is none.
   Peer* find_answered() noexcept {

@@ -45,7 +45,10 @@ OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level)
   hints->domain_attr->threading = config.is_software() ? kThreadDomain : kThreadCompletion;
   hints->domain_attr->control_progress = kProgressManual;
   hints->domain_attr->data_progress = kProgressManual;
-  hints->fabric_attr->prov_name = strdup(config.provider.c_str());
+  // tcp by ofi_rxm has a call that ends a connection (fence.h), and tcp by itself, which newer
+  // releases name first, has none.
+  hints->fabric_attr->prov_name =
+      strdup(config.provider == "tcp" ? "tcp;ofi_rxm" : config.provider.c_str());
   return hints;
 }
 

@@ -111,9 +111,33 @@ inline void Writes::enqueue(Slot& slot, Peer& peer) noexcept {
   (peer.first ? peer.last->next : peer.first) = &slot;
   peer.last = &slot;
   ++(slot.is_read ? slot.region->num_reads : slot.region->num_writes);
+  list(peer);
+}
+
+inline void Writes::list(Peer& peer) noexcept {
   if (std::exchange(peer.listed, true)) return;
   peer.next_waiting = waiting_;
   waiting_ = &peer;
+}
+
+void Writes::announce(Peer& peer, uint64_t announcement) {
+  if (std::ranges::count(peer.announced, announcement) != 0) return;
+  peer.announced.push_back(announcement);
+  list(peer);
+}
+
+bool Writes::probe(Peer& peer) {
+  if (peer.probe == Peer::Probe::kNone && post_empty(peer, Slot::State::kProbe, {}) == 0)
+    peer.probe = Peer::Probe::kPosted;
+  return peer.probe == Peer::Probe::kAnswered;
+}
+
+bool Writes::has_posted_to(const base::Bytes& name) const noexcept {
+  return std::ranges::any_of(slots_, [&](const Slot& slot) {
+    if (slot.state == Slot::State::kFree || slot.state == Slot::State::kWaiting) return false;
+    const Peer* peer = peers_.find(slot.peer);
+    return peer && peer->address.name == name;
+  });
 }
 
 // --- posting ---
@@ -135,12 +159,21 @@ void Writes::pump() noexcept {
 
 // True when nothing of the peer waits any more.
 bool Writes::push(Peer& peer) noexcept {
+  if (peer.num_announced < peer.announced.size()) {
+    if (const ssize_t result = post_announced(peer); result != 0) {
+      const bool busy = result == -EAGAIN;
+      if (!has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect))) return false;
+      fail(peer, busy ? Status{Code::kPeerDead, ETIMEDOUT} : status_of(static_cast<int>(-result)));
+      return true;
+    }
+    peer.refused_since.reset();
+  }
   while (Slot* slot = peer.first) {
     if (slot->is_read && shares_queue_ && chain_length_ > 0) ring();
     if (slot->is_read && shares_queue_ && chain_length_ > 0)
       return false;  // again at the next poll
     const bool more = !slot->is_read && chain_length_ + 1 < kChain && goes_on(*slot, peer);
-    const ssize_t result = post(*slot, peer, more ? kMore : 0);
+    const ssize_t result = post(*slot, peer, more ? kMore : 0, slot->imm);
     const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
     if (result == -EAGAIN && is_full()) {
       if (!has_stalled()) return false;
@@ -184,24 +217,42 @@ bool Writes::goes_on(const Slot& slot, const Peer& peer) const noexcept {
 void Writes::ring() noexcept {
   Peer* peer = peers_.find(chain_peer_);
   if (!peer) peer = peers_.find_answered();
-  if (!peer || free_.empty()) return;
+  // Again at the next poll, if not now.
+  if (!peer || post_empty(*peer, Slot::State::kAbandoned, {}) != 0) return;
+  chain_length_ = 0;
+}
+
+// Of no write of the engine's.
+ssize_t Writes::post_empty(const Peer& peer, Slot::State state,
+                           std::optional<uint64_t> data) noexcept {
+  if (free_.empty()) return -EAGAIN;
   Slot& slot = *free_.back();
   slot.region = &regions_.scratch();
   slot.local = slot.region->span.data;
   slot.bytes = bytes_when_empty_;
-  slot.remote_addr = peer->address.scratch_addr;
-  slot.remote_key = peer->address.scratch_key;
-  slot.peer = peer->id;
-  slot.has_imm = slot.is_read = false;
-  if (post(slot, *peer, 0) != 0) return;  // again at the next poll
+  slot.remote_addr = peer.address.scratch_addr;
+  slot.remote_key = peer.address.scratch_key;
+  slot.peer = peer.id;
+  slot.has_imm = data.has_value();
+  slot.is_read = false;
+  if (const ssize_t result = post(slot, peer, 0, data.value_or(0)); result != 0) return result;
   free_.pop_back();
-  slot.state = Slot::State::kAbandoned;
+  slot.state = state;
   ++slot.region->num_writes;
   ++num_held_;
-  chain_length_ = 0;
+  return 0;
 }
 
-inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexcept {
+ssize_t Writes::post_announced(Peer& peer) noexcept {
+  for (; peer.num_announced < peer.announced.size(); ++peer.num_announced) {
+    const uint64_t data = peer.announced[peer.num_announced];
+    if (const ssize_t result = post_empty(peer, Slot::State::kAbandoned, data); result != 0)
+      return result;
+  }
+  return 0;
+}
+
+inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags, uint64_t data) noexcept {
   const iovec local{const_cast<std::byte*>(slot.local), slot.bytes};
   const RmaIov remote{slot.remote_addr, slot.bytes, slot.remote_key};
   const RmaMessage message{.msg_iov = &local,
@@ -211,7 +262,7 @@ inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexce
                            .rma_iov = &remote,
                            .rma_iov_count = 1,
                            .context = &slot.context,
-                           .data = slot.imm};
+                           .data = data};
   if (slot.has_imm) flags |= kRemoteCqData;
   Endpoint& endpoint = *session_.endpoint;
   if (slot.is_read) return endpoint.rma->readmsg(&endpoint, &message, flags | read_flags_);
@@ -268,6 +319,11 @@ std::optional<Completion> Writes::finish(void* op_context, Status status, int pr
   --num_held_;
   if (shares_queue_)
     if (Peer* peer = peers_.find(slot.peer)) peer->answered = status.ok();
+  if (!status.ok() || slot.state == Slot::State::kProbe)
+    if (Peer* peer = peers_.find(slot.peer)) {
+      if (!status.ok()) peer->num_announced = 0;  // what it had announced may be lost
+      if (slot.state == Slot::State::kProbe) peer->probe = Peer::Probe::kAnswered;
+    }
   const uint64_t wr_id = slot.wr_id;
   leave(slot);
   release(slot);

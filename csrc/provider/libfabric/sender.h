@@ -27,8 +27,9 @@ namespace moe_p2p::provider::libfabric {
 // One accepted write or read. libfabric has the address of `context` while the write is posted. The
 // rest is one cache line: between two batches of writes, it falls out of the caches.
 struct alignas(64) Slot {
-  // kAbandoned: reported to the engine as complete, not yet returned by libfabric.
-  enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned };
+  // kAbandoned: reported to the engine as complete, or none of its writes, and not yet returned by
+  // libfabric. kProbe: so, and its peer waits for it (Peer::probe).
+  enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned, kProbe };
 
   Context context{};  // first: a completion's op_context is the slot's address
   uint64_t wr_id = 0;
@@ -65,6 +66,11 @@ class Writes {
   void fail(const Region& region, base::Status status) noexcept;
   // For a lost NIC: completes all writes with `status`, also later ones.
   void fail_all(base::Status status) noexcept;
+  // Control. Posted before all writes that are accepted later, and again after a failure.
+  void announce(Peer& peer, uint64_t announcement);
+  // Control: asks the peer, once; true when it has answered, or its connection has ended.
+  bool probe(Peer& peer);
+  bool has_posted_to(const base::Bytes& name) const noexcept;  // by any of its Peers
   // Control: replaces abandoned slots, which may never be returned.
   void refill();
 
@@ -76,8 +82,11 @@ class Writes {
   void add_slots(size_t count);
   void accept(const WorkRequest& request, Slot& slot) noexcept;
   void enqueue(Slot& slot, Peer& peer) noexcept;
+  void list(Peer& peer) noexcept;
   bool push(Peer& peer) noexcept;
-  ssize_t post(Slot& slot, const Peer& peer, uint64_t flags) noexcept;
+  ssize_t post(Slot& slot, const Peer& peer, uint64_t flags, uint64_t data) noexcept;
+  ssize_t post_empty(const Peer& peer, Slot::State state, std::optional<uint64_t> data) noexcept;
+  ssize_t post_announced(Peer& peer) noexcept;
   void leave(const Slot& slot) noexcept;
   bool goes_on(const Slot& slot, const Peer& peer) const noexcept;
   void ring() noexcept;
