@@ -142,7 +142,7 @@ class WeightGenerator:
         with set_up.heard(self._board.client.close):
             self._job = job.find(self._board, set_up, deadline)
             self.plan = job.plan_of(self._board, self._job, layout, deadline)
-            self._check_layout(replica)
+            self._check_layout(replica, deadline)
             self._reached("planned")
             self._inbox = Inbox(
                 engine,
@@ -169,10 +169,12 @@ class WeightGenerator:
         if self.version is not None:
             self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())
 
-    def _check_layout(self, replica: str) -> None:
+    def _check_layout(self, replica: str, deadline: Deadline) -> None:
         found = None if replica else self._board.get("generator layout")
         if found not in (None, self._layout.digest):
-            raise make(ProtocolError, f"{self.name} has another layout than generator 0")
+            first = job.layout_of(self._board, found, "generator 0", deadline)
+            text = f"another layout than generator 0: {self._layout.difference(first)}"
+            raise make(ProtocolError, f"{self.name} has {text}")
 
     def _serve(self, found: Job, number: int) -> None:
         """From here on trainers of this job, and no others, may write, from attempt `number` on."""

@@ -157,9 +157,9 @@ def meet(
         if now is not None and roll is None:
             check_letter("trainer 0", now.get("letter"))
             if answered != now["job"]:
+                if layout.digest != now["source"]:  # trainer 0 refuses it, and says what differs
+                    publish(board, layout)
                 mine = {"id": member.id, "nics": nics, "source": layout.digest}
-                if layout.digest != now["source"]:
-                    publish(board, layout)  # trainer 0 says what differs
                 board.put(f"{now['job']}/trainer {rank}", mine)
                 answered = now["job"]
             if rank == 0:
@@ -193,9 +193,10 @@ def _call_the_roll(
     all_of = [found[key] for key in keys]
     for i, each in enumerate(all_of):
         if each["source"] != layout.digest:
-            why = layout_of(board, each["source"], f"trainer {i}", deadline).difference(layout)
-            text = f"trainer {i} has another layout than trainer 0: {why}; layout_of and "
-            raise make(InvalidArgumentError, text + "WeightLayout.merged make one of all trainers")
+            theirs = layout_of(board, each["source"], f"trainer {i}", deadline)
+            text = f"trainer {i} has another layout than trainer 0: {theirs.difference(layout)}"
+            hint = "put one together by layout_of, or WeightLayout.merged"
+            raise make(InvalidArgumentError, f"{text}; {hint}")
     roll = {"ids": [each["id"] for each in all_of], "nics": [each["nics"] for each in all_of],
             "source": layout.digest, "founded": board.get(FOUNDED) is not None}  # fmt: skip
     board.decide(f"{number}/roll", roll)  # of two trainers 0 one is in the job

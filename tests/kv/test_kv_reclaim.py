@@ -153,15 +153,19 @@ def test_other_requests_of_the_pair_fail_by_name_and_it_connects_anew() -> None:
         sending.wait(20)
 
 
-def test_pages_that_cannot_be_fenced_stay_held() -> None:
-    """The NIC cannot take a read back yet: the next look tries again."""
+@pytest.mark.parametrize(
+    "error",
+    [errors.make(errors.TimeoutError, "a peer may still answer a read"), OSError("of a library")],
+)
+def test_pages_that_cannot_be_fenced_stay_held(error: Exception) -> None:
+    """The NIC cannot take a read back yet, say: the next look tries again."""
     tries = []
 
     class Receiver(kv.KVReceiver):
         def fence(self, pair: Pair) -> None:
             tries.append(pair)
             if len(tries) < 3:
-                raise errors.make(errors.TimeoutError, "a peer may still answer a read")
+                raise error
             super().fence(pair)
 
     with workers(LAYOUT, LAYOUT, kinds=(StoppedSender, Receiver)) as found:

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 
 from tests.support import warm
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0  # ends what hangs, also on a busy machine
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -643,3 +643,38 @@ def test_an_attempt_that_was_decided_for_another_update_is_named() -> None:
         with pytest.raises(ProtocolError, match=r"this trainer updates to .* another one to"):
             trainer.update(2)
         assert trainer.version == 1
+
+
+def test_ranks_that_describe_a_side_otherwise_hear_which_parameter() -> None:
+    """As trainers of a 2-D mesh that each describe what they have themselves."""
+    other = WeightLayout([Param("w", SHAPE, BF16, (1, 0), placements=(Shard(0),))], 2)
+    with ExitStack() as stack:
+        found = World(stack)
+        found.begin_generator()
+        trainers = [found.begin_trainer(0, 0.0), found.begin_trainer(1, 0.0, other)]
+        for each in trainers:
+            error = each.exception(LIMITS["timeout_s"])
+            assert "trainer 1 has another layout than trainer 0: w: [Param(name='w'" in str(error)
+            assert "layout_of" in str(error)
+
+
+def test_generators_that_describe_their_side_otherwise_hear_which_parameter() -> None:
+    sides = [WeightLayout([Param("w", (8, 6), BF16, ranks)], 2) for ranks in ((0, 1), (1,))]
+    store = HashStore()
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        engines = [stack.enter_context(engine_of(f"{i}", i)) for i in range(3)]
+        w = torch.zeros(8, 6, dtype=torch.bfloat16)
+        source = WeightLayout([Param("w", (8, 6), BF16, (0,))], 1)
+        trainer = pool.submit(WeightTrainer, engines[2], store, source, 0, {"w": w}, **LIMITS)
+        made = []
+        for rank, layout in enumerate(sides):
+            until = time.monotonic() + 60
+            while rank and Board(store, job.prefix_of("weights")).get("generator layout") is None:
+                assert time.monotonic() < until
+            given = (engines[rank], store, layout, rank, {"w": w.clone()})
+            made.append(pool.submit(WeightGenerator, *given, **LIMITS))
+        for each in (made[1], trainer):  # the first generator may be set up by then
+            text = "generator 1 has another layout than generator 0: w: [Param(name='w'"
+            assert text in str(each.exception(60))
+        with suppress(MoeP2pError):
+            made[0].result(60).close()
