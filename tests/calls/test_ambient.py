@@ -133,20 +133,20 @@ TRAINING = ("default device", "float64", "anomalies", "deterministic")
 IMPORTING: dict[str, Any] = {"deadline_s": 200.0}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.engine("vllm")
 def test_nor_do_layers_of_vllm_change() -> None:
     run_processes(2, all_at_once, SERVING, vllm_layers.begin, vllm_layers.run_backends, **IMPORTING)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.engine("sglang")
 def test_nor_do_layers_of_sglang_change() -> None:
     given = [SERVING, sglang_layers.begin_with_ours, sglang_layers.run_modes, "fp8"]
     run_processes(2, all_at_once, *given, **IMPORTING)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.engine("megatron-core")
 def test_nor_do_layers_of_megatron_change() -> None:
     given = [TRAINING, test_megatron.begin, test_megatron.train_manager, 16, "cpu"]

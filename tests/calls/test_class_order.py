@@ -220,7 +220,7 @@ def orders(trace: Path, *, mutated: bool = False) -> list[Order]:
     return [Order(entries_of(Path(f"{trace}.{nic}")), elapsed) for nic in range(NICS)]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_moe_goes_before_kv_and_kv_before_weights(tmp_path: Path) -> None:
     found = orders(tmp_path / "trace")
     assert [order.wrong for order in found] == [[], []]
@@ -234,7 +234,7 @@ def test_moe_goes_before_kv_and_kv_before_weights(tmp_path: Path) -> None:
     assert all(order.full_batches > 0 for order in found)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_an_engine_that_ignores_priorities_is_caught(tmp_path: Path) -> None:
     """Weights' requests are submitted as MoE's, over their own connections."""
     assert any(order.wrong for order in orders(tmp_path / "trace", mutated=True))

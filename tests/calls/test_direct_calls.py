@@ -423,7 +423,7 @@ with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as comm, torch.no_
 
 
 def test_without_them_calls_are_as_before() -> None:
-    warm.without_moe_p2p().run("-c", WITHOUT, check=True, timeout=120)
+    warm.without_moe_p2p().run("-c", WITHOUT, check=True, timeout=250)
 
 
 def test_the_package_uses_them(alone: AllToAll, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ time.sleep(0.3)
 
 def test_a_program_may_end_while_its_threads_wait() -> None:
     """A thread that comes back from C++ when the interpreter has ended calls std::terminate."""
-    run = warm.run("-c", _ENDS, capture_output=True, text=True, timeout=100)
+    run = warm.run("-c", _ENDS, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr[-1000:]
 
 

@@ -252,7 +252,7 @@ LONG = {
 def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
     with running(*LONG[command]) as (started, objects):
         os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, printed = started.process.communicate(timeout=60)
+        _, printed = started.process.communicate(timeout=250)
         assert (started.process.returncode, printed) == (130, f"{command}: interrupted\n")
         started.wait_until_gone()
         assert not objects & set(os.listdir("/dev/shm"))
@@ -285,7 +285,7 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
     try:
         until(lambda: when(process.pid), "it never begins")
         os.killpg(process.pid, signal.SIGINT)
-        _, printed = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=250)
         assert (process.returncode, printed) == (130, line)
         command.wait_until_gone()
     finally:
@@ -321,7 +321,7 @@ def blocked_signals() -> list[int]:
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
     with running(*LONG["bench"]) as (started, objects):
         started.process.terminate()
-        _, printed = started.process.communicate(timeout=60)
+        _, printed = started.process.communicate(timeout=250)
         assert (started.process.returncode, printed) == (143, "")
         started.wait_until_gone()
         assert not objects & set(os.listdir("/dev/shm"))

@@ -59,6 +59,6 @@ def test_levels_of_the_extension_are_known_in_any_case() -> None:
     """It reads the environment once, at its first line: here that no core has such a number."""
     for name, lines in (("ERROR", 0), ("Warning", 1)):
         environment = os.environ | {"MOE_P2P_LOG": name}
-        ran = warm.run("-c", PINNED, env=environment, capture_output=True, timeout=120)
+        ran = warm.run("-c", PINNED, env=environment, capture_output=True, timeout=250)
         assert ran.returncode == 0
         assert ran.stderr.count(b"could not be pinned to cpu 1000") == lines

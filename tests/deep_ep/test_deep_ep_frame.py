@@ -55,7 +55,7 @@ def run_python(
     paths = [str(path) if path else "", str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | more
     done: subprocess.CompletedProcess[str] = run(
-        *arguments, capture_output=True, text=True, timeout=100, env=environment
+        *arguments, capture_output=True, text=True, timeout=250, env=environment
     )
     return done
 

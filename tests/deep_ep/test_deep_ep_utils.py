@@ -132,7 +132,7 @@ def test_ranks_of_a_script_meet() -> None:
         )
         for rank in range(2)
     ]
-    texts = [process.communicate(timeout=100)[0] for process in started]
+    texts = [process.communicate(timeout=250)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], texts
     assert sum("rank 0" in text.splitlines() for text in texts) == 1
 

@@ -19,7 +19,7 @@ SMALL = ["--device=cpu", "--steps=2", *shlex.split(SIZES)]
 
 
 @pytest.mark.engine("megatron-core")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_all_dispatchers_are_timed_and_compared(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

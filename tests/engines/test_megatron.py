@@ -19,7 +19,7 @@ from tests.engines import packages
 from tests.support import engine_layers as plain
 from tests.support.ranks import Rank, run_processes
 
-pytestmark = [pytest.mark.engine("megatron-core"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("megatron-core"), pytest.mark.timeout(400)]
 
 TOKENS, STEPS = 12, 3
 SMALL: dict[str, Any] = {"hidden": 64, "ffn": 32, "experts": 8, "topk": 4, "dtype": torch.float32}

@@ -47,7 +47,7 @@ def run_with(path: Path, *arguments: str) -> Any:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     results = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
     assert results, ran.stdout[-2000:] + ran.stderr[-4000:]

@@ -16,7 +16,7 @@ from tests.support import engine_layers as plain
 from tests.support.engine_layers import BF16, COUNTS, EXPERTS, WORLD
 from tests.support.ranks import Rank, run_processes
 
-pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(400)]
 BEGINNING: dict[str, Any] = {"deadline_s": 200.0}
 
 

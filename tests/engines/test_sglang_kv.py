@@ -8,7 +8,7 @@ from tests.engines import scenarios
 from tests.engines import sglang_kv_scenarios as calls
 from tests.engines import sglang_queues_scenarios as queues
 
-pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(400)]
 
 
 MODULES = {"calls": calls, "queues": queues}

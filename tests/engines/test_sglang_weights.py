@@ -7,7 +7,7 @@ import pytest
 from tests.engines import scenarios
 from tests.engines.sglang_weights_scenarios import scenario
 
-pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(name="results", scope="module")

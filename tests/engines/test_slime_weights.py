@@ -9,7 +9,7 @@ from tests.engines.slime_weights_scenarios import scenario
 
 pytestmark = [
     *(pytest.mark.engine(project) for project in ("slime", "megatron-core", "sglang")),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 
 

@@ -36,7 +36,7 @@ from tests.support import engine_layers as plain
 from tests.support.engine_layers import BF16, EXPERTS, HIDDEN, TOKENS, WORLD
 from tests.support.ranks import Rank, run_processes
 
-pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(400)]
 
 
 # --- over AllToAll ---

@@ -7,7 +7,7 @@ import pytest
 from tests.engines import scenarios
 from tests.engines.vllm_kv_scenarios import scenario
 
-pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(name="results", scope="module")

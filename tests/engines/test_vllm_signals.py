@@ -24,7 +24,7 @@ from tests.engines import absent, packages
 from tests.support.kv_workers import Workers, some_pages, workers
 from tests.support.ranks import Rank, run_processes
 
-pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(400)]
 
 LAYERS, PAGES, TOKENS = 3, 32, 18
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)

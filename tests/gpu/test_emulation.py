@@ -52,7 +52,7 @@ def test_each_planted_fault_is_reported() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     ran = [json.loads(line) for line in done.stdout.splitlines()]

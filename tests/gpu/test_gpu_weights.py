@@ -22,7 +22,7 @@ def values(version: int, device: torch.device) -> Tensor:
     return torch.full(SHAPE, float(version), dtype=torch.bfloat16, device=device)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_finalize_computes_on_the_gpu_of_the_tensors_while_graphs_are_captured() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(0)

@@ -123,7 +123,7 @@ def test_triton_gives_the_same_value() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout

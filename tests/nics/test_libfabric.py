@@ -105,7 +105,7 @@ def test_loading_the_library_leaves_signal_handlers_alone(tmp_path: Path) -> Non
         "except KeyboardInterrupt: print('interrupted', flush=True)\n"
         "signal.raise_signal(signal.SIGABRT)"
     )
-    done = warm.run("-c", program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = warm.run("-c", program, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.stdout == "interrupted\n", done.stderr
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
@@ -211,7 +211,7 @@ def test_a_library_that_is_not_there() -> None:
         f"try: {opened(1, 'library=/nowhere/libfabric.so.1')}\n"
         "except moe_p2p.UnavailableError as error: print(error)\n"
     )
-    done = warm.run("-c", program, capture_output=True, text=True, timeout=60)
+    done = warm.run("-c", program, capture_output=True, text=True, timeout=250)
     assert "libfabric cannot be opened: /nowhere/libfabric.so.1" in done.stdout, done.stderr
     assert "apt-get install libfabric1" in done.stdout
 
@@ -224,7 +224,7 @@ def test_tcp_is_announced_and_never_chosen_alone() -> None:
 
     assert "libfabric" not in run_threads(2, body) or Path("/sys/class/infiniband").exists()
     program = f"import moe_p2p; {opened(2, TCP)}.close()"
-    done = warm.run("-c", program, capture_output=True, text=True, timeout=60)
+    done = warm.run("-c", program, capture_output=True, text=True, timeout=250)
     assert done.stderr.count("This is not RDMA") == 1, done.stderr
 
 

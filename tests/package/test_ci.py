@@ -59,7 +59,7 @@ def test_what_it_says(
         ["bash", str(tmp_path / ".ci" / "run")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env=environment,
         check=False,
     )

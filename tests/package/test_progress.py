@@ -80,7 +80,7 @@ def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 

@@ -103,7 +103,7 @@ with soak.hosts.Hosts(0, num_interfaces=2) as network:
     run._show_where(run.ranks[1])
     run.close()
 """
-    done = warm.run("-c", program, cwd=warm.ROOT, capture_output=True, text=True, timeout=100)
+    done = warm.run("-c", program, cwd=warm.ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 1 is here; its threads: python" in done.stdout
     assert "soak_rank.py" in done.stderr

@@ -124,7 +124,7 @@ def test_compiled_kernels_come_along_where_make_names_them(tmp_path: Path) -> No
         (made / f"key.{end}").write_text(end)
     command = [sys.executable, "setup.py", "build_py", "--build-lib", str(tmp_path / "lib")]
     environment = os.environ | {"MOE_P2P_COMPILED": str(made)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=250)
     place = tmp_path / "lib" / env._PACKAGED.relative_to(ROOT)
     assert sorted(file.name for file in place.iterdir()) == ["key.cubin", "key.log", "key.sha256"]
 
@@ -170,7 +170,7 @@ def test_an_sdist_has_all_that_a_wheel_is_made_of(wheel: Path, tmp_path: Path) -
     assert contents[0] == contents[1]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: Path) -> None:
     """README's code runs there too: test_readme.py."""
     tiny = ["--tokens=1,4", "--seconds=0.05", "--checks=2", "--experts=8", "--hidden=256"]
@@ -190,7 +190,7 @@ def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: P
 
 
 # Ranks are the test's above, which start in the same way.
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", cells.few([["--control"], []], keep=[["--control"]]))
 def test_the_demo_runs_where_only_torch_is_installed(
     installed: Path, tmp_path: Path, ranks: list[str]
@@ -231,7 +231,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_a_script_for_deep_ep_runs_where_the_wheel_is_installed(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +263,7 @@ def test_a_build_without_a_compiler_fails_before_it_begins(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=250,
     )
     assert built.returncode == 1
     assert built.stdout.splitlines() == ["running build"]
@@ -295,7 +295,7 @@ exit 1
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=250,
     )
     assert made.returncode == 2
     assert made.stdout.splitlines()[1:] == [

@@ -215,7 +215,7 @@ def run_stopped() -> None:
 
 def test_a_check_that_stops_has_a_deadline() -> None:
     program = f"from {__name__} import run_stopped; run_stopped()"
-    done = warm.run("-c", program, capture_output=True, text=True, timeout=90)
+    done = warm.run("-c", program, capture_output=True, text=True, timeout=250)
     assert re.search(r"rank [01] failed \(exit code 1\)", done.stderr), done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"soon done \.\.\. ok, \d\.\d s", lines[0])

@@ -10,7 +10,7 @@ import torch
 
 from moe_p2p.tools.bench import command, weights_decode, weights_loader, weights_ranks
 
-pytestmark = pytest.mark.timeout(240)  # of runs that take 15 s beside other work
+pytestmark = pytest.mark.timeout(400)  # of runs that take 15 s beside other work
 TINY = ["--api=weights", "--device=cpu", "--experts=2", "--vocab=256", "--narrow=2", "--repeats=1"]
 
 

@@ -144,6 +144,6 @@ launch.run_ranks(os.getpid, num_ranks=1)
 def test_a_signal_before_ranks_start_leaves_no_folder(tmp_path: Path) -> None:
     """It once ended the launcher before torchrun's agent had a handler for it."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    ran = warm.run("-c", TERMINATED, env=environment, timeout=120)
+    ran = warm.run("-c", TERMINATED, env=environment, timeout=250)
     assert ran.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())

@@ -226,7 +226,7 @@ def test_the_command_ends_with_1_when_there_is_a_problem(monkeypatch: pytest.Mon
 
 def test_the_command_is_known() -> None:
     run = warm.run(
-        *("-m", "moe_p2p", "doctor", "--no-writes"), capture_output=True, text=True, timeout=100
+        *("-m", "moe_p2p", "doctor", "--no-writes"), capture_output=True, text=True, timeout=250
     )
     assert "problems" in run.stdout, run.stderr
     assert run.returncode in (0, 1)

@@ -60,7 +60,7 @@ def test_trees_take_turns_and_the_slower_rank_counts(turns: Any) -> None:
     ]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_every_call_runs_on_two_ranks(
     turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ def written(**sections: Any) -> Path:
 def test_a_run_on_cpu_ranks_writes_what_a_new_process_uses() -> None:
     sizes = ["--tokens=4,8", "--hidden=64", "--experts=4", "--topk=2", "--seconds=0.02"]
     command = ("-m", "moe_p2p", "tune", "--device=cpu", *sizes)
-    ran = warm.run(*command, capture_output=True, text=True, timeout=100)
+    ran = warm.run(*command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     printed = ran.stdout
     assert "parts: 8 tokens, 2 nodes over loopback" in printed
@@ -90,7 +90,7 @@ def test_a_run_on_cpu_ranks_writes_what_a_new_process_uses() -> None:
     assert set(data) == {"version", "letter", "machine", "measured", "parts", "rates"}
     text = "from moe_p2p import Engine, kv; e = Engine()\n"
     text += "link = kv.link_of(e); e.close(); print(link.name, link.writes_per_s, link.pack)"
-    done = warm.run("-c", text, capture_output=True, text=True, check=True, timeout=120)
+    done = warm.run("-c", text, capture_output=True, text=True, check=True, timeout=250)
     assert done.stdout.split()[-2:] == [str(data["rates"]["writes_per_s"]), "False"]
     assert done.stdout.startswith("loopback as measured")
 
