@@ -133,6 +133,20 @@ TEST_CASE("engine: a closure that nobody takes times out and never runs") {
   CHECK_FALSE(ran);
 }
 
+TEST_CASE("engine: several threads make control calls at once where nobody polls") {
+  FakeNetwork network;
+  Engines engines(network, {1});
+  std::atomic<int> num_wrong{0};
+  std::vector<std::thread> users;
+  for (int i = 0; i < 2; ++i)
+    users.emplace_back([&] {
+      Request request;
+      for (int call = 0; call < 100; ++call) num_wrong += engines[0].cancel(request).has_value();
+    });
+  for (auto& user : users) user.join();
+  CHECK(num_wrong == 0);
+}
+
 TEST_CASE("engine: peers leave and memory goes while other requests are running") {
   FakeNetwork network({.seed = 12, .limits = {.max_write_bytes = 64, .max_in_flight = 8}});
   Engines engines(network, {2, 2, 2});

@@ -132,7 +132,7 @@ TEST_CASE("imm table: a value that is waited for is not given back") {
   CHECK(table.give_back(5) >= 2);
 }
 
-// TSan sees a waiter that leaves without the lock; elsewhere it takes many to lose one of two steps.
+// TSan sees a waiter that leaves without the lock; elsewhere it takes many turns to lose a step.
 TEST_CASE("imm table: a value that several threads wait for is given back after the last") {
   ImmTable table;
   table.deliver(5);

@@ -20,8 +20,8 @@ inline constexpr std::chrono::seconds kStandstill{60};
 // The deadline of a wait for one event.
 inline platform::Deadline soon() { return platform::Clock::now() + kStandstill; }
 
-// While it lives, sleepers wake by notifications alone: at other times one that is missing costs the
-// rest of a nap, which no test sees.
+// While it lives, sleepers wake by notifications alone: at other times one that is missing costs
+// the rest of a nap, which no test sees.
 class OnlyNotified {
  public:
   OnlyNotified() { platform::longest_nap = std::chrono::hours(1); }
