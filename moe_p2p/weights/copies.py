@@ -124,7 +124,8 @@ def boxes(
         first = (0, *_first(place.box))
         for at in itertools.product(*(range(size) for size in view.shape[:-3])):
             found = [part[at] for part in parts]
-            found = [part.view((1,) * (3 - part.dim()) + part.shape) for part in found]
+            if view.dim() < 3:
+                found = [part.view((1,) * (3 - view.dim()) + part.shape) for part in found]
             yield found, (first[-2], first[-1])
 
 
