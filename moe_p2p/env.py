@@ -23,6 +23,7 @@ MOE_P2P_SECRET              secret by which processes trust each other over verb
 PYTHONPATH                  extended for processes that this one starts
 MOE_P2P_KV_STORE            HOST:PORT where KV workers of SGLang find each other; SGLang moves KV
                             through moe_p2p where it is set
+MOE_P2P_WEIGHTS_STORE       HOST:PORT where TorchTitan's trainers and generator meet
 MOE_P2P_KV_FENCE            key or queue_pair: how KV workers take memory back (default: key)
 MOE_P2P_KV_HOST             address under which KV workers of engines are reached
 MOE_P2P_KV_VERIFY           off, always or sample:0.01: checksums of KV workers in engines
@@ -67,6 +68,11 @@ def secret() -> str:
 def kv_store() -> str:
     """`HOST:PORT` of the store of KV workers; empty: SGLang moves KV by itself."""
     return os.environ.get("MOE_P2P_KV_STORE", "")
+
+
+def weights_store() -> str:
+    """`HOST:PORT` of the store that the first of TorchTitan's trainers serves."""
+    return os.environ.get("MOE_P2P_WEIGHTS_STORE", "")
 
 
 def kv_fence() -> str:

@@ -219,10 +219,15 @@ class SglangUpdates:
     def _paused(self, do: str) -> None:
         """Without a pause SGLang waits for requests in flight."""
         self._pause("keep")
+        resumes = do != "begin" or self.fleet.mode == "shadow"
         try:
             self._session(do)
-        finally:
-            self.resume() if do != "begin" or self.fleet.mode == "shadow" else None
+        except Exception:
+            with contextlib.suppress(ProtocolError):  # the first error is the cause
+                self.resume() if resumes else None
+            raise
+        if resumes:
+            self.resume()
 
     def _session(self, do: str, *, version: int | None = None, flush: bool = False) -> None:
         """`load` on every rank, in a session where SGLang has to restore and repack layers."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from moe_p2p.integrations import derived, put, required
 from moe_p2p.integrations.engine_weights import Fleet, own_address
 from moe_p2p.integrations.sglang_weights import SglangUpdates, in_thread
 from moe_p2p.weights import Param, WeightLayout, WeightTrainer, dtype_name
+from moe_p2p.weights.layout import everyones
 
 _FOLDER = "slime.backends.megatron_utils"
 _TIMEOUT_S = 300.0  # of a set-up or an update; engines may still finish requests
@@ -128,15 +130,15 @@ class Updater:
             self._store = self._store or fleet.store(serves=True)
             fleet = replace(fleet, port=self._store.port)
         mine = [(n, tuple(each.shape), dtype_name(each.dtype)) for n, each in self._host.items()]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (fleet, mine), group=group)
-        fleet = found[0][0]
+        said = json.dumps([asdict(fleet) if fleet else None, mine]).encode()
+        found = [json.loads(each) for each in everyones(said, group)]
+        fleet = Fleet(**found[0][0])
         trainers = [at for at, (_, params) in enumerate(found) if params]
         if rank not in trainers:
             return
         require(trainers[0] == 0, f"slime_weights: rank 0 gathers nothing, but {trainers} do")
         params = [
-            Param(name, shape, dtype, (number,))
+            Param(name, tuple(shape), dtype, (number,))
             for number, at in enumerate(trainers)
             for name, shape, dtype in found[at][1]
         ]

@@ -266,12 +266,12 @@ def layout_of(
     pairs = list(named.items() if isinstance(named, Mapping) else named)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     params = [of_tensor(name, tensor, (rank,)) for name, tensor in pairs]
-    parts = _everyones(WeightLayout(tuple(params), world_size).to_bytes(), group)
+    parts = everyones(WeightLayout(tuple(params), world_size).to_bytes(), group)
     return WeightLayout.merged([WeightLayout.from_bytes(each) for each in parts])
 
 
-def _everyones(data: bytes, group: Any) -> list[bytes]:
-    """torch's own collective of objects needs numpy."""
+def everyones(data: bytes, group: Any = None) -> list[bytes]:
+    """By rank. torch's own collective of objects needs numpy."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]

@@ -31,6 +31,7 @@ PINNED = {
     "verl": "0.9.1",
     "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
     "checkpoint-engine": "0.4.2",
+    "torchtitan": "0.3.0",
 }
 WHOLE = ("mooncake-transfer-engine-non-cuda",)  # its compiled part runs without CUDA and torch
 # No index has them: the variable names a folder in which their package lies.

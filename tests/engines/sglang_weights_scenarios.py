@@ -215,7 +215,8 @@ class World:
         direct, manager = how.pop("direct", True), how.pop("manager", None)
         key = how.pop("http", "")
         how.setdefault("port", free_port())
-        self.fleet = fleet = Fleet(host="127.0.0.1", timeout_s=HANG_S, **how)
+        how.setdefault("timeout_s", HANG_S)
+        self.fleet = fleet = Fleet(host="127.0.0.1", **how)
         self.store = fleet.store(serves=True)
         self.manager = manager or Manager()
         engine = types.SimpleNamespace(
@@ -232,7 +233,7 @@ class World:
         self.engine = Engine(label="trainer")
         try:
             self.trainer = WeightTrainer(
-                self.engine, self.store, layout, 0, self.values, timeout_s=HANG_S
+                self.engine, self.store, layout, 0, self.values, timeout_s=fleet.timeout_s
             )
         finally:
             opened.result(2 * HANG_S)  # its error is the cause
@@ -379,6 +380,18 @@ def a_server_is_updated_over_http() -> None:
         nobody = sglang_calls.over_http("http://127.0.0.1:1", "", HANG_S)
         refused(lambda: nobody("end_weight_update"), "does not answer end_weight_update")
         refused(lambda: sglang_calls.over_http("server:30000", "", HANG_S), "as http://host:port")
+
+
+class Forgetful(TpModel):
+    """Its loader takes no part of a parameter."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return super().load_weights(pair for pair in weights if "attn.o" not in pair[0])
+
+
+@scenario
+def an_engine_that_cannot_open_says_why() -> None:
+    refused(lambda: World(manager=Manager(Forgetful), timeout_s=2.0), "layers.0.attn.o.weight")
 
 
 @scenario
