@@ -60,7 +60,7 @@ class Endpoint:
         )
         errors.require(
             protocol in _TRANSPORTS,
-            f"protocol is {protocol!r}, must be one of {', '.join(sorted(_TRANSPORTS))}",
+            f"protocol is {protocol!r}, must be one of {', '.join(map(repr, _TRANSPORTS))}",
         )
         config = EngineConfig(
             transport=_TRANSPORTS[protocol],
@@ -69,10 +69,14 @@ class Endpoint:
         )
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         gpu = torch.cuda.current_device() if on_gpu else None
-        self._engine = Engine(config, label=f"mooncake engine of {local_hostname}", gpu=gpu)
-        self._peers = peers.Peers(self._engine)
-        self._service = handshake.Service(_host_of(local_hostname), _answering(self))
-        weakref.finalize(self, _close, self._engine, self._service)
+        service = handshake.Service(_host_of(local_hostname), _answering(self))
+        try:
+            engine = Engine(config, label=f"mooncake engine of {local_hostname}", gpu=gpu)
+        except BaseException:
+            service.close()
+            raise
+        self._service, self._peers, self._engine = service, peers.Peers(engine), engine
+        weakref.finalize(self, _close, engine, service)
         return 0
 
     def initialize_ext(

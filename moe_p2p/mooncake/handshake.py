@@ -97,7 +97,11 @@ def _line(connection: socket.socket, most: int, deadline: Deadline) -> bytes:
 
 
 def _listening(host: str) -> socket.socket:
-    found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        text = f"local_hostname is {host!r}, which is no name of a host here: {error}"
+        raise errors.make(errors.InvalidArgumentError, text) from None
     try:
         address = (str(found[0][4][0]), 0)
         return socket.create_server(address, family=found[0][0], backlog=_BACKLOG)

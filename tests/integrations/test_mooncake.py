@@ -150,9 +150,15 @@ def test_before_initialize_calls_fail_by_name(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err.count("call initialize() first") == 2
     assert engine.initialize(HOST, "etcd://x", "tcp", "") == -1
     assert engine.initialize(HOST, "P2PHANDSHAKE", "carrier pigeon", "") == -1
+    for _ in range(2):  # the first leaves nothing that the second would take for an engine
+        assert engine.initialize("no-such-host.invalid", "P2PHANDSHAKE", "tcp", "") == -1
+    assert engine.initialize(HOST, "P2PHANDSHAKE", "rdma", "no_such_nic") == -1
     told = capfd.readouterr().err
     assert "'P2PHANDSHAKE'" in told
-    assert "'carrier pigeon'" in told
+    assert "'carrier pigeon', must be one of 'rdma', 'tcp', 'efa', ''" in told
+    assert told.count("local_hostname is 'no-such-host.invalid', which is no name of a host") == 2
+    assert engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.get_rpc_port() > 0
 
 
 # --- peers that leave, strangers ---
