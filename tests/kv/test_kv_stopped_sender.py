@@ -22,7 +22,7 @@ OVER = {
     "loopback": ("loopback", ""),
     "tcp": ("libfabric", "provider=tcp,interfaces=lo,timeout_ms=2000"),
     # The receiver copies by itself what a stopped sender has posted, so not all may be posted.
-    "shm": ("libfabric", "provider=shm,max_in_flight=4,timeout_ms=2000"),
+    "shm": ("libfabric", "provider=shm,max_in_flight=4,timeout_ms=300"),
 }
 # Refused by name: half a write is finished there after the fence.
 UNFENCED = {"net": ("libfabric", "provider=net,interfaces=lo,timeout_ms=2000")}
@@ -147,7 +147,9 @@ class Stops:
 
 
 STOPS = [
-    pytest.param(over, stops, marks=[pytest.mark.more] if stops == 50 else [])
+    pytest.param(
+        over, stops, marks=[pytest.mark.more, pytest.mark.timeout(600)] if stops == 50 else []
+    )
     for over in OVER
     for stops in (3, 50)
 ]
