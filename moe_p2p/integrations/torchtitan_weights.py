@@ -25,7 +25,8 @@ from torch import Tensor
 from moe_p2p import env
 from moe_p2p.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
-from moe_p2p.fleet.board import Board, Deadline
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import optional, required
 from moe_p2p.integrations.engine_weights import Fleet
 from moe_p2p.integrations.kv_worker import split_address
