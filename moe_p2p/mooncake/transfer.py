@@ -21,6 +21,10 @@ from moe_p2p.transfers import Memory, Region, Request
 _STOP_S = 1.0  # of a request that was cancelled; then its connection is closed
 
 
+class _UnknownError(errors.InvalidArgumentError):
+    """The peer has not said that it has this memory."""
+
+
 class Piece(NamedTuple):
     here: int  # addresses
     there: int
@@ -45,11 +49,14 @@ class Transfer:
         self._error: errors.MoeP2pError | None = None
         self._ended = self._goes_again = False
         self._remote = peers.take(session)
-        if not all(self._remote.key_of(p.there, p.nbytes) for p in pieces if p.nbytes):
-            peers.give_back(self._remote)
-            self._remote = peers.take(session, asks=True)
         try:
-            self._submit()
+            try:
+                self._submit()
+            except _UnknownError:  # it may have registered it since
+                now = peers.take(session, asks=True)
+                peers.give_back(self._remote)
+                self._remote = now
+                self._submit()
         except BaseException:
             if self._requests:
                 self._stop()
@@ -76,16 +83,14 @@ class Transfer:
             if nbytes == 0:
                 continue
             local, far = self._find(here, nbytes), self._remote.find(there, nbytes)
-            errors.require(
-                local is not None, f"{nbytes} bytes at {here:#x} are not registered memory"
-            )
-            errors.require(
-                far is not None,
-                f"{nbytes} bytes at {there:#x} are not within memory that the engine at "
-                f"{self._session} has registered",
-            )
-            assert local is not None
-            assert far is not None
+            if local is None:
+                text = f"{nbytes} bytes at {here:#x} are not registered memory"
+                raise errors.make(errors.InvalidArgumentError, text)
+            if far is None:
+                text = f"{nbytes} bytes at {there:#x} are not within memory that the engine at "
+                text += f"{self._session} has registered"
+                error = errors.make(errors.InvalidArgumentError, text)
+                raise _UnknownError(str(error))
             offsets, far_offsets = groups.setdefault((local[0], far[0], nbytes), ([], []))
             offsets.append(local[1])
             far_offsets.append(far[1])

@@ -24,7 +24,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, errors, mooncake
 from moe_p2p.mooncake import TransferEngine, handshake
-from moe_p2p.mooncake.memory import tensor_at
+from moe_p2p.mooncake.memory import Table, tensor_at
 from moe_p2p.transfers import Memory
 from tests.support import mooncake_calls, warm
 
@@ -129,6 +129,26 @@ def test_batches_of_pieces_of_many_sizes(pair: Any) -> None:
     for here, there, n in pieces:  # sources overlap, and they hold the same bytes
         back[here : here + n] = wanted[there : there + n]
     assert bytes(source.bytes) == back
+
+
+def test_each_piece_is_looked_for_once_at_either_end(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches have thousands, and looking is most of what they cost the caller."""
+    a, b, source, target = pair
+    looked, find = list[int](), Table.find
+
+    def finds(table: Table, address: int, nbytes: int) -> Any:
+        looked.append(address)
+        return find(table, address, nbytes)
+
+    monkeypatch.setattr(Table, "find", finds)
+    places = range(0, SIZE, 128)
+    here, there = ([each.address + at for at in places] for each in (source, target))
+    for _ in range(2):
+        looked.clear()
+        assert a.batch_transfer_sync_write(name_of(b), here, there, [64] * len(places)) == 0
+        assert sorted(looked) == sorted(here + there)
 
 
 def test_memory_that_is_not_registered_is_never_touched(
