@@ -24,6 +24,7 @@ OVER = {
     # The receiver copies by itself what a stopped sender has posted, so not all may be posted.
     "shm": ("libfabric", "provider=shm,max_in_flight=4,timeout_ms=300"),
 }
+ROCE = {"roce": ("verbs", "devices=rxe0,timeout=16")}  # where there is one (tests/rdma/vm.py)
 # Refused by name: half a write is finished there after the fence.
 UNFENCED = {"net": ("libfabric", "provider=net,interfaces=lo,timeout_ms=2000")}
 GROUP = kv.KVGroup("kv", (0,), heads=1, k_bytes=PAGE_BYTES, v_bytes=0, page_size=1)
@@ -59,7 +60,7 @@ with kv.Membership(sender, leases):
 
 
 def engine(over: str) -> Engine:
-    transport, settings = (OVER | UNFENCED)[over]
+    transport, settings = (OVER | ROCE | UNFENCED)[over]
     made = Engine(EngineConfig(transport=transport, transport_settings=settings))
     if over in UNFENCED:
         made.why_no_fence = lambda: ""  # type: ignore[method-assign]
@@ -153,10 +154,16 @@ STOPS = [
     for over in OVER
     for stops in (3, 50)
 ]
+STOPS.append(pytest.param("roce", 20, marks=[pytest.mark.more, pytest.mark.timeout(600)]))
 
 
 @pytest.mark.parametrize(("over", "stops"), STOPS)
 def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
+    if over == "roce":
+        try:
+            engine(over).close()
+        except UnavailableError as error:
+            pytest.skip(str(error))
     found = Stops(over)
     found.run(stops, 2 * stops + 3)
     assert found.halves, "no request was cut in two"
