@@ -86,14 +86,16 @@ def test_a_write_that_comes_after_the_fence_is_refused(link: kv.KVLink | None) -
     late_writes(fenced=True, link=link)
 
 
-def test_without_the_fence_it_lands_in_pages_of_somebody_else() -> None:
-    with mutated("no fence"), pytest.raises(AssertionError, match="landed in pages that were free"):
-        late_writes(fenced=False)
-
-
-def test_without_the_fence_a_packed_write_lands_in_a_part_of_somebody_else() -> None:
-    with mutated("no fence"), pytest.raises(AssertionError, match="landed in a ring part"):
-        late_writes(fenced=False, link=PACKED)
+@pytest.mark.parametrize(
+    ("link", "where"), [(None, "pages that were free"), (PACKED, "a ring part")]
+)
+def test_without_the_fence_it_lands_in_memory_of_somebody_else(
+    link: kv.KVLink | None, where: str
+) -> None:
+    """On a busy machine a write may come before the memory is anybody else's: it is tried again."""
+    with mutated("no fence"), pytest.raises(AssertionError, match=f"landed in {where}"):
+        for _ in range(10):
+            late_writes(fenced=False, link=link)
 
 
 def some_requests(found: Workers, sender: int) -> tuple[kv.KVReservation, kv.KVSending]:

@@ -215,11 +215,13 @@ store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 board = Board(store, "fleet", alone=bool(alone))
 member = Member(board, "trainer 0", {}, 60.0)
 os.kill(process, signal.SIGSTOP)
-try:
-    with board.within(Deadline(0.0)):
-        board.get("word")
-except StoreError:
-    print("leaves at", time.monotonic())
+while True:  # one of its threads may still answer
+    try:
+        with board.within(Deadline(0.05)):
+            board.get("word")
+    except StoreError:
+        break
+print("leaves at", time.monotonic())
 
 
 class Last:
@@ -238,6 +240,6 @@ def test_an_interpreter_that_ends_leaves_no_call_in_a_stopped_store(alone: bool)
     with server() as (process, port):
         program = ("-c", LEAVES, str(process), str(port), str(int(alone)))
         done = warm.run(*program, capture_output=True, text=True, timeout=LONG_S)
+        assert done.stdout and done.returncode == 0, done.stderr
         took = time.monotonic() - float(done.stdout.split()[-1])
-    assert done.returncode == 0, done.stderr
     assert took < LONG_S / 2, "two seconds of it wait for the store, which torch would for minutes"
