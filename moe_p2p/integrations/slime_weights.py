@@ -116,7 +116,7 @@ class Updater:
         for name, tensor in converted_named_tensors:
             if name not in self._host:
                 self._host[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
                 )
             self._host[name].copy_(tensor)
         converted_named_tensors.clear()
