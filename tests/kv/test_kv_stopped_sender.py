@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +145,9 @@ class Stops:
             os.kill(self.child.pid, signal.SIGCONT)
             self.child.kill()
             self.child.communicate()
+            # libfabric's, of a process that was killed: the next one of its number could not begin.
+            for left in Path("/dev/shm").glob(f"{self.child.pid}:*"):
+                left.unlink()
             self.child = None
 
 
