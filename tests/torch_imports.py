@@ -16,7 +16,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent / "support" / "counted"
 FILE = "TESTS_TORCH_IMPORTS"
-MOST = 25  # of up to three workers; each one more has servers of its own
+MOST, MORE = 25, 3  # of two workers; and of each one more, which has servers of its own
 CHOOSE = ("keyword", "markexpr", "deselect", "lf", "all_cells", "left_out", "collectonly")
 
 
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 class Count:
     def __init__(self, config: pytest.Config, file: Path, most: int) -> None:
         workers = getattr(config.option, "numprocesses", None) or 0
-        self._most = most * max(workers, 3) // 3
+        self._most = most + MORE * max(workers - 2, 0)
         self._file, self._is_whole = file, is_whole(config)
         self._lines: list[str] = []
         before = os.environ.get("PYTHONPATH")
