@@ -1,7 +1,7 @@
 // Which peers may write to which memory of this NIC, as they announced it themselves
 // (Domain::announce): libfabric does not tell who writes. Of tcp (fence.h). An announcement is an
 // immediate of 64 bits: the peer's IPv4 address and port, and the low bits of the memory's key;
-// those of the engine have 32. Two memories whose low bits are alike share their writers, which
+// immediates of the engine have 32. Two memories whose low bits are alike share their writers, which
 // asks more peers than needed and misses none.
 //
 // note() is the data path, everything else the control path, both inside the Domain's gate.
