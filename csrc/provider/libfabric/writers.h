@@ -1,8 +1,8 @@
 // Which peers may write to which memory of this NIC, as they announced it themselves
 // (Domain::announce): libfabric does not tell who writes. Of tcp (fence.h). An announcement is an
 // immediate of 64 bits: the peer's IPv4 address and port, and the low bits of the memory's key;
-// immediates of the engine have 32. Two memories whose low bits are alike share their writers, which
-// asks more peers than needed and misses none.
+// the engine's immediates have 32. Two memories whose low bits are alike share their writers: more
+// peers are asked than needed, and none is missed.
 //
 // note() is the data path, everything else the control path, both inside the Domain's gate.
 #pragma once
