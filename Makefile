@@ -5,6 +5,7 @@
 # make test-all everything; notes in tests/green on which commit it passed
 # make test-engines  fetches Megatron-Core, vLLM, SGLang and DeepEP (400 MB; .py files are kept in the
 #               user's cache) and runs tests/engines; ENGINES=newest: the newest releases
+# make test-TIER  tests of one tier: test-transfer, -moe, -kv, -weights, -adapters
 # make test-again  the tests that failed in the last run, alone
 #               TIMES=FILE: wall and CPU seconds of each test (python -m tests.times FILE)
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` fixes what tools can fix
@@ -44,13 +45,21 @@ endif
 PIP := $(PY) -m pip install $(QUIET) --disable-pip-version-check --retries 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
-           moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py) \
+SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc' -not -name '*.md') setup.py pyproject.toml \
+           moe_p2p/moe/gpu/fd_exchange.py moe_p2p/moe/rendezvous/agreement.py moe_p2p/engine/checksum.py moe_p2p/engine/strides.py \
            $(wildcard $(addsuffix /*.py,$(addprefix moe_p2p/,fleet kv weights)))  # csrc/letter.py
 
 PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(TIMES),--times $(TIMES))
 
-.PHONY: bench test test-all test-changed test-again test-engines lint format build wheel sdist clean distclean packages force
+TIERS := transfer moe kv weights adapters
+TIER_transfer := machine engine fleet package/test_cpp.py package/test_strangers.py gpu/test_gpu_engine.py \
+                 gpu/test_gpu_driver.py
+TIER_moe := moe layer gpu package/test_cpp.py
+TIER_kv := kv gpu/test_gpu_kv_rows.py gpu/test_gpu_signals.py
+TIER_weights := weights gpu/test_gpu_weights.py
+TIER_adapters := deep_ep mooncake integrations engines
+
+.PHONY: $(addprefix test-,$(TIERS)) bench test test-all test-changed test-again test-engines lint format build wheel sdist clean distclean packages force
 .NOTPARALLEL:
 
 bench: build
@@ -64,6 +73,10 @@ test-all: build packages
 	$(PY) -m tests.engines.packages
 	$(PYTEST) --all-cells $(PYTEST_ARGS)
 	$(PY) -m tests.changed --green
+
+# One tier of the tree: the same share of its tests as `make test` runs.
+$(addprefix test-,$(TIERS)): test-%: build packages
+	$(PYTEST) $(addprefix tests/,$(TIER_$*)) $(PYTEST_ARGS)
 
 # Beside `make test`, which leaves them out.
 test-changed: build packages

@@ -142,7 +142,7 @@ class WithPath(build_py):
         """Compiled kernels to ship (`make wheel` names their folder), each with its place."""
         folder = os.environ.get("MOE_P2P_COMPILED")
         files = sorted(Path(folder).glob("*.*")) if folder else []
-        place = Path(self.build_lib, "moe_p2p", "gpu", "compiled")
+        place = Path(self.build_lib, "moe_p2p", "machine", "compiled")
         return {file: place / file.name for file in files if file.suffix != ".lock"}
 
     @property

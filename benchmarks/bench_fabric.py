@@ -18,7 +18,7 @@ from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moe_p2p import Engine, EngineConfig, UnavailableError
-from moe_p2p.transfers import Region
+from moe_p2p.engine.transfers import Region
 
 SETTINGS = {"tcp": "provider=tcp,interfaces=lo", "shm": "provider=shm"}
 TARGET_BYTES = 64 << 20

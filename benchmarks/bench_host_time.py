@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, all_to_all, pool
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
+from moe_p2p.moe import all_to_all, pool
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
 OPS = ("dispatch_eager", "combine_inference", "combine_plain", "combine_out", "release")

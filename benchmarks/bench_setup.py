@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from moe_p2p import AllToAllConfig
-from moe_p2p.nics.transport import Choice
-from moe_p2p.rendezvous.agreement import Facts, Offer
-from moe_p2p.rendezvous.bootstrap import Bootstrap
+from moe_p2p.fleet.bootstrap import Bootstrap
+from moe_p2p.machine.transport import Choice
+from moe_p2p.moe.rendezvous.agreement import Facts, Offer
 
 GPUS_PER_HOST = 8
 # An engine of 2 NICs and the region that it writes to: 697 bytes with the software NIC.

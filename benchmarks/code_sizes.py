@@ -17,14 +17,10 @@ from collections.abc import Iterator
 import torch
 
 from moe_p2p import AllToAllConfig
-from moe_p2p.gpu import jit
-from moe_p2p.gpu.kernels import (
-    Kernel,
-    combine_kernel,
-    dispatch_kernel,
-    shape_macros,
-)
-from moe_p2p.gpu.prepared import variants_of
+from moe_p2p.machine import jit
+from moe_p2p.moe.gpu.kernel import Kernel
+from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel, shape_macros
+from moe_p2p.moe.gpu.prepared import variants_of
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

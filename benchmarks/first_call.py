@@ -34,7 +34,7 @@ BARS_S = {"one_s": 3.0, "together_s": 5.0, "filled_kernels_s": 0.1}
 
 def child(case: Case) -> None:
     """Prints seconds of communicator, kernels and first pair, and of loading kernels alone."""
-    from moe_p2p.gpu import jit
+    from moe_p2p.machine import jit
 
     torch.zeros(1, device="cuda")
     torch.cuda.synchronize()

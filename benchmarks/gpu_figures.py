@@ -121,7 +121,7 @@ def _correctness() -> Iterator[Step]:
     yield Step("racecheck", "tests/sanitize_gpu.py alone", 40, 1, tool,
                under=f"{tool} --tool racecheck {SANITIZED}")  # fmt: skip
     rest = sorted(here - {*new, *engines, *printed, *QUIET_TESTS, "emulated_gpu"})
-    others = " tests/deep_ep tests/calls tests/layer tests/weights tests/integrations"
+    others = " tests/deep_ep tests/engine tests/moe tests/layer tests/weights tests/mooncake"
     yield _tests("tests-rest", 230, _files(rest) + others, WORKERS)
     # One after the other: what fails here too does not fail for want of a GPU's time.
     yield _tests("tests-again", 120, "--last-failed --last-failed-no-failures=none tests")

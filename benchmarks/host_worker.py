@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cores import Cores, choose
-from obeying import obey, take_output
+from obeying import module_of, obey, take_output
 from torch import Tensor
 
 DEADLINE_S = 60.0
@@ -31,7 +31,9 @@ BLOCKS = 7  # of one measurement, of which the first warms up
 FLUSH_BYTES = 256 << 20  # leaves nothing of a call in a GPU's caches
 SEED = 5
 NUM_SMS = 24
-CALLING = ("moe_p2p.all_to_all", "moe_p2p.pool")  # the second not in every commit
+CALLING = tuple(
+    f"moe_p2p.{at}{name}" for at in ("moe.", "") for name in ("all_to_all", "pool")
+)  # of any tree
 OPS = (
     *("dispatch", "dispatch_inference", "dispatch_eager", "dispatch_counted"),
     *("dispatch_send", "dispatch_recv", "all_to_all_check"),
@@ -196,15 +198,16 @@ def v2_counted(place: Place, tokens: int) -> Call:
 
 
 def megatron(place: Place, tokens: int) -> Call:
-    """Dispatch of a training step and its combine as integrations/megatron.py makes them."""
+    """Dispatch of a training step and its combine as integrations/moe/megatron.py makes them."""
     from moe_p2p import DispatchOptions
-    from moe_p2p.pool import AllToAllPool, config_of
-    from moe_p2p.row_counts import SizeExchange
+
+    pools = module_of("moe.pool", "pool")
+    counts = module_of("moe.row_counts", "row_counts")
 
     hidden, experts, topk = place.shape
-    pool, sizes = AllToAllPool(dist.group.WORLD), SizeExchange()
+    pool, sizes = pools.AllToAllPool(dist.group.WORLD), counts.SizeExchange()
     options = DispatchOptions(layout="grouped", solo=True)
-    config = config_of(
+    config = pools.config_of(
         num_experts=experts,
         hidden_dim=hidden,
         topk=topk,
@@ -270,7 +273,7 @@ def watched() -> Iterator[tuple[list[str], list[Any]]]:
 
 
 def is_direct(call: Any) -> bool:
-    """Whether it stands for an op (moe_p2p/direct.py)."""
+    """Whether it stands for an op (moe_p2p/moe/direct.py)."""
     return isinstance(getattr(call, "__self__", None), torch._ops.OpOverload)
 
 

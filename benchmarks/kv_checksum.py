@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from moe_p2p.kv.checksum import rows_checksum
+from moe_p2p.engine.checksum import rows_checksum
 
 NBYTES = 32 << 20
 

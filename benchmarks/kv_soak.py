@@ -359,7 +359,6 @@ class Soak:
         for child in multiprocessing.active_children():
             child.kill()
             child.join(10)
-            wait_until_ended(child.pid or 0)
         torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
 
     def summary(self) -> dict[str, Any]:
@@ -436,19 +435,6 @@ def failure_of(arguments: argparse.Namespace) -> str:
         soak.end()
     print(json.dumps(soak.summary()), flush=True)
     return ""
-
-
-def wait_until_ended(pid: int) -> None:
-    """`join` may return before a killed process has let go of its memory."""
-    limit = time.monotonic() + 10
-    while time.monotonic() < limit:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.001)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One rank of benchmarks/mirror_turns.py: a process that imports the package of one tree.
 
-Rank 0 of a mirror world (moe_p2p/rendezvous/mirror.py): its partner is the worker of the same tree
-on the other GPU, or itself. It obeys commands, one JSON object a line on its standard input, and
+Rank 0 of a mirror world (moe/rendezvous/mirror.py): its partner is the worker of the same tree on
+the other GPU, or itself. It obeys commands, one JSON object a line on its standard input, and
 answers each with one line. Partners get the same commands, so they make the same calls.
 
 Only names that trees of other commits have too are imported from the package.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from obeying import obey, take_output
+from obeying import module_of, obey, take_output
 from torch import Tensor
 
 HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host queues everything before the GPU begins
@@ -136,14 +136,15 @@ def by_rank(case: Case, x: Tensor, topk: Tensor, weights: Tensor) -> Tensor:
 
 
 def group_of(case: Case, place: tuple[int, int, str]) -> Any:
-    from moe_p2p.rendezvous.mirror import MirrorGroup
-
+    mirror = module_of("moe.rendezvous.mirror", "rendezvous.mirror")
     at, count, key = place
-    return MirrorGroup(case.ranks, place=at, count=count, key=f"{key}.{case.name}")
+    return mirror.MirrorGroup(case.ranks, place=at, count=count, key=f"{key}.{case.name}")
 
 
 def make_all_to_all(case: Case, place: tuple[int, int, str], device: str) -> Made:
-    from moe_p2p import AllToAll, AllToAllConfig, reference
+    from moe_p2p import AllToAll, AllToAllConfig
+
+    reference = module_of("moe.reference", "reference")
 
     config = AllToAllConfig(
         num_experts=case.experts,
@@ -194,7 +195,9 @@ def make_all_to_all(case: Case, place: tuple[int, int, str], device: str) -> Mad
 
 
 def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Made:
-    from moe_p2p import deep_ep, reference
+    from moe_p2p import deep_ep
+
+    reference = module_of("moe.reference", "reference")
 
     inputs, group = Inputs.of(case, device), group_of(case, place)
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
@@ -236,7 +239,9 @@ def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Ma
 
 
 def make_v2(case: Case, place: tuple[int, int, str], device: str) -> Made:
-    from moe_p2p import deep_ep, reference
+    from moe_p2p import deep_ep
+
+    reference = module_of("moe.reference", "reference")
 
     inputs, group = Inputs.of(case, device), group_of(case, place)
     buffer = deep_ep.ElasticBuffer(

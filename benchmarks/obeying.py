@@ -5,6 +5,8 @@ Used by mirror_worker.py and host_worker.py, which mirror_turns.Worker starts.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -31,3 +33,11 @@ def obey(answers_to: TextIO, worker: Callable[[], Any]) -> NoReturn:
         answers_to.write(json.dumps(reply) + "\n")
         answers_to.flush()
     os._exit(0)  # ranks need not meet again
+
+
+def module_of(*names: str) -> Any:
+    """The first of these modules of moe_p2p that this tree has: older ones have other folders."""
+    for name in names[:-1]:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"moe_p2p.{name}")
+    return importlib.import_module(f"moe_p2p.{names[-1]}")

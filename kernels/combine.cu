@@ -1,7 +1,7 @@
 // One kernel for both halves of combine, and for release. Sending blocks come before receiving
 // ones. They wait for the dispatches of this step and for the weights and partials that other
 // ranks' senders push before they wait themselves; none of these depends on a receiver.
-#if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
+#if MOE_P2P_BULK  // moe_p2p/moe/gpu/launch_shape.py chooses; never with masks
 #include "kernels/combine/bulk_recv.cuh"
 #include "kernels/combine/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;

@@ -1,7 +1,7 @@
 // One kernel for both halves of dispatch. Blocks that send come before those that receive and wait
 // for earlier steps only, so the receivers behind them cannot keep them from running; a call of
 // more chunks than steps in flight needs all its blocks on the device at once.
-#if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
+#if MOE_P2P_BULK  // moe_p2p/moe/gpu/launch_shape.py chooses; never with masks
 #include "kernels/dispatch/bulk_recv.cuh"
 #include "kernels/dispatch/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;

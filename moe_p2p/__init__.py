@@ -4,11 +4,14 @@ Importing loads the extension and does nothing else, unless MOE_P2P_AS_DEEP_EP=1
 moe_p2p.deep_ep in the place of deep_ep.
 """
 
-from moe_p2p import _interrupts, env
-from moe_p2p.all_to_all import AllToAll
-from moe_p2p.config import AllToAllConfig, EngineConfig
-from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
-from moe_p2p.engine import Engine
+from moe_p2p.machine import interrupts
+
+# isort: split
+import importlib
+
+from moe_p2p import aliases, env
+from moe_p2p.engine.config import EngineConfig
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import (
     AbortedError,
     CancelledError,
@@ -23,9 +26,14 @@ from moe_p2p.errors import (
     TransportError,
     UnavailableError,
 )
-from moe_p2p.options import DispatchOptions
-from moe_p2p.pool import AllToAllPool
-from moe_p2p.scale_rows import swizzle_scales
+from moe_p2p.integrations import serving_steps
+from moe_p2p.moe import pool
+from moe_p2p.moe.all_to_all import AllToAll
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.moe.options import DispatchOptions
+from moe_p2p.moe.pool import AllToAllPool
+from moe_p2p.moe.scale_rows import swizzle_scales
 from moe_p2p.version import __version__
 
 __all__ = [
@@ -54,6 +62,16 @@ __all__ = [
     "swizzle_scales",
 ]
 
+
+def __getattr__(name: str) -> object:
+    """Modules that have moved were attributes of the package, too."""
+    if name in aliases.MOVED:
+        return importlib.import_module(f"moe_p2p.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+pool.when_made.append(serving_steps.end_with_check)
+aliases.follow_moved()
 if env.as_deep_ep():
     from moe_p2p import deep_ep
 
@@ -62,4 +80,4 @@ if env.as_mooncake():
     from moe_p2p import mooncake
 
     mooncake.install()
-_interrupts.restore()
+interrupts.restore()

@@ -41,7 +41,7 @@ import os
 import tempfile
 from pathlib import Path
 
-_PACKAGED = Path(__file__).resolve().parent / "gpu" / "compiled"  # of a wheel
+_PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # of a wheel
 _one_folder = False  # use_cache_folder() was called
 
 

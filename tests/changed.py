@@ -32,23 +32,28 @@ WHOLE = ("",)
 # A path below the root begins with the key: the suites that run whole, below tests/.
 SUITES: dict[str, tuple[str, ...]] = {
     "kernels/": GPU,
-    "kernels/abi/": (*GPU, "package/test_cpp.py", "calls/", "nics/"),
-    "csrc/": ("package/", "calls/"),
+    "kernels/abi/": (*GPU, "package/test_cpp.py", "moe/", "engine/"),
+    "csrc/": ("package/", "engine/", "moe/"),
     "csrc/moe/": ("deep_ep/", "layer/"),
-    "csrc/engine/": ("kv/", "weights/", "integrations/"),
-    "csrc/provider/": ("nics/", "kv/"),
+    "csrc/engine/": ("kv/", "weights/", "mooncake/"),
+    "csrc/provider/": ("machine/", "fleet/", "kv/"),
     "csrc/ops/": ("deep_ep/", "kv/", "weights/"),
-    "moe_p2p/": ("calls/", "deep_ep/", "layer/"),
-    "moe_p2p/gpu/": GPU,
-    "moe_p2p/reference/": ("reference/", *GPU),
-    "moe_p2p/rendezvous/": ("rendezvous/", "nics/"),
-    "moe_p2p/nics/": ("nics/",),
-    "moe_p2p/fleet/": ("kv/", "weights/", "integrations/", "package/test_strangers.py"),
+    "moe_p2p/": ("engine/", "moe/", "deep_ep/", "layer/"),
+    "moe_p2p/machine/": ("machine/", "fleet/", "weights/", *GPU),
+    "moe_p2p/engine/": ("kv/", "weights/", "mooncake/"),
+    "moe_p2p/fleet/": (
+        *("fleet/", "engine/", "kv/", "weights/", "mooncake/"),
+        "package/test_strangers.py",
+    ),
+    "moe_p2p/moe/gpu/": GPU,
+    "moe_p2p/moe/reference/": GPU,
+    "moe_p2p/moe/rendezvous/": ("fleet/", "machine/"),
     "moe_p2p/kv/": ("kv/", "integrations/", "engines/test_vllm_kv", "engines/test_sglang_kv"),
     "moe_p2p/weights/": ("weights/", "engines/"),
-    "moe_p2p/mooncake/": ("integrations/", "engines/test_mooncake"),
+    "moe_p2p/mooncake/": ("mooncake/", "engines/test_mooncake"),
     "moe_p2p/deep_ep/": ("deep_ep/", "engines/"),
     "moe_p2p/integrations/": ("integrations/", "engines/"),
+    "moe_p2p/integrations/serving_steps.py": ("moe/", "deep_ep/"),
     "moe_p2p/tools/": ("tools/",),
     "moe_p2p/examples/": ("tools/", "package/"),
     "benchmarks/": ("tools/", "package/"),
@@ -58,13 +63,13 @@ SUITES: dict[str, tuple[str, ...]] = {
     "pyproject.toml": ("package/",),
     "requirements-dev.txt": WHOLE,
     "Makefile": ("package/",),
-    "tests/cpp/": ("package/test_cpp.py", "nics/test_rdma"),
+    "tests/cpp/": ("package/test_cpp.py", "engine/test_rdma"),
     "tests/emulation/": ("gpu/",),
     "tests/kernel_mutations.py": ("gpu/test_emulated_gpu",),
-    "tests/rdma/": ("nics/test_rdma",),
+    "tests/rdma/": ("engine/test_rdma",),
 }
 # Folders of moe_p2p/ that suites of moe_p2p/ itself do not need.
-PRODUCTS = ("fleet", "kv", "weights", "mooncake", "deep_ep", "integrations", "tools", "examples")
+PRODUCTS = ("kv", "weights", "mooncake", "deep_ep", "integrations", "tools", "examples")
 
 
 class Step(NamedTuple):

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from moe_p2p import ResourceExhaustedError
-from moe_p2p.gpu import launch_shape
 from moe_p2p.layer import Experts, local_experts
+from moe_p2p.moe.gpu import launch_shape
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_layouts import BY_RANK
 from tests.support.cases import Wanted, dispatch_arguments, run_step

@@ -1,6 +1,7 @@
 // Counts immediates. Every NIC carries 32 bits:
 //   keyed      1 | communicator 9 | phase 2 | step slot 4 | part 2 | is last 1 | source 13    (MoE)
-//   free form  0 | user value 31                                    (KV, weights, users)
+//   free form  0 | user value 31                         (KV, weights, users: who has which is in
+//                                                        moe_p2p/engine/README.md)
 // A counter grows until its value is given back. Keyed immediates go to the sink of their
 // communicator; one for an unknown communicator (an older epoch) is counted as discarded and
 // dropped.

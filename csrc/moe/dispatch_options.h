@@ -1,6 +1,6 @@
 // Options of a dispatch beside its tensors and sizes: one struct from the ops down to the kernels
-// of the host, made of the one int that ops take. moe_p2p/options.py makes that int with the same
-// bits; change both together.
+// of the host, made of the one int that ops take. moe_p2p/moe/options.py makes that int with the
+// same bits; change both together.
 #pragma once
 
 #include <cstdint>

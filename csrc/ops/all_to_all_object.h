@@ -75,8 +75,8 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
                                      const Tensor& handle);
 
 // How received rows and what goes with them are laid out. The one list of these shapes in C++, for
-// calls that make them and calls that check them; new_outputs in moe_p2p/dispatched.py is Python's,
-// and tests/calls/test_ops.py compares the two.
+// calls that make them and calls that check them; new_outputs in moe_p2p/moe/dispatched.py is
+// Python's, and tests/moe/test_ops.py compares the two.
 struct Layout {
   // Throws Error{kInvalidArgument} when the capacity is out of range.
   Layout(const AllToAllObject& comm, const moe::DispatchOptions& options, int64_t capacity);

@@ -34,7 +34,8 @@ std::string shape(const std::string& settings) {
                       s.max_token_bytes, "\nmax_partial_bytes ", s.max_partial_bytes, "\n");
 }
 
-// One line "name number" for each number of kernels/abi that Python needs (moe_p2p/ops.py, Layout).
+// One line "name number" for each number of kernels/abi that Python needs (moe_p2p/moe/shape.py,
+// Layout).
 std::string layout(int64_t topk) {
   MOE_P2P_CHECK(topk >= 1 && topk <= abi::kMaxTopk, Code::kInvalidArgument, "topk is ", topk,
                 ", must be from 1 to ", abi::kMaxTopk);

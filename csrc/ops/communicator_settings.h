@@ -1,5 +1,5 @@
 // Settings of a communicator, as they cross from Python: one "key=value,..." text of
-// moe_p2p/config.py (AllToAllConfig.settings). `plan` takes the part that sizes memory.
+// moe_p2p/moe/config.py (AllToAllConfig.settings). `plan` takes the part that sizes memory.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 // What a communicator's kernels work with, as it crosses from Python: "key=value,..." texts of
-// moe_p2p/gpu/kernels.py, whose keys are the fields of the structs.
+// moe_p2p/moe/gpu/kernels.py, whose keys are the fields of the structs.
 #pragma once
 
 #include <string>

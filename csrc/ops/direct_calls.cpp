@@ -1,9 +1,9 @@
 // dispatch_eager, dispatch_counted and combine_plain as functions of Python that skip torch's
-// dispatcher, which takes longer than the calls themselves. moe_p2p/direct.py makes them and has
-// verified every fact about this torch that is used here. Where anything is not as they expect (an
-// argument of another type, a subclass of Tensor, autograd, a mode, a transform, a profiler), they
-// call the op, and that decides. Python's functions are looked up in the process, all of its stable
-// ABI.
+// dispatcher, which takes longer than the calls themselves. moe_p2p/moe/direct.py makes them and
+// has verified every fact about this torch that is used here. Where anything is not as they expect
+// (an argument of another type, a subclass of Tensor, autograd, a mode, a transform, a profiler),
+// they call the op, and that decides. Python's functions are looked up in the process, all of its
+// stable ABI.
 #include <dlfcn.h>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -86,7 +86,7 @@ struct PythonCalls {
 
 const PythonCalls kPy;
 
-// What moe_p2p/direct.py has found out about this torch; the fields in its order.
+// What moe_p2p/moe/direct.py has found out about this torch; the fields in its order.
 struct Torch {
   Object *tensor, *parameter;  // the types
   int64_t head;           // bytes of an object before its at::Tensor; its type is the last word

@@ -1,7 +1,7 @@
 // Signals while an op waits: runs Python's handlers, as Python's own blocking calls do (PEP 475),
-// and ends the wait when one raises. The exception is kept; moe_p2p/ops.py raises it in place of
-// the error that the wait ends with. Python's functions are looked up in the process: nothing links
-// to them.
+// and ends the wait when one raises. The exception is kept; moe_p2p/library.py raises it in place
+// of the error that the wait ends with. Python's functions are looked up in the process: nothing
+// links to them.
 #include <dlfcn.h>
 
 #include <utility>

@@ -1,5 +1,6 @@
 // Every op of the package with its schema; the one place that defines names, types and mutation.
-// Objects are numbers (registry.h). Fake kernels and autograd are in moe_p2p/ops.py.
+// Objects are numbers (registry.h). Autograd is in moe_p2p/moe/ops.py; fake kernels are where
+// register_fake is called.
 #include <torch/csrc/stable/library.h>
 
 #include <string>

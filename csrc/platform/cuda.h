@@ -1,4 +1,4 @@
-// Launches kernels that moe_p2p/gpu/jit.py compiled.
+// Launches kernels that moe_p2p/machine/jit.py compiled.
 #pragma once
 
 #include <cstddef>

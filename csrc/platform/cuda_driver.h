@@ -1,6 +1,7 @@
 // The CUDA driver's functions that csrc calls, opened with dlopen: the package builds and runs
-// without CUDA. Only what the data path needs; memory and kernels are made by moe_p2p/gpu/memory.py
-// and moe_p2p/gpu/jit.py. Another function needs a line here and one in cuda_driver.cpp.
+// without CUDA. Only what the data path needs; memory and kernels are made by
+// moe_p2p/moe/gpu/memory.py and moe_p2p/machine/jit.py. Another function needs a line here and one
+// in cuda_driver.cpp.
 #pragma once
 
 #include <cstddef>

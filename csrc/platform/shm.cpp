@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <utility>
@@ -78,12 +79,55 @@ bool remove_if_stale(const char* name) noexcept {
 
 }  // namespace
 
+// One name of each node is in /dev/shm until its owner removes it, else until exit(): an exception
+// of a signal's handler may have taken the owner from who would have closed it. Nodes are never
+// freed, and no lock is taken, as a thread may fork while another one is here.
+struct SharedMemory::Linked {
+  enum State : int { kFree, kTaken, kLinked };
+
+  static Linked* add(const std::string& name) {
+    [[maybe_unused]] static const int registered = std::atexit(remove_all);
+    Linked* node = first.load(std::memory_order_acquire);
+    for (int free = kFree; node; node = node->next, free = kFree)
+      if (node->state.compare_exchange_strong(free, kTaken, std::memory_order_acquire)) break;
+    if (!node) {
+      node = new Linked;
+      node->next = first.load(std::memory_order_relaxed);
+      while (!first.compare_exchange_weak(node->next, node, std::memory_order_release)) {
+      }
+    }
+    node->name = name;
+    node->born = Birthplace();
+    node->state.store(kLinked, std::memory_order_release);  // remove_all acquires
+    return node;
+  }
+
+  void remove() noexcept {
+    int linked = kLinked;
+    if (!state.compare_exchange_strong(linked, kTaken, std::memory_order_acquire)) return;
+    if (!born.inherited()) shm_unlink(name.c_str());
+    state.store(kFree, std::memory_order_release);
+  }
+
+  static void remove_all() {
+    for (Linked* node = first.load(std::memory_order_acquire); node; node = node->next)
+      node->remove();
+  }
+
+  static inline std::atomic<Linked*> first = nullptr;
+
+  Linked* next = nullptr;
+  std::atomic<int> state = kTaken;
+  std::string name;
+  Birthplace born;
+};
+
 SharedMemory SharedMemory::create(const std::string& purpose, size_t bytes, bool reserve) {
   [[maybe_unused]] static const int removed = remove_stale();
   SharedMemory shm;
   shm.name_ = fresh_name(purpose);
   shm.fd_ = OwnFd(create_locked(shm.name_));
-  shm.linked_ = true;
+  shm.linked_ = Linked::add(shm.name_);
   MOE_P2P_CHECK(ftruncate(shm.fd_.get(), static_cast<off_t>(bytes)) == 0, Code::kResourceExhausted,
                 "sizing shared memory ", shm.name_, " to ", bytes,
                 " bytes: ", std::strerror(errno));
@@ -149,7 +193,7 @@ int SharedMemory::remove_stale() noexcept {
 }
 
 void SharedMemory::unlink() noexcept {
-  if (std::exchange(linked_, false) && !inherited()) shm_unlink(name_.c_str());
+  if (Linked* linked = std::exchange(linked_, nullptr)) linked->remove();
 }
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
@@ -161,7 +205,7 @@ SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
     fd_ = std::move(other.fd_);
-    linked_ = std::exchange(other.linked_, false);
+    linked_ = std::exchange(other.linked_, nullptr);
     born_ = other.born_;
   }
   return *this;

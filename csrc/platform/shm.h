@@ -2,6 +2,8 @@
 // the owner holds an flock, which the kernel drops when the owner dies, so that others can check
 // whether it lives. Works the same when both ends are in one process. Control path only.
 //
+// exit() removes what this process still owns, whether or not anybody knows the owner any more.
+//
 // A child forked from the owner keeps only the mapping, until the object is destroyed there: not
 // the lock, not the right to remove the name.
 //
@@ -54,6 +56,8 @@ class SharedMemory {
   bool inherited() const noexcept { return born_.inherited(); }
 
  private:
+  struct Linked;
+
   void reset() noexcept;
 
   std::string name_;
@@ -61,7 +65,7 @@ class SharedMemory {
   size_t size_ = 0;
   // The creator's is locked, and is not the one that was mapped: a mapping keeps its file's lock.
   OwnFd fd_;
-  bool linked_ = false;
+  Linked* linked_ = nullptr;  // the name, until it is removed
   Birthplace born_;
 };
 

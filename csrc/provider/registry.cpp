@@ -1,6 +1,6 @@
 // The table of providers. A new one is a folder, begun as a copy of null/, and its include and row
 // here; a row in tests/cpp/provider_table.h runs the contract suite over it. To be chosen by itself
-// it needs a row in PROVIDERS of moe_p2p/nics/transport.py, too.
+// it needs a row in PROVIDERS of moe_p2p/machine/transport.py, too.
 #include <string_view>
 
 #include "base/log.h"

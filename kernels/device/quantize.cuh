@@ -1,5 +1,5 @@
 // Values in registers: 16 bytes of a row to fp32 and back, and the fp8 quantizer (the arithmetic of
-// moe_p2p/reference/routing.py, bit for bit).
+// moe_p2p/moe/reference/routing.py, bit for bit).
 #pragma once
 
 #include "kernels/device/mutation.cuh"

@@ -1,5 +1,5 @@
-// The numbers that a kernel is compiled for, from macros (moe_p2p/gpu/kernels.py sets them), and
-// where things lie in the memory of a rank.
+// The numbers that a kernel is compiled for, from macros (moe_p2p/moe/gpu/kernels.py sets them),
+// and where things lie in the memory of a rank.
 #pragma once
 
 #include "kernels/abi/handle.h"
@@ -34,8 +34,8 @@ inline constexpr Shape kShape{
     .max_partial_bytes = MOE_P2P_MAX_PARTIAL_BYTES,
 };
 // Kernels of one node find regions by numbers from the host, so steps of other lengths share them:
-// the macro is then the longest of the class (moe_p2p/gpu/launch_shape.py, step_class). In bulk,
-// and with parts that go to other nodes, they are constants, which take fewer registers.
+// the macro is then the longest of the class (moe_p2p/moe/gpu/launch_shape.py, step_class). In
+// bulk, and with parts that go to other nodes, they are constants, which take fewer registers.
 inline constexpr bool kFixedPlaces = MOE_P2P_BULK || kShape.num_other_nodes() > 0;
 inline constexpr Places kPlaces = Places::make(kShape);
 inline constexpr u64 kArrivals = make_regions(kShape).arrivals;  // with other nodes

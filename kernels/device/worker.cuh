@@ -79,7 +79,8 @@ struct Role {
 // The block's shared memory, as one role lays it out.
 template <typename T>
 __device__ __forceinline__ T& shared() {
-  static_assert(sizeof(T) <= MOE_P2P_SHARED_BYTES, "moe_p2p/gpu/kernels.py asks for too little");
+  static_assert(sizeof(T) <= MOE_P2P_SHARED_BYTES,
+                "moe_p2p/moe/gpu/kernels.py asks for too little");
   return *reinterpret_cast<T*>(shared_memory());
 }
 

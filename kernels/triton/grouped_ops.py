@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.kernels.triton import grouped_gemm as kernels
-from moe_p2p.ops import num_scales
+from moe_p2p.moe.shape import num_scales
 
 _FP8 = torch.float8_e4m3fn
 

@@ -1,4 +1,4 @@
-"""The checksum of moe_p2p/kv/checksum.py on a GPU: the same value, bit for bit."""
+"""The checksum of moe_p2p/engine/checksum.py on a GPU: the same value, bit for bit."""
 
 from __future__ import annotations
 

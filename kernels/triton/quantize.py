@@ -1,7 +1,7 @@
 """fp8 with block scales in Triton: rows in dispatch's format and back; weights in square blocks.
 
 For users who quantize outside of dispatch, for the example layer and for baselines. Bit for bit
-like moe_p2p/reference/fp8.py. Importing this needs Triton; `import moe_p2p` does not.
+like moe_p2p/machine/fp8.py. Importing this needs Triton; `import moe_p2p` does not.
 
 Shapes: [..., H] rows of H values; E experts, K and N the sizes of a weight.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.kernels.triton.precision import to_nearest, widen
-from moe_p2p.ops import SCALE_BLOCK, num_scales  # a block of weights is square
+from moe_p2p.moe.shape import SCALE_BLOCK, num_scales  # a block of weights is square
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and non-zero

@@ -5,12 +5,12 @@ Processes that the program starts get it too. `--path` prints the folder to put 
 
 import sys
 
-from moe_p2p import launcher
+from moe_p2p import aliases
 from moe_p2p.deep_ep.installation import PATH, install
 
 
 def main(arguments: list[str]) -> int:
-    return launcher.run("moe_p2p.deep_ep", PATH, install, arguments)
+    return aliases.run("moe_p2p.deep_ep", PATH, install, arguments)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from moe_p2p.deep_ep.mpi import MpiComm, store_over
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.options import DispatchForm
-from moe_p2p.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
-from moe_p2p.row_counts import HostCounts
+from moe_p2p.moe.options import DispatchForm
+from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
+from moe_p2p.moe.row_counts import HostCounts
 
 # Key of a low-latency dispatch: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0, whether
 # it records the time waited.

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p.arguments import bias_list
 from moe_p2p.deep_ep.config import check_alignment
 from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import no_handle
 from moe_p2p.deep_ep.streams import wait_for
-from moe_p2p.dispatched import new_tuple, tensors_of, without_rows
-from moe_p2p.options import DispatchForm, sum_order_bits
-from moe_p2p.pool import ReleasingAllToAll
+from moe_p2p.moe.arguments import bias_list
+from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
+from moe_p2p.moe.options import DispatchForm, sum_order_bits
+from moe_p2p.moe.pool import ReleasingAllToAll
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle

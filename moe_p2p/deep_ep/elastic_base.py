@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.ops import SCALE_BLOCK, num_scales
-from moe_p2p.options import DispatchForm, SumOrder
-from moe_p2p.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
-from moe_p2p.row_counts import HostCounts
+from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
+from moe_p2p.moe.options import DispatchForm, SumOrder
+from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
+from moe_p2p.moe.row_counts import HostCounts
+from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
 _OVERLAP_SMS = 24  # enough for both calls to come near the links' rate; docs/tuning.md

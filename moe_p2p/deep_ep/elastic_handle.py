@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.dispatched import Dispatched
-from moe_p2p.ops import call
-from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.pool import ReleasingAllToAll
-from moe_p2p.row_counts import to_device
-from moe_p2p.texts import numbers_of
+from moe_p2p.library import call, numbers_of
+from moe_p2p.moe.dispatched import Dispatched
+from moe_p2p.moe.options import DispatchForm, DispatchOptions
+from moe_p2p.moe.pool import ReleasingAllToAll
+from moe_p2p.moe.row_counts import to_device
 
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
 Rows = tuple[bool, bool, bool, bool]

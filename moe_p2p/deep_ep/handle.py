@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.base import NODE_RANKS
-from moe_p2p.dispatched import Dispatched
-from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.pool import ReleasingAllToAll
-from moe_p2p.row_counts import Extent, to_device
+from moe_p2p.moe.dispatched import Dispatched
+from moe_p2p.moe.options import DispatchForm, DispatchOptions
+from moe_p2p.moe.pool import ReleasingAllToAll
+from moe_p2p.moe.row_counts import Extent, to_device
 
 # Options of a normal dispatch, without and with a copy of topk_idx; then of a cached dispatch.
 ROWS = tuple(

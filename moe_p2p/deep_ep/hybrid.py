@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.elastic_base import usual_steps
-from moe_p2p.default_device import unaffected
-from moe_p2p.dispatched import Dispatched, without_rows
-from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
-from moe_p2p.row_counts import HostCounts
+from moe_p2p.library import unaffected
+from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
+from moe_p2p.moe.dispatched import Dispatched, without_rows
+from moe_p2p.moe.options import DispatchForm, DispatchOptions
+from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
+from moe_p2p.moe.row_counts import HostCounts
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
 _TOPKS = (8, 16, 32)  # a map does not name K: the least of these that the first one fits in

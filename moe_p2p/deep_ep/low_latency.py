@@ -19,13 +19,19 @@ import torch
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch, tensors_of, without_rows
-from moe_p2p.options import CombineDtype, DispatchForm, DispatchOptions, partials_bits
-from moe_p2p.pool import ReleasingAllToAll
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.dispatched import (
+    Dispatched,
+    PendingCombine,
+    PendingDispatch,
+    tensors_of,
+    without_rows,
+)
+from moe_p2p.moe.options import CombineDtype, DispatchForm, DispatchOptions, partials_bits
+from moe_p2p.moe.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_p2p import errors
-from moe_p2p.arguments import bias_list
-from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config, check_alignment
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, Handle, no_handle
-from moe_p2p.dispatched import new_tuple, tensors_of, without_rows
-from moe_p2p.options import DispatchForm
-from moe_p2p.pool import ReleasingAllToAll
-from moe_p2p.row_counts import Extent, worst_extent
+from moe_p2p.moe.arguments import bias_list
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
+from moe_p2p.moe.options import DispatchForm
+from moe_p2p.moe.pool import ReleasingAllToAll
+from moe_p2p.moe.row_counts import Extent, worst_extent
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
 _Event = EventOverlap | EventHandle

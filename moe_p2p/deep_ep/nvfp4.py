@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_p2p.scale_rows import swizzle_scales
+from moe_p2p.moe.scale_rows import swizzle_scales
 
 _BLOCK = 16
 _MOST, _MOST_SCALE = 6.0, 448.0  # largest e2m1, and e4m3

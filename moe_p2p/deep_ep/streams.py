@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.default_device import is_set, num_modes, switched_off
+from moe_p2p.library import is_set, num_modes, switched_off
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,7 +130,7 @@ class Turn:
     """One call, as a context manager. `event`, after its end, is the event that the call returns.
 
     Within a call there is neither autograd (for training, wrap calls in autograd functions) nor a
-    default device (default_device.py).
+    default device (moe_p2p/library.py).
     """
 
     def __init__(self, async_finish: bool, unaffected: Any = None) -> None:

@@ -16,7 +16,7 @@ import torch
 from moe_p2p import log
 from moe_p2p.errors import ClosedError
 from moe_p2p.fleet.client import StoreError
-from moe_p2p.gpu.driver import relaxed_captures
+from moe_p2p.machine.driver import relaxed_captures
 
 _AGAIN_S = 0.25  # until the next try, where the store is gone
 # When the interpreter ends, a look that is under way gets so long: a thread that came back from C++

@@ -1,12 +1,11 @@
-"""MoE interfaces of other projects over moe_p2p.AllToAll.
+"""Adapters of other projects, by product: README.md says what is where.
 
-    vllm      all2all managers and prepare-finalize objects of vLLM's modular MoE kernel
-    sglang    a token dispatcher of SGLang
-    megatron  a dispatch manager of Megatron's flexible token dispatcher
+    moe       vLLM, SGLang, Megatron: each has install(), which replaces their DeepEP counterpart
+    kv        vLLM, SGLang
+    weights   vLLM, SGLang, verl, slime, TorchTitan
 
-Each has install(), which replaces the project's DeepEP counterpart. Our classes get their base
-class from the project at first use, by `derived`, so importing a module here needs no other
-project. Where versions of a project differ, the names that exist decide.
+Our classes get their base class from the project at first use, by `derived`, so importing a module
+needs no other project. Where versions of a project differ, the names that exist decide.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import functools
 import importlib
 from typing import Any
 
-from moe_p2p import deep_ep
-
 
 def required(name: str, project: str) -> Any:
     """Imports the module `name`. Raises ImportError that says what is missing and what to do."""
@@ -25,7 +22,7 @@ def required(name: str, project: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"moe_p2p.integrations.{project} needs {name} ({error}): install {project}, or a "
+            f"moe_p2p.integrations needs {name} for {project} ({error}): install {project}, or a "
             f"version of it that has this module"
         ) from error
 
@@ -44,6 +41,8 @@ def provide_deep_ep() -> None:
 
     The real one, when the project has imported it already, serves as well: no call reaches it.
     """
+    from moe_p2p import deep_ep
+
     with contextlib.suppress(ImportError):
         deep_ep.install()
 

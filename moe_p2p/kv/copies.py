@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moe_p2p.errors import require
-from moe_p2p.gpu import jit
-from moe_p2p.gpu.driver import relaxed_captures
 from moe_p2p.kv.memory import KVRequest
-from moe_p2p.ops import call
+from moe_p2p.library import call
+from moe_p2p.machine import jit
+from moe_p2p.machine.driver import relaxed_captures
 
 
 class Placed(NamedTuple):

@@ -10,9 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from moe_p2p import tuned
 from moe_p2p.errors import ProtocolError, make, require, require_type
-from moe_p2p.nics import transport
+from moe_p2p.machine import transport, tuned
 
 
 @dataclass(frozen=True)

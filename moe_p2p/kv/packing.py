@@ -25,8 +25,8 @@ from moe_p2p.kv.tail import Slot
 from moe_p2p.kv.units import Chunk
 
 if TYPE_CHECKING:
+    from moe_p2p.engine.transfers import Gate
     from moe_p2p.kv.sending import Flight
-    from moe_p2p.transfers import Gate
 
 
 class Granted(NamedTuple):

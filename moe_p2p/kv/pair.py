@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_p2p import log
+from moe_p2p.engine.transfers import LayerPlace
 from moe_p2p.errors import (
     ClosedError,
     MoeP2pError,
@@ -43,7 +44,6 @@ from moe_p2p.kv.memory import (
 )
 from moe_p2p.kv.plan import KVMove, KVPlan, kv_plan
 from moe_p2p.kv.ring import Parts, Ring
-from moe_p2p.transfers import LayerPlace
 
 # The two fences. QUEUE_PAIR: of verbs alone, faster where deregistration takes long.
 KEY, QUEUE_PAIR = "key", "queue_pair"

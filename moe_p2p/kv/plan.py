@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moe_p2p.engine.strides import Level, Rows, progression, rows_of
 from moe_p2p.errors import require, require_type
 from moe_p2p.kv.layout import Holding, KVGroup, KVLayout, Part
 from moe_p2p.kv.link import CX7, KVLink
-from moe_p2p.kv.strides import Level, Rows, progression, rows_of
 from moe_p2p.kv.tokens import Cell, Dealing, period_of
 
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from moe_p2p.engine.checksum import add
+from moe_p2p.engine.transfers import Gate, shut
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_bounds, page_lists
-from moe_p2p.kv.checksum import add
 from moe_p2p.kv.packing import Packing
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.requests import aligned_begin, counts
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot, Tail
 from moe_p2p.kv.units import Chunk, Step, Units, int32_tensor
-from moe_p2p.transfers import Gate, shut
 
 if TYPE_CHECKING:
     from moe_p2p.kv.sender import KVSender

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import errors, ops
+from moe_p2p import errors
 from moe_p2p.errors import make, require
-from moe_p2p.gpu import jit
 from moe_p2p.kv.checks import check_sends
 from moe_p2p.kv.sending import KVSending
-from moe_p2p.ops import call
+from moe_p2p.library import call
+from moe_p2p.machine import jit
 
 if TYPE_CHECKING:
     from moe_p2p.kv.sender import KVSender
@@ -54,6 +54,23 @@ class _Step(NamedTuple):
         return not any(
             sending.state == "open" and sending.shut_gates() for sending, _ in self.sends
         )
+
+
+def signal(signals: int, layer: int, kv: Tensor) -> None:
+    """Says that a layer is computed, behind all earlier work of the current stream.
+
+    For code that runs after each layer, eager or captured in a CUDA graph; the engine's thread then
+    posts the layer's pages of the requests of this step (`kv.KVSignals.begin_step`). The step's
+    number is read on the device, so replays that belong to no step send nothing.
+
+    signals: `KVSignals.number`. layer: number of the layer in the model. kv: the layer's part of
+    the cache, any tensor within the tensors of the sender's `KVCache`. It is marked as mutated:
+    compilers keep the call behind what wrote the layer, and do not drop it. Its bytes are not
+    touched.
+
+    Raises InvalidArgumentError for another layer or memory, ClosedError after `KVSignals.close`.
+    """
+    call(_ops.signal.default, signals, layer, kv)
 
 
 class KVSignals:
@@ -103,8 +120,8 @@ class KVSignals:
         self._lock = threading.Lock()
 
     def signal(self, layer: int, kv: Tensor) -> None:
-        """Says that number `layer` of the model is computed: `moe_p2p.ops.signal`."""
-        ops.signal(self.number, layer, kv)
+        """Says that number `layer` of the model is computed: `signal`."""
+        signal(self.number, layer, kv)
 
     def capturing(self) -> bool:
         """Whether the current stream is captured: vLLM's connectors then ask for `save_kv_layer`

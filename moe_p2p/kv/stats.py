@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from moe_p2p.transfers import Report
+    from moe_p2p.engine.transfers import Report
 
 FENCES = (
     "none",

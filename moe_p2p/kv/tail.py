@@ -24,7 +24,7 @@ from moe_p2p.errors import (
 MAX_USER_BYTES = 256
 _HEAD = struct.Struct("<QIIIHH")  # nonce, begin, total, immediates, checksums, user bytes
 _CRC = struct.Struct("<I")
-# Above it lies what communicators count; below it, what users of the same engine may.
+# Of immediates: moe_p2p/engine/README.md has the table of who counts which.
 _KV_BIT = 1 << 30
 _SLOT_BITS, _EPOCH_BITS = 12, 18
 MAX_SLOTS = 1 << _SLOT_BITS

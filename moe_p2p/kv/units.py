@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_p2p.engine.checksum import add, apart, rows_checksum
 from moe_p2p.errors import require
-from moe_p2p.kv.checksum import add, apart, rows_checksum
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache, Pair

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors, log
+from moe_p2p.engine import checksum
 from moe_p2p.errors import AbortedError, UnavailableError, make, require, require_type
-from moe_p2p.kv import checksum
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checks import check_worker
 from moe_p2p.kv.leases import Worker

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_p2p.all_to_all import AllToAll
 from moe_p2p.layer import experts_cpu
-from moe_p2p.row_counts import HostCounts
+from moe_p2p.moe.all_to_all import AllToAll
+from moe_p2p.moe.row_counts import HostCounts
 
 
 def local_experts(all_to_all: AllToAll) -> list[int]:

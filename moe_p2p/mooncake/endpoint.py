@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors
-from moe_p2p.config import EngineConfig
-from moe_p2p.engine import Engine
+from moe_p2p.engine.config import EngineConfig
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Memory
+from moe_p2p.machine import topology
 from moe_p2p.mooncake import codes, handshake, memory, peers, transfer
 from moe_p2p.mooncake.codes import instead_of_errors
-from moe_p2p.nics import topology
-from moe_p2p.transfers import Memory
 
 _TRANSPORTS = {"rdma": "auto", "tcp": "auto", "efa": "libfabric", "": "auto"}
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.default_device import without_default_device
-from moe_p2p.gpu import driver
-from moe_p2p.transfers import Memory
+from moe_p2p.engine.transfers import Memory
+from moe_p2p.library import without_default_device
+from moe_p2p.machine import driver
 
 
 def tensor_at(address: int, nbytes: int) -> Tensor:

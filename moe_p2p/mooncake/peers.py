@@ -7,10 +7,10 @@ import threading
 from typing import Any
 
 from moe_p2p import errors
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Region
 from moe_p2p.mooncake import handshake
 from moe_p2p.mooncake.memory import Table
-from moe_p2p.transfers import Region
 
 # Regions of memory that is gone stay with a connection; above this many it is made anew.
 _MOST_GONE = 64

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from moe_p2p import errors
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Memory, Region, Request
 from moe_p2p.mooncake.codes import TransferOpcode
 from moe_p2p.mooncake.peers import Peers
-from moe_p2p.transfers import Memory, Region, Request
 
 _STOP_S = 1.0  # of a request that was cancelled; then its connection is closed
 

@@ -1,8 +1,8 @@
 """`python -m moe_p2p accuracy`: errors of combine by the type of the partial sums that travel.
 
-Rows of experts are drawn, combined by the reference (moe_p2p/reference, which AllToAll reproduces
-bit for bit) and compared with sums in float64 of the same rows. W ranks, L ranks per node, T
-tokens, K top-k, E experts, H hidden size.
+Rows of experts are drawn, combined by the reference (moe_p2p/moe/reference, which AllToAll
+reproduces bit for bit) and compared with sums in float64 of the same rows. W ranks, L ranks per
+node, T tokens, K top-k, E experts, H hidden size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import reference
-from moe_p2p.options import INT10_BLOCK
-from moe_p2p.reference import Routing, Tokens, Topology, int10
+from moe_p2p.moe import reference
+from moe_p2p.moe.options import INT10_BLOCK
+from moe_p2p.moe.reference import Routing, Tokens, Topology, int10
 from moe_p2p.tools.option_types import at_least_0, at_least_1
 from moe_p2p.tools.out_of_memory import not_allocated
 

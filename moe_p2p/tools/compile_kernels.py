@@ -17,18 +17,15 @@ from pathlib import Path
 
 import torch
 
-from moe_p2p import env, tuned
-from moe_p2p.config import AllToAllConfig
+from moe_p2p import env
 from moe_p2p.errors import MoeP2pError, require
-from moe_p2p.gpu import jit
-from moe_p2p.gpu.kernels import (
-    Kernel,
-    combine_kernel,
-    dispatch_kernel,
-)
-from moe_p2p.gpu.prepared import usual_calls, variants_of
-from moe_p2p.gpu.shape_macros import shape_macros
-from moe_p2p.options import (
+from moe_p2p.machine import jit, tuned
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.gpu.kernel import Kernel
+from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel
+from moe_p2p.moe.gpu.prepared import usual_calls, variants_of
+from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.options import (
     BY_RANK,
     COMBINE_DTYPES,
     QUANTIZE,
@@ -39,8 +36,8 @@ from moe_p2p.options import (
     scale_format_of,
     variant_of,
 )
+from moe_p2p.moe.tuned import Shared
 from moe_p2p.tools.option_types import each_at_least_0, each_at_least_1
-from moe_p2p.tuned import Shared
 
 # Experts, hidden size and top-k, of the models' published configurations.
 MODELS = {

@@ -15,20 +15,19 @@ import platform
 import re
 import resource
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from moe_p2p import env, tuned
-from moe_p2p.config import EngineConfig
-from moe_p2p.engine import Engine
+from moe_p2p.engine.config import EngineConfig
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.gpu import driver
-from moe_p2p.nics import topology, transport
-from moe_p2p.nics.topology import Gpu, Host, Nic
+from moe_p2p.machine import driver, topology, transport, tuned
+from moe_p2p.machine.topology import Gpu, Host
 from moe_p2p.tools import doctor_text, fence_probe
-from moe_p2p.tools.doctor_judge import Problem, judge
+from moe_p2p.tools.doctor_judge import judge
+from moe_p2p.tools.doctor_report import GpuFacts, Report, Write
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 LIBRARIES = {
@@ -41,53 +40,6 @@ LIBRARIES = {
 LIBRARY_OF = {"efa": "libfabric", "verbs": "libibverbs"}  # by kind of NIC
 CAP_IPC_LOCK = 14  # linux/capability.h
 WRITE_BYTES, NUM_WRITES, WRITE_TIMEOUT_S = 4 << 20, 4, 10.0
-
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """One GPU. Fields that need the CUDA driver are None without it."""
-
-    pci: str
-    numa_node: int
-    model: str
-    cuda_device: int | None  # ordinal in this process
-    dma_buf: bool | None
-    writes_ordering: int | None  # GPU_DIRECT_RDMA_WRITES_ORDERING
-    rails: list[str]
-
-
-@dataclass(frozen=True)
-class Write:
-    """Result of NUM_WRITES writes from engine to engine on one rail."""
-
-    provider: str
-    nic: str
-    memory: str  # "host" or "cuda:0"
-    gbytes_per_s: float
-    problem: str
-
-
-@dataclass
-class Report:
-    """All facts; --json prints them unchanged."""
-
-    machine: dict[str, str | int]
-    gpus: list[GpuFacts]
-    nics: list[Nic]
-    rail_nics: list[str]  # NICs that rails are chosen from
-    distances: dict[str, dict[str, str]]  # GPU, NIC: distance
-    transport: dict[str, str]  # what "auto" means here: provider, why; without provider: an error
-    libraries: dict[str, str]  # version and path; empty where it cannot be loaded
-    packages: dict[str, str]
-    memlock_bytes: int  # -1: unlimited
-    shm_bytes: int
-    shm_free_bytes: int
-    peer_memory: bool
-    torch_cuda: bool  # torch is built for CUDA
-    gdrdrv: bool  # GDRCopy's driver is there
-    tuned: str  # the file of `tune` that is used, and from when
-    writes: list[Write] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
 
 
 def main(arguments: list[str]) -> int:
@@ -146,22 +98,6 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
 
 
 # --- facts ---
-
-
-def arrivals(report: Report) -> str:
-    """How GPUs here see what comes from other nodes (config.arrival_flags); empty: no GPUs."""
-    if not report.gpus:
-        return ""
-    verbs = report.transport["provider"] == transport.VERBS
-    if verbs and transport.setting(env.transport_settings(), "ordered_writes") == "1":
-        return "write: NICs store flags into GPU memory, where all ranks' do (ordered_writes=1)"
-    library = bool(report.libraries.get("libgdrapi"))
-    if library and report.gdrdrv:
-        return "gdrcopy: GDRCopy is there, and is used where the GPU can flush"
-    lacks = "libgdrapi" if not library else "/dev/gdrdrv"
-    return (
-        f"relay: a block of each kernel passes them on; GDRCopy is not used, {lacks} is not there"
-    )
 
 
 def _driver(root: Path) -> str:

@@ -4,24 +4,13 @@ doctor.py."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from moe_p2p import tuned
-from moe_p2p.nics import transport
-
-if TYPE_CHECKING:
-    from moe_p2p.tools.doctor import Report
+from moe_p2p.machine import transport, tuned
+from moe_p2p.tools.doctor_report import Problem, Report
 
 MIN_EFA_VERSION = (1, 20)  # of libfabric (csrc/provider/libfabric/selection.cpp)
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMLOCK_BYTES = 1 << 32  # registered memory is locked: regions, and users' KV caches
-
-
-@dataclass(frozen=True)
-class Problem:
-    what: str
-    remedy: str
 
 
 def judge(report: Report) -> list[Problem]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moe_p2p.nics.topology import Nic
-    from moe_p2p.tools.doctor import Report
+from moe_p2p import env
+from moe_p2p.machine import transport
+from moe_p2p.machine.topology import Nic
+from moe_p2p.tools.doctor_report import Report
 
 _ORDERING = {0: "none", 100: "owner", 200: "all devices"}
 
@@ -109,10 +109,24 @@ def _software(report: Report) -> list[str]:
     return table([(name, version or "not there") for name, version in known.items()])
 
 
+def arrivals(report: Report) -> str:
+    """How GPUs here see what comes from other nodes (config.arrival_flags); empty: no GPUs."""
+    if not report.gpus:
+        return ""
+    verbs = report.transport["provider"] == transport.VERBS
+    if verbs and transport.setting(env.transport_settings(), "ordered_writes") == "1":
+        return "write: NICs store flags into GPU memory, where all ranks' do (ordered_writes=1)"
+    library = bool(report.libraries.get("libgdrapi"))
+    if library and report.gdrdrv:
+        return "gdrcopy: GDRCopy is there, and is used where the GPU can flush"
+    lacks = "libgdrapi" if not library else "/dev/gdrdrv"
+    return (
+        f"relay: a block of each kernel passes them on; GDRCopy is not used, {lacks} is not there"
+    )
+
+
 def _memory(report: Report) -> list[str]:
     lock = report.memlock_bytes
-    from moe_p2p.tools.doctor import arrivals
-
     seen = arrivals(report)
     return table(
         [

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe_p2p.config import EngineConfig
-from moe_p2p.engine import Engine
+from moe_p2p.engine.config import EngineConfig
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Request
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.nics import topology, transport
-from moe_p2p.transfers import Request
+from moe_p2p.machine import topology, transport
 
 ROUNDS = 20
 NBYTES, WRITES = 8 << 20, 64  # of a round: 64 times the same 8 MiB

@@ -10,10 +10,10 @@ import dataclasses
 
 import torch
 
-from moe_p2p import tuned
-from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.rendezvous.shared_memory import of_a_rank
+from moe_p2p.machine import tuned
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.rendezvous.shared_memory import of_a_rank
 from moe_p2p.tools import plan_kv, plan_weights
 from moe_p2p.tools.model import phases
 from moe_p2p.tools.model.wire import NICS, Job

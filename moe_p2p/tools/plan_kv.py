@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from moe_p2p import kv, tuned
+from moe_p2p import kv
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
 from moe_p2p.kv.link import measured_link
+from moe_p2p.machine import tuned
 from moe_p2p.tools.option_types import at_least_0, at_least_1
 
 

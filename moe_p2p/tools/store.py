@@ -6,7 +6,7 @@ import argparse
 import threading
 
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.integrations.kv_worker import serve_store
+from moe_p2p.integrations.kv.worker import serve_store
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import ProtocolError, make
 from moe_p2p.fleet.board import Board
 from moe_p2p.weights import attempt

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_p2p.engine import checksum
 from moe_p2p.errors import AbortedError, InvalidArgumentError, make, require
 from moe_p2p.fleet.member import name_of
-from moe_p2p.kv import checksum
 from moe_p2p.weights.plan import WeightPlan, Write
 
-FIRST_IMM = 1 << 29  # of 2^20; immediates of moe_p2p.kv begin at 2^30
+FIRST_IMM = 1 << 29  # of 3 * 2^20: moe_p2p/engine/README.md has the table of immediates
 COMMIT = "commit"
 PRIORITY = 2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import require, require_type
 from moe_p2p.weights.layout import WeightLayout
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from moe_p2p.engine.strides import Level, Rows, rows_of
 from moe_p2p.errors import InvalidArgumentError, make
-from moe_p2p.kv.strides import Level, Rows, rows_of
 from moe_p2p.weights import pieces
 from moe_p2p.weights.layout import FP8, Param, item_bytes
 from moe_p2p.weights.pieces import Box, Piece

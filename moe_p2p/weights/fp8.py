@@ -2,7 +2,7 @@
 
 A shard takes the maxima of the blocks it touches, shards that share blocks merge theirs, and each
 quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The formulas are in
-moe_p2p/reference/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has them: amax = max(|x|, 1e-4),
+moe_p2p/machine/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has them: amax = max(|x|, 1e-4),
 scale = amax / 448, q = e4m3(x * (448 / amax)). Scales multiply q: weight_scale_inv of DeepSeek's
 checkpoints.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_p2p.reference.fp8 import FP8, FP8_MAX, MIN_AMAX
+from moe_p2p.machine.fp8 import FP8, FP8_MAX, MIN_AMAX
 
 BLOCK = (128, 128)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Grant, Memory
 from moe_p2p.errors import ProtocolError, ResourceExhaustedError, make, require
-from moe_p2p.transfers import Grant, Memory
 from moe_p2p.weights import attempt, pieces
 from moe_p2p.weights.covered import Part, covered
 from moe_p2p.weights.layout import Param

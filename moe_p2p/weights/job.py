@@ -1,7 +1,8 @@
 """How trainers of one job meet, and how generators find the job that counts.
 
 A job replaces the one before under the same name: trainers that restart from a checkpoint are a new
-job beside generators that run. moe_p2p/fleet/README.md has its words. Used by both ends.
+job beside generators that run. Used by both ends. Their words: docs/weights.md, "Words in the
+store".
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Memory, Region, Request
 from moe_p2p.errors import MoeP2pError, TimeoutError, make
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.member import Member
-from moe_p2p.transfers import Memory, Region, Request
 from moe_p2p.weights import pieces
 from moe_p2p.weights.attempt import PRIORITY
 from moe_p2p.weights.layout import Param, WeightLayout

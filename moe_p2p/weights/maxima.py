@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Memory, Region, Request
 from moe_p2p.errors import MoeP2pError, ProtocolError, make
-from moe_p2p.transfers import Memory, Region, Request
 from moe_p2p.weights.attempt import FIRST_IMM, PRIORITY
 from moe_p2p.weights.plan import Maxima
 from moe_p2p.weights.sending import UnwrittenError
 
-_EPOCHS = 1 << 20
+_EPOCHS = 1 << 20  # of immediates: moe_p2p/engine/README.md has their table
 UP, DOWN = 1, 2  # to the owner, and back
 
 

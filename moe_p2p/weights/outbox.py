@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import TimeoutError, make
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.weights import attempt

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_p2p import log
+from moe_p2p.engine.strides import Rows
 from moe_p2p.errors import InvalidArgumentError, require, require_type
-from moe_p2p.kv.strides import Rows
 from moe_p2p.weights import stored
 from moe_p2p.weights.flows import Flow, Place, Stage, Template, template
 from moe_p2p.weights.layout import Param, WeightLayout, item_bytes

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.engine import Engine
+from moe_p2p.engine import checksum
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.strides import Rows
+from moe_p2p.engine.transfers import Memory, Peer, Region, Request
 from moe_p2p.errors import MoeP2pError, TimeoutError, make
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.member import name_of
-from moe_p2p.kv import checksum
-from moe_p2p.kv.strides import Rows
-from moe_p2p.transfers import Memory, Peer, Region, Request
 from moe_p2p.weights import attempt
 from moe_p2p.weights.attempt import PRIORITY
 from moe_p2p.weights.plan import WeightPlan, Write

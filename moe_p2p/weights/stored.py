@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from moe_p2p.engine.strides import Rows
 from moe_p2p.errors import InvalidArgumentError, make, require
-from moe_p2p.kv.strides import Rows
 from moe_p2p.weights.flows import Exchange, Flow, Stage, Template
 
 _SUM_BYTES = 32

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import log
-from moe_p2p.default_device import unaffected
-from moe_p2p.engine import Engine
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import (
     AbortedError,
     ClosedError,
@@ -35,6 +34,7 @@ from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
+from moe_p2p.library import unaffected
 from moe_p2p.weights import attempt, given, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.checks import (

@@ -1,7 +1,7 @@
 // The libfabric provider beyond the contract: over the fake of EFA what a device cannot be asked to
 // do, and over the real library what goes wrong while a NIC is opened. The contract itself:
 // provider_contract_test.cpp; engine and several processes: libfabric_engine_test.cpp and
-// tests/nics/test_libfabric.py.
+// tests/engine/test_libfabric.py.
 #include <sys/resource.h>
 
 #include <thread>

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAllConfig, AllToAllPool, pool
+from moe_p2p import AllToAllConfig, AllToAllPool
 from moe_p2p.deep_ep import (
     ElasticBuffer,
     get_logical_domain_size,
     get_physical_domain_size,
 )
 from moe_p2p.deep_ep.elastic_base import usual_steps
+from moe_p2p.moe import pool
 from tests.support import elastic_cases as cases
 from tests.support.deep_ep_oracle import Shape, make_batches
 from tests.support.elastic_cases import (

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import MoeP2pError, deep_ep, pool
+from moe_p2p import MoeP2pError, deep_ep
+from moe_p2p.moe import pool
 from tests.support import gpu_ranks
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank, run_threads

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, MoeP2pError, pool
+from moe_p2p import InvalidArgumentError, MoeP2pError
 from moe_p2p.deep_ep import Buffer, streams
+from moe_p2p.moe import pool
 from tests.support import low_latency_cases as cases
 from tests.support.deep_ep_oracle import make_batches
 from tests.support.low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer

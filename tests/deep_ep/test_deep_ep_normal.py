@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_p2p import AllToAllConfig, InvalidArgumentError, MoeP2pError, ResourceExhaustedError, pool
-from moe_p2p.routing_counts import count_routing
+from moe_p2p import AllToAllConfig, InvalidArgumentError, MoeP2pError, ResourceExhaustedError
+from moe_p2p.moe import pool
+from moe_p2p.moe.routing_counts import count_routing
 from tests.support import deep_ep_cases as cases
 from tests.support.deep_ep_cases import Place, Setting
 from tests.support.ranks import Rank, run_threads

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
-from moe_p2p.options import DispatchOptions
+from moe_p2p.moe.all_to_all import AllToAll
+from moe_p2p.moe.options import DispatchOptions
 from tests.support.ranks import Rank, StoreGroup, run_threads
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 2

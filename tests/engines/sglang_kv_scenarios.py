@@ -76,7 +76,7 @@ def begin() -> None:
         setattr(conn, f"get_{name}", lambda name=name: SETTINGS[name])
     logging.Logger.warning_once = logging.Logger.warning  # SGLang adds it where a server starts
     conn.linear_attn_tp_size = lambda: SETTINGS["parallel"].attn_tp_size
-    from moe_p2p.integrations import sglang_kv
+    from moe_p2p.integrations.kv import sglang as sglang_kv
 
     sglang_kv.install()
 
@@ -322,7 +322,7 @@ def the_plugin_puts_our_classes_in_the_place_of_a_backend() -> None:
     from sglang.srt.disaggregation import decode, prefill, utils
     from sglang.srt.disaggregation.common import conn
 
-    from moe_p2p.integrations import sglang
+    from moe_p2p.integrations.moe import sglang
 
     sglang.plugin()
     for module in (utils, prefill, decode):
@@ -370,7 +370,8 @@ def a_latent() -> None:
 
 @scenario
 def a_store_that_blocks_stops_no_poll_and_no_request() -> None:
-    from moe_p2p.integrations import kv_worker, sglang_kv
+    from moe_p2p.integrations.kv import sglang as sglang_kv
+    from moe_p2p.integrations.kv import worker as kv_worker
 
     store, join = Blocking(HashStore()), kv_worker.join_store
     kv_worker.join_store = lambda _: store
@@ -545,7 +546,7 @@ def settings_come_from_the_environment() -> None:
 def what_is_not_carried_is_refused_by_name() -> None:
     from sglang.srt.disaggregation.base.conn import StateType
 
-    from moe_p2p.integrations import sglang_kv
+    from moe_p2p.integrations.kv import sglang as sglang_kv
 
     with servers() as made:
         sglang_kv.check_supported(made.prefill[0].manager)

@@ -53,14 +53,14 @@ def begin(rank: Rank, device: str = "cpu", *, real_deep_ep: bool = False) -> Non
 
 def begin_with_ours(rank: Rank, device: str = "cpu") -> None:
     begin(rank, device, real_deep_ep=True)
-    from moe_p2p.integrations import sglang
+    from moe_p2p.integrations.moe import sglang
 
     sglang.install()
 
 
 def quantize(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """What SGLang's kernel computes."""
-    from moe_p2p import reference
+    from moe_p2p.moe import reference
 
     return reference.quantize(x)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_p2p.integrations import sglang_calls
+from moe_p2p.integrations.weights import sglang_calls
 from tests.engines import absent, packages
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.support.blocking_store import Blocking, Cost, check_steps
@@ -38,7 +38,7 @@ def begin() -> None:
     from sglang.srt.managers.scheduler_components import weight_updater
     from sglang.srt.model_executor.model_runner_components import weight_updater as of_runner
 
-    from moe_p2p.integrations import sglang_weights
+    from moe_p2p.integrations.weights import sglang as sglang_weights
 
     def parallel() -> Any:
         return types.SimpleNamespace(
@@ -71,7 +71,7 @@ class Rank:
         )
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-        from moe_p2p.integrations import sglang_weights
+        from moe_p2p.integrations.weights import sglang as sglang_weights
 
         local.rank, local.barrier = rank, barrier
         self.model = model(rank, TP)
@@ -208,8 +208,8 @@ class World:
 
     def __init__(self, **how: Any) -> None:
         from moe_p2p import Engine
-        from moe_p2p.integrations import sglang_weights
-        from moe_p2p.integrations.engine_weights import Fleet
+        from moe_p2p.integrations.weights import sglang as sglang_weights
+        from moe_p2p.integrations.weights.engine import Fleet
         from moe_p2p.weights import Param, WeightLayout, WeightTrainer
 
         direct, manager = how.pop("direct", True), how.pop("manager", None)
@@ -250,7 +250,7 @@ class World:
         self.updates.send(version, update)
 
     def close(self) -> None:
-        from moe_p2p.integrations import sglang_weights
+        from moe_p2p.integrations.weights import sglang as sglang_weights
 
         for worker in sglang_weights._workers.values():
             worker.close()
@@ -311,7 +311,7 @@ def an_engine_adds_three_clients_of_the_store_for_each_rank() -> None:
 @scenario
 def a_store_that_blocks_stops_no_scheduler() -> None:
     """It asks what an update has come to, and may go on, between forward passes."""
-    from moe_p2p.integrations import sglang_weights
+    from moe_p2p.integrations.weights import sglang as sglang_weights
 
     stores, store = list[Blocking](), sglang_weights.Fleet.store
 

@@ -71,7 +71,7 @@ def _meet(port: int, stage: int) -> None:
     from megatron.core import mpu
     from slime.utils import distributed_utils
 
-    from moe_p2p.integrations import slime_weights
+    from moe_p2p.integrations.weights import slime as slime_weights
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=stage, world_size=2)
     mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -277,7 +277,7 @@ class World:
         return all(each.hold(version) for each in self.managers)
 
     def close(self) -> None:
-        from moe_p2p.integrations import sglang_weights
+        from moe_p2p.integrations.weights import sglang as sglang_weights
 
         for worker in sglang_weights._workers.values():
             worker.close()

@@ -341,7 +341,7 @@ def train_manager(rank: Rank, alignment: int, device: str) -> None:
     """
     from megatron.core.transformer.moe import token_dispatcher
 
-    from moe_p2p.integrations import megatron
+    from moe_p2p.integrations.moe import megatron
 
     megatron.install()
     num_local = plain.EXPERTS // rank.world_size

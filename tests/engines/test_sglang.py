@@ -23,7 +23,7 @@ BEGINNING: dict[str, Any] = {"deadline_s": 200.0}
 def run_ours(rank: Rank) -> None:
     sglang_layers.begin(rank, real_deep_ep=True)
     real = sys.modules["deep_ep"]
-    from moe_p2p.integrations import sglang
+    from moe_p2p.integrations.moe import sglang
 
     sglang.install()
     assert sys.modules["deep_ep"] is real

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, UnavailableError
-from moe_p2p.serving_steps import STEPS
+from moe_p2p.integrations.serving_steps import STEPS
 from tests.engines import packages, vllm_ranks
 from tests.engines.vllm_layers import (
     BLOCKS,
@@ -106,7 +106,7 @@ def rounded_up(x: Tensor) -> Tensor:
 
 
 def other_order_of_experts(rank: Rank) -> None:
-    from moe_p2p.integrations import vllm
+    from moe_p2p.integrations.moe import vllm
 
     batched, _ = vllm.prepare_and_finalize_classes()
     manager, _, quant_config = make_layer(rank, LOW_LATENCY, {})
@@ -239,7 +239,7 @@ def test_layers_over_all_to_all_compute_a_plain_moe() -> None:
 def run_masking(rank: Rank) -> None:
     """A rank that is late is masked; clean_buffers takes it back, on one host in place."""
     begin(rank, fault_tolerance=True)
-    from moe_p2p.integrations import vllm_managers
+    from moe_p2p.integrations.moe import vllm_managers
 
     vllm_managers.TIMEOUT_S = 10.0
     plainly = vllm_ranks.make_manager(HIGH_THROUGHPUT)
@@ -304,7 +304,7 @@ def test_lost_ranks_are_masked_and_taken_back() -> None:
 def run_shim(rank: Rank) -> None:
     os.environ["MOE_P2P_AS_DEEP_EP"] = "1"
     vllm_ranks.begin(rank)
-    from moe_p2p.integrations import vllm
+    from moe_p2p.integrations.moe import vllm
 
     vllm.plugin()
     from vllm.utils import import_utils

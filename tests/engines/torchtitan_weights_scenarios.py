@@ -29,7 +29,7 @@ from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 
 scenario = Scenarios()
 RANKS = 2  # of each actor
-OVERRIDE = "moe_p2p.integrations.torchtitan_weights.store"
+OVERRIDE = "moe_p2p.integrations.weights.torchtitan.store"
 SHAPES = {"embed": (12, 16), "wq": (16, 16), "wk": (8, 16), "wo": (16, 16), "bias": (7,)}
 FUSED = ("wq", "wk")  # of the generator
 
@@ -127,7 +127,7 @@ def _apply_override() -> None:
     from torchtitan.config import OverrideConfig, apply_overrides
     from torchtitan.experiments.rl.losses import GRPOLoss
 
-    from moe_p2p.integrations import torchtitan_weights
+    from moe_p2p.integrations.weights import torchtitan as torchtitan_weights
 
     torchtitan_weights._TIMEOUT_S = HANG_S
     assert apply_overrides(OverrideConfig(imports=[OVERRIDE]), GRPOLoss.Config()) == []

@@ -88,7 +88,7 @@ def manager(bucket_size: int, replicas: int = 2) -> Any:
     from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 
     config = types.SimpleNamespace(
-        backend="moe_p2p", custom_backend_module="moe_p2p.integrations.verl_weights"
+        backend="moe_p2p", custom_backend_module="moe_p2p.integrations.weights.verl"
     )
     actors = Group([])
     made = CheckpointEngineManager(config, actors, [])
@@ -142,17 +142,17 @@ def replicas_come_and_go_between_updates() -> None:
 @scenario
 def a_store_that_blocks_stops_no_event_loop() -> None:
     """verl serves other calls of an actor, and of a worker, from the loop that updates."""
-    from moe_p2p.integrations import verl_weights
+    from moe_p2p.integrations.weights import verl
 
-    actor, worker = (verl_weights.Checkpoint(640, timeout_s=HANG_S) for _ in range(2))
-    of_actor, of_worker = verl_weights.Checkpoint.build_topology(1, 1, [worker.prepare()])
-    stores, store = list[Blocking](), verl_weights.TCPStore
+    actor, worker = (verl.Checkpoint(640, timeout_s=HANG_S) for _ in range(2))
+    of_actor, of_worker = verl.Checkpoint.build_topology(1, 1, [worker.prepare()])
+    stores, store = list[Blocking](), verl.TCPStore
 
     def blocking(*at: Any, **how: Any) -> Blocking:
         stores.append(Blocking(store(*at, **how)))
         return stores[-1]
 
-    verl_weights.TCPStore = blocking
+    verl.TCPStore = blocking
     pool = ThreadPoolExecutor(2)
 
     def set_up(side: Any, given: dict[str, list[Any]]) -> None:
@@ -199,7 +199,7 @@ def a_store_that_blocks_stops_no_event_loop() -> None:
             side.finalize()
     finally:
         go_on()
-        verl_weights.TCPStore = store
+        verl.TCPStore = store
 
 
 @scenario

@@ -40,7 +40,7 @@ def begin() -> None:
 
     cuda.CudaPlatform.get_device_capability = classmethod(lambda *_, **__: None)
     vllm.platforms._current_platform = cuda.CudaPlatform()
-    from moe_p2p.engine import Engine as Transport
+    from moe_p2p.engine.engine import Engine as Transport
 
     register = Transport.register
     Transport.register = lambda *given, **more: remember(register(*given, **more))
@@ -146,7 +146,7 @@ def vllm_config(
     stores = {name: extra.pop(name, None) for name in ("disk_first", "disk_last")}
     ours: dict[str, Any] = {
         "kv_connector": "MoeP2pConnector",
-        "kv_connector_module_path": "moe_p2p.integrations.vllm_kv",
+        "kv_connector_module_path": "moe_p2p.integrations.kv.vllm",
         "kv_role": role,
         "kv_connector_extra_config": extra,
     }

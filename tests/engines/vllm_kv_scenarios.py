@@ -596,7 +596,8 @@ def the_decoder_sleeps_and_meets_its_prefiller_again() -> None:
 
 @scenario
 def a_store_that_blocks_stops_no_step_and_no_request() -> None:
-    from moe_p2p.integrations import kv_worker, vllm_kv
+    from moe_p2p.integrations.kv import vllm as vllm_kv
+    from moe_p2p.integrations.kv import worker as kv_worker
 
     store, join = Blocking(HashStore()), kv_worker.join_store
     kv_worker.join_store = lambda _: store
@@ -630,7 +631,7 @@ def a_request_for_the_other_role_is_computed_here() -> None:
 def what_is_not_carried_is_refused_by_name() -> None:
     from vllm.v1 import kv_cache_interface as kv
 
-    from moe_p2p.integrations import vllm_kv_layout
+    from moe_p2p.integrations.kv import vllm_layout as vllm_kv_layout
 
     store = f"127.0.0.1:{free_port()}"
 
@@ -669,7 +670,7 @@ def an_abstract_method_that_nobody_knows_is_named() -> None:
 
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    from moe_p2p.integrations import vllm_kv
+    from moe_p2p.integrations.kv import vllm as vllm_kv
 
     class Newer(base.KVConnectorBase_V1):
         @abc.abstractmethod

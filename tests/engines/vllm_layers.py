@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import reference
+from moe_p2p.moe import reference
 from tests.engines import vllm_ranks
 from tests.support import engine_layers as plain
 from tests.support.engine_layers import BF16, COUNTS, EXPERTS, HIDDEN, TOKENS
@@ -168,7 +168,7 @@ def run_backends(rank: Rank) -> None:
 def begin(rank: Rank, device: str = "cpu", **options: Any) -> None:
     """vLLM in a rank's process, with our classes installed."""
     vllm_ranks.begin(rank, device)
-    from moe_p2p.integrations import vllm
+    from moe_p2p.integrations.moe import vllm
 
     vllm.install()
     vllm_ranks.use(vllm_ranks.config(**options))

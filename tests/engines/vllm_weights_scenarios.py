@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_p2p.integrations import engine_weights, vllm, vllm_weights
+from moe_p2p.integrations.moe import vllm
+from moe_p2p.integrations.weights import engine as engine_weights
+from moe_p2p.integrations.weights import vllm as vllm_weights
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.engines.vllm_kv_engine import begin
 from tests.support.blocking_store import LONG_S, STEP_CPU_S, Blocking, counted
@@ -341,7 +343,7 @@ class Prompts:
     """vLLM's scheduler with its KV cache manager; what it computes of a prompt is counted."""
 
     def __init__(self) -> None:
-        from moe_p2p.integrations.vllm_kv import MoeP2pConnector  # noqa: F401  of the engine
+        from moe_p2p.integrations.kv.vllm import MoeP2pConnector  # noqa: F401  of the engine
         from tests.engines.vllm_kv_engine import Engine
 
         self.engine = Engine("kv_producer", f"127.0.0.1:{free_port()}")

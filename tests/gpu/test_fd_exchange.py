@@ -1,4 +1,4 @@
-"""moe_p2p.gpu.fd_exchange: ranks of a node pass descriptors, or name who is missing."""
+"""moe_p2p.moe.gpu.fd_exchange: ranks of a node pass descriptors, or name who is missing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_p2p import errors
-from moe_p2p.gpu import fd_exchange
-from moe_p2p.rendezvous.bootstrap import Bootstrap
+from moe_p2p.fleet.bootstrap import Bootstrap
+from moe_p2p.moe.gpu import fd_exchange
 from tests.support import ranks
 from tests.support.cases import memfd
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import reference
-from moe_p2p.reference import Tokens
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens
 from tests.support.cases import TOPK, Wanted, expect, make_tokens, run_step
 from tests.support.gpu_ranks import (
     HIDDEN_DIM,

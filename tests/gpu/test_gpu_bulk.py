@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.gpu import launch_shape
-from moe_p2p.options import SCALE_FORMATS
-from moe_p2p.reference import Tokens
+from moe_p2p.moe.gpu import launch_shape
+from moe_p2p.moe.options import SCALE_FORMATS
+from moe_p2p.moe.reference import Tokens
 from tests.gpu.test_gpu import call, every_format, in_fp8, steps, to_one_expert
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
 from tests.gpu.test_gpu_failures import SOON_S, settle

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, reference
+from moe_p2p import AllToAll, Dispatched, InvalidArgumentError
+from moe_p2p.moe import reference
 from tests.gpu.test_gpu import call, to_one_expert
 from tests.support.cases import (
     Wanted,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_p2p import InvalidArgumentError
-from moe_p2p.routing_counts import count_routing
-from moe_p2p.row_counts import Given, HostCounts
+from moe_p2p.moe.routing_counts import count_routing
+from moe_p2p.moe.row_counts import Given, HostCounts
 from tests.support import gpu_ranks
 
 ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)

@@ -1,4 +1,4 @@
-"""Calls past torch's dispatcher take tensors of a GPU (moe_p2p/direct.py)."""
+"""Calls past torch's dispatcher take tensors of a GPU (moe_p2p/moe/direct.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import DispatchOptions, direct
+from moe_p2p import DispatchOptions
+from moe_p2p.moe import direct
 from tests.support.cases import finish, make_tokens, on_device
 from tests.support.gpu_ranks import World, make, run
 from tests.support.ranks import Rank

@@ -24,7 +24,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p.gpu import driver, jit, memory
+from moe_p2p.machine import driver, jit
+from moe_p2p.moe.gpu import memory
 from tests.support.ranks import Rank, run_processes
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
-from moe_p2p.transfers import Region, Slice
+from moe_p2p.engine.transfers import Region, Slice
 from tests.support.ranks import Rank, run_processes
 
 ROOT = Path(__file__).resolve().parents[2]

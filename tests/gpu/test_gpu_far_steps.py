@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_p2p import AllToAll
-from moe_p2p.gpu import launch_shape
+from moe_p2p.moe.gpu import launch_shape
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_late_weights import run_late
 from tests.gpu.test_gpu_layouts import BY_RANK

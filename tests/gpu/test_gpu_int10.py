@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p.options import CombineDtype, partials_of
-from tests.calls.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, sums, with_specials
+from moe_p2p.moe.options import CombineDtype, partials_of
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, settle
+from tests.moe.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, sums, with_specials
 from tests.support.cases import Wanted, combine_arguments, dispatch_arguments, finish
 from tests.support.gpu_ranks import World, make, meet, prepare, run, worlds
 from tests.support.ranks import Rank

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import moe_p2p
-from moe_p2p import AllToAll, reference
-from moe_p2p.reference import Tokens
-from tests.calls.test_late_weights import biased, biases_of, late_combine, late_dispatch
+from moe_p2p import AllToAll
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, error_of
 from tests.gpu.test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
+from tests.moe.test_late_weights import biased, biases_of, late_combine, late_dispatch
 from tests.support.cases import (
     TOPK,
     Wanted,

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import AllToAll, Dispatched, DispatchOptions, reference
-from moe_p2p.options import SCALE_FORMATS, RowLayout
-from moe_p2p.reference import Received, Tokens
+from moe_p2p import AllToAll, Dispatched, DispatchOptions
+from moe_p2p.moe import reference
+from moe_p2p.moe.options import SCALE_FORMATS, RowLayout
+from moe_p2p.moe.reference import Received, Tokens
 from tests.gpu.test_gpu import (
     ALL_WORLDS,
     SHAPES,

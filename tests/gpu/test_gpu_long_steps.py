@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.gpu import launch_shape
+from moe_p2p.machine import launches
+from moe_p2p.moe.gpu import launch_shape
 from tests.gpu.test_gpu import ALL_WORLDS, call, every_format, of_calls, steps
 from tests.gpu.test_gpu_calls import (
     CHUNKED,
@@ -40,16 +41,19 @@ pytestmark = pytest.mark.gpu
 
 LONG_STEP = 300  # tokens; up to launch_shape.BULK_STEP rows flag themselves
 PARTS = {"part_bytes": 1500}
-NAMES = ("BULK_STEP", "FEW_BULK_STEP", "_TINY_STEP", "_SMALL_STEP", "_FEW_SMS")
-SHIPPED = {name: getattr(launch_shape, name) for name in NAMES}
+PLACES = (
+    *((launch_shape, n) for n in ("BULK_STEP", "FEW_BULK_STEP", "_TINY_STEP", "_SMALL_STEP")),
+    (launches, "_FEW_SMS"),
+)
+SHIPPED = [(module, name, getattr(module, name)) for module, name in PLACES]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _every_step_is_long() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Ranks that share a GPU have few multiprocessors each: none are few, or rows go in bulk.
-        for name in NAMES:
-            patch.setattr(launch_shape, name, 0)
+        for module, name in PLACES:
+            patch.setattr(module, name, 0)
         by_rank = [payload._replace(by_rank=True) for payload in PAYLOADS]
         compile_ahead([(World(*shape), {}) for shape in ALL_WORLDS], [*PAYLOADS, *by_rank])
         compile_ahead([(World(*shape), CHUNKED) for shape in ALL_WORLDS], [Payload(torch.float32)])
@@ -109,14 +113,14 @@ def test_steps_of_three_hundred_tokens(world: World) -> None:
     """As users have them, without the patches of this file."""
     options: dict[str, Any] = {"max_tokens": LONG_STEP, "counts": [LONG_STEP, 1, 40, 257]}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SHIPPED.items():
-            patch.setattr(launch_shape, name, value)
+        for module, name, value in SHIPPED:
+            patch.setattr(module, name, value)
         wanted = [
             call(world, 0, **options),
             call(world, 1, layout="grouped", **options),
             call(world, 2, **BY_RANK, **options),
         ]
-        num_sms = launch_shape._FEW_SMS + 1 if world.per_node == world.ranks else 32
+        num_sms = launches._FEW_SMS + 1 if world.per_node == world.ranks else 32
         run(world, steps, wanted, {"max_tokens": LONG_STEP, "num_sms": num_sms})
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moe_p2p import AllToAll, DispatchOptions
-from moe_p2p.gpu.kernels import _NO_REGIONS
+from moe_p2p.moe.gpu.kernels import _NO_REGIONS
 from tests.gpu.test_gpu import call
 from tests.support.cases import (
     Wanted,

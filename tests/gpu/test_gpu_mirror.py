@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from moe_p2p import errors
-from moe_p2p.gpu import launch_shape
-from moe_p2p.rendezvous import mirror
-from tests.calls.test_late_weights import late_combine, late_dispatch
+from moe_p2p.moe.gpu import launch_shape
+from moe_p2p.moe.rendezvous import mirror
+from tests.moe.test_late_weights import late_combine, late_dispatch
 from tests.support.cases import Wanted, assert_combined, finish, run_step
 from tests.support.gpu_ranks import DEVICE, World, prepare, run, worlds
 from tests.support.mirror_cases import key_of_world, make_mirror, mirrored_call

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.calls.test_opaque_rows import CONFIG, run_layouts
+from tests.moe.test_opaque_rows import CONFIG, run_layouts
 from tests.support.gpu_ranks import World, make, run, worlds
 from tests.support.ranks import Rank
 

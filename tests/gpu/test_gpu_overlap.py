@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from moe_p2p import AllToAll, DispatchOptions
-from moe_p2p.reference import Received, Topology
+from moe_p2p.moe.reference import Received, Topology
 from tests.gpu.test_gpu_graphs import Inputs, Result, prepare_bf16, record
 from tests.support.cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu
 from tests.support.gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, make, meet, run, worlds

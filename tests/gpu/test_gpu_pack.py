@@ -7,7 +7,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError
 from moe_p2p.kv import copies
-from moe_p2p.ops import call
+from moe_p2p.library import call
 from tests.support.gpu_ranks import DEVICE
 
 pytestmark = pytest.mark.gpu

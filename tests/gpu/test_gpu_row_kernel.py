@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.gpu import driver, jit
+from moe_p2p.machine import driver, jit
 from tests.gpu.test_gpu_copy_kernel import Launch, bytes_on
 from tests.support import gpu_ranks
 

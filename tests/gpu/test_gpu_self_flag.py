@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import reference
-from moe_p2p.reference import Tokens
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens
 from tests.gpu.test_gpu import call, steps
 from tests.support.cases import (
     Wanted,

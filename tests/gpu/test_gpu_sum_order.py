@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p.options import SumOrder
-from tests.calls.test_sum_order import ordered, run_ordered
+from moe_p2p.moe.options import SumOrder
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
+from tests.moe.test_sum_order import ordered, run_ordered
 from tests.support.cases import Wanted
 from tests.support.gpu_ranks import World, make, prepare, run, worlds
 from tests.support.ranks import Rank

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import AllToAll
 from moe_p2p.layer import MoELayer
-from tests.calls import test_autograd
 from tests.layer import test_training
+from tests.moe import test_autograd
 from tests.support.cases import finish
 from tests.support.gpu_ranks import DEVICE, World, make, run, worlds
 from tests.support.ranks import Rank

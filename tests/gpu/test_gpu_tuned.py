@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import tuned
-from moe_p2p.gpu import kernels
-from moe_p2p.gpu.launch_shape import job_of
+from moe_p2p.machine import tuned
+from moe_p2p.moe.gpu import kernels
+from moe_p2p.moe.gpu.launch_shape import job_of
 from moe_p2p.tools.tune import launches, shapes
 from moe_p2p.tools.tune.world import Options, World
 from tests.gpu.test_gpu import call, steps

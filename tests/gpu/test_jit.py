@@ -1,4 +1,4 @@
-"""moe_p2p.gpu.jit: kernels compile without a GPU, once for all processes, and load on one."""
+"""moe_p2p.machine.jit: kernels compile without a GPU, once for all processes, and load on one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from moe_p2p import AllToAllConfig, DispatchOptions, errors
-from moe_p2p.gpu import driver, jit, kernels
-from moe_p2p.gpu.prepared import usual_calls
-from moe_p2p.gpu.shape_macros import shape_macros
-from moe_p2p.gpu.variants import every_kernel
+from moe_p2p.machine import driver, jit
+from moe_p2p.moe.gpu import kernels
+from moe_p2p.moe.gpu.prepared import usual_calls
+from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.gpu.variants import every_kernel
 from tests.support import ranks, warm
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -229,7 +230,7 @@ def test_importing_the_package_imports_nothing_of_cuda() -> None:
     # torch itself may: only what comes on top of it counts.
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "import moe_p2p, moe_p2p.gpu.jit, moe_p2p.gpu.memory\n"
+        "import moe_p2p, moe_p2p.machine.jit, moe_p2p.moe.gpu.memory\n"
         "print([m for m in set(sys.modules) - before if m.split('.')[0] == 'cuda'])"
     )
     run = warm.without_moe_p2p().run

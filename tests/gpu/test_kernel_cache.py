@@ -1,4 +1,4 @@
-"""moe_p2p.gpu.kernel_cache: not run: what others may write; compiled anew: what does not load."""
+"""machine/kernel_cache.py: not run: what others may write; compiled anew: what does not load."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from moe_p2p import env, errors
-from moe_p2p.gpu import driver as cuda_driver
-from moe_p2p.gpu import jit, kernel_cache
+from moe_p2p.machine import driver as cuda_driver
+from moe_p2p.machine import jit, kernel_cache
 
 KEY, CUBIN, LOG = "k" * 8, b"\x7fELF of a kernel", "no spills"
 

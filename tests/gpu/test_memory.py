@@ -1,4 +1,4 @@
-"""moe_p2p.gpu.memory: device memory shared by ranks, and pages of the host that GPUs use."""
+"""moe_p2p.moe.gpu.memory: device memory shared by ranks, and pages of the host that GPUs use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from moe_p2p import errors
-from moe_p2p.gpu import driver, jit, memory
+from moe_p2p.machine import driver, jit
+from moe_p2p.moe.gpu import memory
 from tests.support import ranks
 from tests.support.cases import memfd
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from moe_p2p import AllToAllConfig
-from moe_p2p.gpu import jit, kernels
-from moe_p2p.gpu.prepared import variants_of
-from moe_p2p.gpu.shape_macros import shape_macros
+from moe_p2p.machine import jit
+from moe_p2p.moe.gpu import kernels
+from moe_p2p.moe.gpu.prepared import variants_of
+from moe_p2p.moe.gpu.shape_macros import shape_macros
 from tests.gpu.test_jit import ALONE, ARCHS, why_no_nvrtc
 from tests.support import ranks
 

@@ -324,9 +324,9 @@ def test_products_of_a_real_layer(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_fp8_of_a_real_layer() -> None:
-    from moe_p2p import reference
     from moe_p2p.kernels.triton import quantize
     from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm
+    from moe_p2p.moe import reference
 
     torch.manual_seed(2)
     counts = random_counts()

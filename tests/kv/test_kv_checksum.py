@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError
-from moe_p2p.kv import checksum
-from moe_p2p.kv.checksum import add, rows_checksum
+from moe_p2p.engine import checksum
+from moe_p2p.engine.checksum import add, rows_checksum
 from moe_p2p.kv.verify import Verify
 from tests.support import warm
 from tests.support.kv_world import World

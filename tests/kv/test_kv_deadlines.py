@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError, errors, kv
-from moe_p2p.integrations.kv_worker import timeouts_of
+from moe_p2p.integrations.kv.worker import timeouts_of
 from tests.support.kv_fakes import FakeEngine, FakeNet, Link, cache_of
 from tests.support.kv_workers import random_cache, some_pages, workers
 from tests.support.kv_world import LAYERS, PACKED, PAGE_TOKENS, TIMEOUTS, Deal, World

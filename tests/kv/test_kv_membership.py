@@ -18,7 +18,7 @@ from torch.distributed import FileStore, HashStore
 from moe_p2p import AbortedError, Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline
-from moe_p2p.integrations.kv_worker import _SERVED, join_store, leases_store, serve_store
+from moe_p2p.integrations.kv.worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
 from moe_p2p.kv.pair import Hello
 from tests.support.kv_fakes import Clock, cache_of

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moe_p2p import AbortedError, errors, kv
-from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
-from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
+from moe_p2p.integrations.kv.vllm_scheduler import KVScheduler, StepMeta
+from moe_p2p.integrations.kv.vllm_worker import KVWorkerHalf
 from moe_p2p.kv.signals import KVSignals
 from tests.support.kv_workers import QUICK, Workers, random_cache, workers
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AbortedError, ClosedError, InvalidArgumentError, errors, kv, ops
+from moe_p2p import AbortedError, ClosedError, InvalidArgumentError, errors, kv
+from moe_p2p.kv.signals import signal
 from tests.support.kv_workers import PACKED, QUICK, Workers, some_pages, workers
 
 LAYERS, PAGES, TOKENS = 3, 32, 18
@@ -310,7 +311,7 @@ def test_wrong_use_is_refused_by_name(found: Workers) -> None:
     with pytest.raises(ClosedError, match=r"prefill/0: KVSignals is closed"):
         signals.begin_step([])
     with pytest.raises(ClosedError, match=r"signals \d+ is closed"):
-        ops.signal(signals.number, 0, cache)
+        signal(signals.number, 0, cache)
 
 
 @pytest.mark.timeout(300)  # of g++, which has seconds of work and may share its core with others
@@ -324,7 +325,7 @@ def test_compilers_keep_the_call_and_its_place(found: Workers, backend: str) -> 
 
         def layer(cache: Tensor, pages: Tensor, rows: Tensor) -> None:
             cache[pages] = rows * 2
-            ops.signal(number, 1, cache)
+            signal(number, 1, cache)
 
         # Without vectors: else it compiles three programs first, to find out what this CPU has.
         options: dict[str, Any] = {"cpp.vec_isa_ok": False}

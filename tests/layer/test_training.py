@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_p2p import AllToAll, Dispatched, DispatchOptions
 from moe_p2p.layer import MoELayer
-from tests.calls.test_autograd import (
+from tests.moe.test_autograd import (
     NUM_EXPERTS,
     Gradients,
     Inputs,

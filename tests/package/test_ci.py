@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -68,3 +69,13 @@ def test_what_it_says(
     assert lines[-1] == said[-1]
     assert lines[-3] == "changed: since 0123456789ab: 4 files"
     assert done.returncode == status, done.stdout
+
+
+def test_tiers_hold_every_folder_of_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    tiers = dict(re.findall(r"^TIER_(\w+) := (.*)$", makefile, re.MULTILINE))
+    assert re.search(rf"^TIERS := {' '.join(tiers)}$", makefile, re.MULTILINE)
+    named = [path for tier in tiers.values() for path in tier.split()]
+    assert all((ROOT / "tests" / path).exists() for path in named)
+    here = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert here - set(named) == {"package", "tools"}  # the tree itself, and the laboratory

@@ -1,10 +1,11 @@
-"""README and docs are about this tree: paths, links, error texts, options and figures exist."""
+"""READMEs and docs are about this tree: paths, links, error texts, options and figures exist."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib.util
+import math
 import re
 import shlex
 import subprocess
@@ -16,17 +17,25 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
-from moe_p2p.config import LOCAL_FIELDS, AllToAllConfig
-from moe_p2p.gpu import launch_shape
-from moe_p2p.nics import transport
+from moe_p2p.kv import tail
+from moe_p2p.machine import transport
+from moe_p2p.moe.config import LOCAL_FIELDS, AllToAllConfig
+from moe_p2p.moe.gpu import launch_shape
+from moe_p2p.weights import attempt, maxima
 
 ROOT = Path(__file__).resolve().parents[2]
+# Folders with a README that says what is there.
+ROOMS = [
+    *(f"moe_p2p/{name}" for name in ("engine", "fleet", "moe", "kv", "weights", "integrations")),
+    *("moe_p2p/tools/bench", "kernels", "csrc/provider", "tests"),
+]
 PAGES = [
     *(
         ROOT / name
         for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")
     ),
     *sorted(ROOT.glob("docs/*.md")),
+    *(ROOT / room / "README.md" for room in ROOMS),
 ]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -34,12 +43,20 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = "csrc|kernels|moe_p2p|tests|docs|benchmarks"
 PATH = re.compile(rf"^(?:(?:{FOLDERS})(?:/[\w.*{{}},-]+)*/?|[A-Z]\w+\.md)$")
 MOST_README_LINES = 200
+HEADINGS = [
+    "What it is",
+    "Objects, and who owns whom",
+    "Files, in the order to read them",
+    "Rules",
+    "Tests, and what prints its state",
+]
+MOST_ROOM_LINES, WIDEST = 60, 120
 EXAMPLE = "`waits for rank 2 (node 1, 1 of 2 immediates came)`"  # in docs/failure.md, of one text
 
 # Other pages are of their time, or name what other packages have.
 OTHER_PAGES = ("CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake", "weights_frameworks")
 OWN_PAGES = [page for page in PAGES if page.stem not in OTHER_PAGES]
-FILE = re.compile(r"\w\.(py|cpp|h|cuh?|md)\b")
+FILE = re.compile(r"[\w*]\.(py|cpp|h|cuh?|md)\b")
 NAME = re.compile(r"[A-Za-z]\w*_\w+|[A-Za-z]*[a-z][A-Z]\w*")  # snake_case or camelCase
 HALF = re.compile(r"\b([CD][RS]|PW)_\w|\b[wy]_k\d")  # of the proof in docs/protocol.md
 FOREIGN = {
@@ -51,7 +68,7 @@ PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
 COPY, LOOPBACK = "csrc/platform/cuda_copy.cpp", "csrc/provider/loopback/copies.cpp"
 ROWS, DOMAIN = "csrc/platform/row_copies.h", "csrc/provider/loopback/domain.cpp"
 CHANNEL = "csrc/provider/loopback/channel.h"
-STORE, CACHE = "moe_p2p/rendezvous/bootstrap.py", "moe_p2p/gpu/kernel_cache.py"
+STORE, CACHE = "moe_p2p/fleet/bootstrap.py", "moe_p2p/machine/kernel_cache.py"
 CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/bench/"
 # Page, words around a number, and the constant that the number is: file, definition, its unit.
 NUMBERS = [
@@ -87,6 +104,10 @@ NUMBERS = [
 ]
 
 
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text())
 
@@ -103,7 +124,7 @@ def rows(text: str, first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(prose(page)):
         if "://" in link:
@@ -114,7 +135,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paths_in_backticks_exist(page: Path) -> None:
     for quoted in re.findall(r"`([^`\n]+)`", prose(page)):
         path = quoted.split(" ")[0]  # of a file and its arguments
@@ -137,6 +158,57 @@ def test_comments_name_pages_and_headings_that_exist() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_it_is(room: str) -> None:
+    text = (ROOT / room / "README.md").read_text()
+    lines = text.splitlines()
+    assert re.findall(r"^##+ (.*)$", text, re.MULTILINE) == HEADINGS
+    assert len(lines) <= MOST_ROOM_LINES
+    assert max(map(len, lines)) <= WIDEST
+    paths = [one for one in re.findall(r"`([^`\s]+)`", text) if FILE.search(one) or one[-1] == "/"]
+    missing = [one for one in paths if not [*(ROOT / room).glob(one), *ROOT.glob(one)]]
+    assert not missing
+    assert len(paths) > 10
+
+
+def test_a_room_names_all_of_its_modules() -> None:
+    for room in ROOMS:
+        if room.startswith("moe_p2p/"):
+            text = (ROOT / room / "README.md").read_text()
+            modules = {path.name for path in (ROOT / room).glob("*.py")} - {"__init__.py"}
+            assert modules <= set(re.findall(r"`(\w+\.py)`", text)), room
+
+
+def test_immediates_are_divided_as_the_table_says() -> None:
+    text = (ROOT / "moe_p2p/engine/README.md").read_text()
+    spaces = {
+        re.sub(r"`(\w+)`, `(.+)`", r"\2:\1", each[3]): (number(each[0]), number(each[1]))
+        for each in rows(text, "from")
+    }
+    found = re.search(r"kKeyedBit = 1u << (\d+);", (ROOT / "csrc/engine/imm_counter.h").read_text())
+    assert found
+    keyed, kv_bit = 1 << int(found[1]), tail._KV_BIT
+    last = kv_bit | (tail.MAX_SLOTS - 1) << tail._EPOCH_BITS | (1 << tail._EPOCH_BITS) - 1
+    sent = [attempt.immediate(attempt.Keys(job, 1)) for job in range(5)]
+    merged = [maxima.immediate(n, phase) for n in (0, -1) for phase in (maxima.UP, maxima.DOWN)]
+    assert spaces == {
+        "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
+        "moe_p2p/kv/tail.py:immediate": (kv_bit, last + 1),
+        "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),
+        "moe_p2p/weights/attempt.py:FIRST_IMM": (attempt.FIRST_IMM, min(merged)),
+        "": (0, attempt.FIRST_IMM),
+    }
+    assert all(attempt.FIRST_IMM <= each < min(merged) for each in sent)
+
+
+def number(text: str) -> int:
+    """Of "2^29 + 3 * 2^20"."""
+    return sum(
+        math.prod(2 ** int(one[2:]) if one[:2] == "2^" else int(one) for one in term.split(" * "))
+        for term in text.split(" + ")
+    )
 
 
 def test_every_option_stands_there_with_its_default() -> None:
@@ -198,7 +270,7 @@ def test_names_in_backticks_are_in_the_code() -> None:
     for page in OWN_PAGES:
         quoted = [one for one in re.findall(r"`([^`]+)`", prose(page)) if not FILE.search(one)]
         names = {name for one in quoted for name in NAME.findall(HALF.sub("", one))} - FOREIGN
-        assert names <= words, f"{page.name}: {names - words}"
+        assert names <= words, f"{name_of(page)}: {names - words}"
         num_names += len(names)
     assert num_names > 200
 

@@ -13,6 +13,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A folder includes itself, folders after it, and kernels/abi.
 LAYERS = ["ops", "moe", "proxy", "engine", "provider", "platform", "base"]
+# Rooms of the Python package: each imports those of tiers before its own.
+TIERS = [
+    {"aliases", "env", "errors", "library", "log", "version"},
+    {"machine"},
+    {"engine"},
+    {"fleet"},
+    {"moe", "kv", "weights"},
+    {"deep_ep", "mooncake", "layer"},
+    {"integrations"},
+    {"tools"},
+    {"examples", "__init__", "__main__"},
+]
+# Folders in which modules still import each other, for types alone.
+CIRCLES = {frozenset({"kv"})}
 MAX_LINES = 700
 NATIVE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 LONG_COMMENT = re.compile(r"^(?=.{101}) *(?://|#) .*", re.MULTILINE)
@@ -131,31 +145,66 @@ def test_no_provider_includes_another() -> None:
     assert not offenders, "\n".join(offenders)
 
 
-def imported(statements: list[ast.stmt]) -> Iterator[str]:
-    """Names of modules, or of what they have, that are imported when a module is."""
-    for each in statements:
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Names of modules, or of what they have; also for type checkers, and within functions."""
+    for each in ast.walk(tree):
         if isinstance(each, ast.Import):
             yield from (name.name for name in each.names)
         elif isinstance(each, ast.ImportFrom):
             yield from (f"{each.module}.{name.name}" for name in each.names)
-        elif isinstance(each, ast.If) and "TYPE_CHECKING" not in ast.unparse(each.test):
-            yield from imported([*each.body, *each.orelse])
-        elif isinstance(each, (ast.Try, ast.With)):
-            yield from imported(each.body)
 
 
-def test_no_modules_import_each_other() -> None:
-    """Neither at once nor by way of others; imports within functions are not looked at."""
+def import_graph() -> dict[str, set[str]]:
+    """For each module of the package, the others of it that it imports."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in python_sources("moe_p2p")
     }
     graph = {}
     for name, path in modules.items():
-        names = set(imported(ast.parse(path.read_text()).body))
+        names = set(imported(ast.parse(path.read_text())))
         found = {each if each in modules else each.rpartition(".")[0] for each in names}
         graph[name] = (found & modules.keys()) - {name}
-    graphlib.TopologicalSorter(graph).prepare()  # CycleError names a circle
+    return graph
+
+
+def tier_of(module: str) -> int:
+    """Who imports the package as a whole is a user of it."""
+    room = module.split(".")[1] if "." in module else "__init__"
+    return next(i for i, rooms in enumerate(TIERS) if room in rooms)
+
+
+def test_imports_of_python_point_downward() -> None:
+    """No room imports another one of its tier, but for the flat modules at the bottom."""
+    problems = []
+    for name, others in import_graph().items():
+        for other in others - {"moe_p2p"}:
+            same = name.split(".")[1:2] == other.split(".")[1:2]
+            tier = tier_of(other) - tier_of(name)
+            if tier > 0 or (tier == 0 and not same and tier_of(name) > 0):
+                problems.append(f"{name} imports {other}")
+    assert not problems, "\n".join(sorted(problems))
+
+
+def test_only_users_import_the_whole_package() -> None:
+    users = {name for name, others in import_graph().items() if "moe_p2p" in others}
+    assert not [name for name in sorted(users) if tier_of(name) < tier_of("moe_p2p.tools")]
+
+
+def test_circles_of_modules_become_fewer() -> None:
+    graph = import_graph()
+    found = set()
+    while True:
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            circle = error.args[1]
+            found.add(frozenset(name.removeprefix("moe_p2p.") for name in circle))
+            graph[circle[1]] = graph[circle[1]] - {circle[0]}
+        else:
+            break
+    rooms = {frozenset(name.rpartition(".")[0] for name in circle) for circle in found}
+    assert rooms <= CIRCLES, sorted(map(sorted, found))
 
 
 def test_no_collective_of_objects_is_used() -> None:

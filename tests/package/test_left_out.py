@@ -59,7 +59,7 @@ def test_make_test_and_the_rest_are_everything(tmp_path: Path) -> None:
 
 def test_a_fifth_of_the_others_comes_to_the_chosen_suites() -> None:
     names = [f"tests/kv/test_a.py::test_{number}" for number in range(3)]
-    names += [f"tests/nics/test_b.py::test_{number}" for number in range(10)]
+    names += [f"tests/engine/test_b.py::test_{number}" for number in range(10)]
     assert left_out.chosen(names, ["kv/", "rdma/"], None) == set(names[:3])
     assert left_out.chosen(names, ["kv/"], 6) == {*names[:3], names[4], names[9]}
     assert left_out.chosen(names, [], 6) == {names[1], names[6], names[11]}

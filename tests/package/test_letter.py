@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import tokenize
 from pathlib import Path
@@ -12,6 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 MADE = runpy.run_path(str(ROOT / "csrc" / "letter.py"))
 letter, tokens, read = MADE["letter"], MADE["tokens"], MADE["read"]
 FILES = {path.relative_to(ROOT).as_posix(): path for path in MADE["files"]()}
+# What a first message is made of, and checked by. Each such message begins with the letter.
+HANDSHAKE = {
+    "csrc/**/*.cpp": r"\bput_letter\(|\bexpect_letter\(|\bbase::letter\(\)",
+    "csrc/**/*.h": r"\bput_letter\(out|\bexpect_letter\(in|\bbase::letter\(\)",
+    "moe_p2p/**/*.py": r"\bcheck_letter\(|\bletter\(\)|\bletter\.default\(\)|\.send(all|msg|to)\(",
+}
+NO_MESSAGE = {
+    "csrc/ops/engine_ops.cpp",  # gives the letter to Python
+    "moe_p2p/machine/tuned.py",  # puts it into a file, for later processes of this machine
+    "moe_p2p/mooncake/handshake.py",  # has a version; the addresses within have the letter
+}
 CPP = """// Of words.
 struct Head {
   u32 step;  /* one */
@@ -36,6 +48,18 @@ def test_a_file_s_code_changes_the_letter_and_its_words_do_not() -> None:
         return str(letter(lambda file: read(file) + more * (file == path)))
 
     assert with_more("// word") == letter() != with_more("word")
+
+
+def test_every_handshake_is_in_the_letter() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for pattern, calls in HANDSHAKE.items()
+        for path in ROOT.glob(pattern)
+        if re.search(calls, path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 10
+    assert found >= NO_MESSAGE
+    assert found - NO_MESSAGE <= FILES.keys()
 
 
 def same(suffix: str, before: str, after: str) -> bool:

@@ -6,6 +6,7 @@ Ctrl-C's handler, or on signals that it blocks, would leave workers there.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import signal
@@ -99,3 +100,30 @@ def test_tests_handle_sigint_where_it_was_ignored() -> None:
             cwd=warm.ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("module", ["engine.engine", "moe.communicator"])
+def test_exit_removes_memory_whose_owner_a_signal_lost(module: str) -> None:
+    """A handler's exception may come when memory is there and Python does not know it yet."""
+    script = f"""
+import os, signal, sys, torch, torch.distributed as dist
+from moe_p2p import AllToAll, AllToAllConfig, Engine
+from moe_p2p.{module[: module.index(".")]} import {module[module.index(".") + 1 :]} as module
+from moe_p2p.tools.launch import exit_by_signal
+
+def late(*_):
+    print([name for name in os.listdir("/dev/shm") if f".{{os.getpid()}}." in name], flush=True)
+    signal.raise_signal(signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, exit_by_signal)
+module.Closing = late
+if "{module}" == "engine.engine":
+    Engine()
+AllToAll(dist.HashStore(), AllToAllConfig(num_experts=2, hidden_dim=16, topk=1, max_tokens=2),
+         rank=0, world_size=1)
+"""
+    done = warm.run("-c", script, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    names = ast.literal_eval(done.stdout)
+    assert names
+    assert not {*names} & {*os.listdir("/dev/shm")}

@@ -49,7 +49,7 @@ def skip_without_hosts() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.more  # deaths are the next test's; what a lost link does is tests/nics/test_hosts.py's
+@pytest.mark.more  # deaths are the next test's; what a lost link does is tests/moe/test_hosts.py's
 def test_links_flap_and_peers_are_replaced_over_tcp() -> None:
     skip_without_hosts()
     summary = soak(

@@ -10,7 +10,9 @@ import pytest
 
 import moe_p2p
 import moe_p2p.weights
-from moe_p2p.integrations import engine_weights, sglang_weights, vllm_weights
+from moe_p2p.integrations.weights import engine as engine_weights
+from moe_p2p.integrations.weights import sglang as sglang_weights
+from moe_p2p.integrations.weights import vllm as vllm_weights
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/weights_frameworks.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_p2p import AllToAll, PeerDeadError
-from moe_p2p.reference import Tokens
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import fence_probe
 from tests.rdma import gpu_flags
 from tests.support.cases import check_step, make, make_tokens

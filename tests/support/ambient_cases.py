@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineConfig, deep_ep
+from moe_p2p.engine.transfers import Slice
 from moe_p2p.layer import MoELayer
-from moe_p2p.reference import Tokens, Topology, combine, dispatch, route
-from moe_p2p.transfers import Slice
+from moe_p2p.moe.reference import Tokens, Topology, combine, dispatch, route
 from tests.support.ranks import Rank, StoreGroup
 
 T, K, E, H, W = 6, 2, 4, 256, 2

@@ -17,15 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import (
-    AllToAll,
-    AllToAllConfig,
-    Dispatched,
-    DispatchOptions,
-    MoeP2pError,
-    reference,
-)
-from moe_p2p.reference import Received, Tokens, Topology
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched, DispatchOptions, MoeP2pError
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Received, Tokens, Topology
 from tests.support.ranks import Rank
 
 HIDDEN_DIM = 48

@@ -34,22 +34,19 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import communicator, routing_counts, row_counts
-from moe_p2p.config import AllToAllConfig
-from moe_p2p.gpu import prepared
-from moe_p2p.gpu.kernels import (
-    _NO_REGIONS,
-    DeviceSide,
-    Kernel,
-)
-from moe_p2p.gpu.launch_shape import Chosen
-from moe_p2p.gpu.partners import Partners
-from moe_p2p.gpu.shape_macros import of_arrivals
+from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.kv import copies, signals
-from moe_p2p.nics import transport
-from moe_p2p.ops import call
-from moe_p2p.rendezvous.bootstrap import Bootstrap
-from moe_p2p.rendezvous.mirror import sharing_of
+from moe_p2p.library import call
+from moe_p2p.machine import transport
+from moe_p2p.moe import communicator, routing_counts, row_counts
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.gpu import prepared
+from moe_p2p.moe.gpu.kernel import Kernel
+from moe_p2p.moe.gpu.kernels import _NO_REGIONS, DeviceSide
+from moe_p2p.moe.gpu.launch_shape import Chosen
+from moe_p2p.moe.gpu.partners import Partners
+from moe_p2p.moe.gpu.shape_macros import of_arrivals
+from moe_p2p.moe.rendezvous.mirror import sharing_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"

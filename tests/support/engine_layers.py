@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import reference
+from moe_p2p.moe import reference
 from moe_p2p.tools import launch
 from tests.support.ranks import Rank
 

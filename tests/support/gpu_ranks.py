@@ -40,11 +40,12 @@ import torch
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from moe_p2p import AllToAll, AllToAllConfig
-from moe_p2p.gpu import jit, kernels
-from moe_p2p.gpu.prepared import variants_of
-from moe_p2p.gpu.shape_macros import shape_macros
-from moe_p2p.options import SCALE_FORMATS, DispatchOptions, RowLayout
-from moe_p2p.reference import Topology
+from moe_p2p.machine import jit
+from moe_p2p.moe.gpu import kernels
+from moe_p2p.moe.gpu.prepared import variants_of
+from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.options import SCALE_FORMATS, DispatchOptions, RowLayout
+from moe_p2p.moe.reference import Topology
 from moe_p2p.tools import launch
 from tests.support import cases
 from tests.support.ranks import Rank, cpu_count, run_processes, run_threads

@@ -11,8 +11,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from moe_p2p.engine.checksum import rows_checksum  # noqa: E402
 from moe_p2p.kernels.triton.kv_checksum import rows_checksum as by_triton  # noqa: E402
-from moe_p2p.kv.checksum import rows_checksum  # noqa: E402
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 # offset, unit, row_bytes, num_rows, row_stride: words, halves of words, bytes, and a long row.

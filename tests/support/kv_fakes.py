@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from moe_p2p import kv
+from moe_p2p.engine.transfers import LayerPlace, Report
 from moe_p2p.errors import ClosedError, PeerDeadError, RemoteAccessError, make
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.copies import Copier, Copy, Rows
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.worker import KVWorker
-from moe_p2p.nics.transport import Opening
-from moe_p2p.transfers import LayerPlace, Report
+from moe_p2p.machine.transport import Opening
 
 
 class FakeRequest:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll
-from moe_p2p.reference import Tokens, Topology
+from moe_p2p.moe.reference import Tokens, Topology
 from tests.support.cases import (
     COUNTS,
     Wanted,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig
-from moe_p2p.reference import Received, Tokens, Topology
-from moe_p2p.rendezvous.mirror import MirrorGroup
+from moe_p2p.moe.reference import Received, Tokens, Topology
+from moe_p2p.moe.rendezvous.mirror import MirrorGroup
 from tests.support.cases import SMALL, Wanted, apply_experts, expect, make_tokens
 from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World, fields_of
 from tests.support.ranks import Rank

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moe_p2p import AllToAll, AllToAllConfig, InvalidArgumentError, reference
+from moe_p2p import AllToAll, AllToAllConfig, InvalidArgumentError
 from moe_p2p.layer import Experts, Fp8Experts, MoELayer
+from moe_p2p.moe import reference
 from tests.support import cells
 
 triton = pytest.importorskip("triton")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_p2p import reference
+from moe_p2p.moe import reference
 from tests.support.cases import NO_NUMBERS, assert_combined
 from tests.support.triton_cases import (
     DEVICE,

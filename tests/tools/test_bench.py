@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_p2p import errors
-from moe_p2p.reference import Tokens
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import demo, launch
 from moe_p2p.tools.bench import baseline, cases, command, report
 from moe_p2p.tools.bench.check import apply_experts, expect, verify

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.reference import Tokens
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench import clocks, command, contestants, gpu_timing
 from moe_p2p.tools.bench.cases import make_job
 from moe_p2p.tools.bench.clocks import HostTime

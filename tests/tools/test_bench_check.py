@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_p2p import AllToAll, errors
-from moe_p2p.reference import Tokens
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import (
     command,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_p2p import errors, reference
-from moe_p2p.gpu import jit
-from moe_p2p.reference import Tokens, Topology, wire
+from moe_p2p import errors
+from moe_p2p.machine import jit
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens, Topology, wire
 from moe_p2p.tools.bench import floors, probe
 from moe_p2p.tools.bench.floors import PhaseBytes, Sizes
 from tests.tools.test_bench_gpu import LINKS

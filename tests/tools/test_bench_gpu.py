@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import reference
+from moe_p2p.moe import reference
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import (
     cases,

@@ -14,7 +14,7 @@ import torch
 
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import options
-from tests.nics.test_hosts import ROOT, why_not
+from tests.moe.test_hosts import ROOT, why_not
 from tests.support import hosts, warm
 
 PORT = 29537

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import errors
-from moe_p2p.gpu import driver as cuda_driver
-from moe_p2p.gpu import jit
+from moe_p2p.machine import driver as cuda_driver
+from moe_p2p.machine import jit
 from moe_p2p.tools.bench import probe
 from moe_p2p.tools.bench.probe import Params, Probe
 

@@ -10,9 +10,10 @@ import pytest
 
 from moe_p2p import AllToAllConfig, env
 from moe_p2p.__main__ import main
-from moe_p2p.gpu import jit, kernels
-from moe_p2p.gpu.prepared import usual_calls
-from moe_p2p.gpu.shape_macros import shape_macros
+from moe_p2p.machine import jit
+from moe_p2p.moe.gpu import kernels
+from moe_p2p.moe.gpu.prepared import usual_calls
+from moe_p2p.moe.gpu.shape_macros import shape_macros
 
 SMALL = ["--experts", "8", "--hidden", "256", "--topk", "2", "--ranks", "4", "--tokens", "16"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from moe_p2p.nics import transport
+from moe_p2p.machine import transport
 from moe_p2p.tools import doctor, doctor_judge, doctor_text
-from moe_p2p.tools.doctor import GpuFacts, Report, Write
+from moe_p2p.tools.doctor_report import GpuFacts, Report, Write
 from tests.support import machines, warm
 from tests.support.machines import Machine
 
@@ -256,11 +256,11 @@ def test_how_gpus_see_arrivals(
     machines.hgx(tmp_path)
     monkeypatch.setenv("MOE_P2P_TRANSPORT_SETTINGS", settings)
     report = healthy(tmp_path, **{"transport": {"provider": "libfabric", "why": ""}} | changes)
-    assert text in doctor.arrivals(report)
+    assert text in doctor_text.arrivals(report)
     shown = dataclasses.replace(report, libraries=dict.fromkeys(report.libraries, "1"))
     assert "arrivals" in doctor_text.render(shown)
 
 
 def test_without_gpus_nothing_is_said_of_arrivals(tmp_path: Path) -> None:
     machines.laptop(tmp_path)
-    assert doctor.arrivals(healthy(tmp_path)) == ""
+    assert doctor_text.arrivals(healthy(tmp_path)) == ""

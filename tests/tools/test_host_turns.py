@@ -125,7 +125,8 @@ def test_trees_without_an_op_that_does_nothing_have_no_floor_alone(
 
         def wait(self) -> None: ...
 
-    monkeypatch.delitem(sys.modules, "moe_p2p.pool", raising=False)
+    for name in worker.CALLING:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(worker.torch, "ops", type("Ops", (), {"moe_p2p": Package()}))
     monkeypatch.setattr(worker, "CALLS", {"v2": lambda *_: list})
     monkeypatch.setattr(worker.dist, "all_reduce", lambda _: None)

@@ -80,7 +80,7 @@ def test_kernels_alone_get_the_present_package(turns: Any, tmp_path: Path) -> No
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "dispatch.cu").write_text("// changed")
     made = turns._package_of(tmp_path, tmp_path / "made")
-    assert (made / "moe_p2p" / "all_to_all.py").is_file()
+    assert (made / "moe_p2p" / "moe" / "all_to_all.py").is_file()
     assert (made / "moe_p2p" / "kernels" / "dispatch.cu").read_text() == "// changed"
     assert turns._package_of(ROOT, tmp_path) == ROOT
     with pytest.raises(SystemExit, match="neither moe_p2p/ nor kernels/"):

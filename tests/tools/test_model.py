@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p import reference
 from moe_p2p.__main__ import main
-from moe_p2p.reference import Tokens, Topology, wire
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens, Topology, wire
 from moe_p2p.tools.model import command, phases, published
 from moe_p2p.tools.model.phases import Pair
 from moe_p2p.tools.model.wire import NICS, Job, Message, Nic, arrivals

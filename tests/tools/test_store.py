@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_p2p import kv
-from moe_p2p.integrations.kv_worker import join_store
+from moe_p2p.integrations.kv.worker import join_store
 from moe_p2p.tools import store
 from tests.support import warm
 

@@ -10,21 +10,17 @@ from typing import Any
 
 import pytest
 
-from moe_p2p import AllToAllConfig, Engine, InvalidArgumentError, MoeP2pError, kv, tuned
+from moe_p2p import AllToAllConfig, Engine, InvalidArgumentError, MoeP2pError, kv
 from moe_p2p.__main__ import main
-from moe_p2p.gpu.launch_shape import (
-    BULK_STEP,
-    BulkSteps,
-    Job,
-    LaunchShape,
-    TunedLaunch,
-    num_threads,
-)
 from moe_p2p.kv.link import measured_link
+from moe_p2p.machine import tuned
+from moe_p2p.machine.launches import BULK_STEP, BulkSteps, LaunchShape, TunedLaunch
+from moe_p2p.machine.tuned import Parts, Rates, Tuned
+from moe_p2p.moe.gpu.launch_shape import Job, num_threads
+from moe_p2p.moe.tuned import Shared
 from moe_p2p.tools import doctor
 from moe_p2p.tools.tune import shapes, steps
 from moe_p2p.tools.tune.world import best
-from moe_p2p.tuned import Parts, Rates, Shared, Tuned
 from tests.support import cases, warm
 from tests.support.ranks import Rank, run_threads
 

@@ -12,10 +12,10 @@ import torch
 from torch.distributed import HashStore
 
 from moe_p2p import Engine, InvalidArgumentError, MoeP2pError, TimeoutError, errors
+from moe_p2p.engine.transfers import Memory
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.kv import TorchLeases
-from moe_p2p.transfers import Memory
 from moe_p2p.weights import (
     Blocks,
     Param,

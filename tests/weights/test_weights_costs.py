@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import Engine
+from moe_p2p.engine.strides import Rows
 from moe_p2p.fleet import board
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
-from moe_p2p.kv.strides import Rows
 from moe_p2p.weights import Param, Shard, WeightLayout, generator, weight_plan
 from moe_p2p.weights.covered import covered
 from moe_p2p.weights.inbox import Inbox

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import AbortedError, MoeP2pError, TimeoutError
-from moe_p2p.integrations import engine_weights
-from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
+from moe_p2p.integrations.weights import engine as engine_weights
+from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
 from moe_p2p.weights import Param, Shard, WeightLayout, WeightTrainer, job
 from tests.support.weights_fleet import BF16, engine_of
 

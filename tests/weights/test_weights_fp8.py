@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from moe_p2p.reference import fp8 as reference
+from moe_p2p.machine import fp8 as reference
 from moe_p2p.weights import block_amax, merge, quantize, scales
 from tests.support import warm
 

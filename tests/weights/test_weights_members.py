@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, TimeoutError
+from moe_p2p.engine.transfers import Memory
 from moe_p2p.fleet.board import Board
-from moe_p2p.transfers import Memory
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, weight_plan
 from moe_p2p.weights import generator as generator_module
 from moe_p2p.weights.inbox import Inbox

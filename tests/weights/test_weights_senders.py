@@ -16,8 +16,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import ProtocolError, TimeoutError
-from moe_p2p.integrations import vllm_weights
-from moe_p2p.integrations.engine_weights import EngineWeights, Fleet
+from moe_p2p.integrations.weights import vllm as vllm_weights
+from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
 from tests.engines.scenarios import free_port
 from tests.support.weights_fleet import BF16, engine_of

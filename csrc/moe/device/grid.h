@@ -7,7 +7,7 @@
 
 namespace moe_p2p::moe {
 
-// A kernel, compiled and loaded (moe_p2p/gpu/kernels.py).
+// A kernel, compiled and loaded (moe_p2p/moe/gpu/kernels.py).
 struct DeviceKernel {
   uint64_t handle = 0;       // CUfunction
   unsigned num_threads = 0;  // threads of a block

@@ -1,5 +1,5 @@
 // Arithmetic on rows of values: the number formats, sums in fp32 and the fp8 quantizer. The one
-// definition of rounding on the host; moe_p2p/reference/routing.py has the same in torch. Built
+// definition of rounding on the host; moe_p2p/moe/reference/routing.py has the same in torch. Built
 // without contraction of multiply and add, because the order of rounding is part of the result.
 #pragma once
 

@@ -1,7 +1,7 @@
 """`python -m moe_p2p bench`: checks results, measures times and counts the bytes that are sent.
 
 Every rank is a process, with its own GPU if there are any: started here, or by torchrun on any
-number of hosts. First dispatch and combine are compared bit for bit with moe_p2p.reference over
+number of hosts. First dispatch and combine are compared bit for bit with moe_p2p.moe.reference over
 several steps with changing token counts; then they are timed, interleaved with baselines that do
 the same job. `--check` compares alone, everything that the ranks at hand allow.
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moe_p2p.reference import FP8, Tokens, quantize
+from moe_p2p.moe.reference import FP8, Tokens, quantize
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.systems import Rows

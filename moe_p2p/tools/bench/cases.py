@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.reference import Tokens, Topology
+from moe_p2p.moe.reference import Tokens, Topology
 from moe_p2p.tools.bench.options import Options
 
 SKEW = 1.0  # exponent of the popularity of experts, ordered: the n-th is chosen ~ n ** -SKEW

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import Dispatched, reference
-from moe_p2p.options import INT10_BLOCK
-from moe_p2p.reference import Received, Tokens
+from moe_p2p import Dispatched
+from moe_p2p.moe import reference
+from moe_p2p.moe.options import INT10_BLOCK
+from moe_p2p.moe.reference import Received, Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.systems import MoeP2p, Rows, System, experts_of_rows, finish

@@ -1,8 +1,8 @@
 """One rank of `bench --check`: correctness alone, a line for each case that the ranks allow.
 
-An owner of new NICs or GPUs runs it first. Rows and sums are compared with moe_p2p.reference bit
-for bit; every rank must report a deliberate fault in time. Faults run last, each with its own
-communicator.
+An owner of new NICs or GPUs runs it first. Rows and sums are compared bit for bit with
+moe_p2p.moe.reference; every rank must report a deliberate fault in time. Faults run last, each with
+its own communicator.
 
 Shapes: W ranks, T tokens, K top-k, E experts, H hidden size.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched
-from moe_p2p.nics.transport import SOFTWARE
-from moe_p2p.options import COMBINE_DTYPES
-from moe_p2p.reference import Tokens
+from moe_p2p.machine.transport import SOFTWARE
+from moe_p2p.moe.options import COMBINE_DTYPES
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.check import answer, answer_by_rank, beyond_rounding, bound_of
 from moe_p2p.tools.bench.conformance_faults import Spare, faults

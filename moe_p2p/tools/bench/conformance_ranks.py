@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, DispatchOptions, errors, reference
-from moe_p2p.options import CombineDtype
-from moe_p2p.reference import Tokens
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, errors
+from moe_p2p.moe import reference
+from moe_p2p.moe.options import CombineDtype
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench.cases import Job, changing_counts, make_job
 from moe_p2p.tools.bench.check import Expected, compare_rows, compare_sums, expect
 from moe_p2p.tools.bench.gather import everyones

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_p2p import errors, reference
-from moe_p2p.reference import Tokens
+from moe_p2p import errors
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench import deep_ep
 from moe_p2p.tools.bench.baseline import TorchAllToAll
 from moe_p2p.tools.bench.cases import Job, changing_counts, make_job

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import reference
-from moe_p2p.reference import Tokens
+from moe_p2p.moe import reference
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.check import answer, answer_by_rank, verify_sums
 from moe_p2p.tools.bench.gather import everyones

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_p2p.options import CombineDtype
-from moe_p2p.reference import Topology, int10
-from moe_p2p.reference.wire import LINE, align, slot_head_bytes
+from moe_p2p.moe.options import CombineDtype
+from moe_p2p.moe.reference import Topology, int10
+from moe_p2p.moe.reference.wire import LINE, align, slot_head_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import Dispatched, DispatchOptions
-from moe_p2p.reference import Layout, Tokens
+from moe_p2p.moe.reference import Layout, Tokens
 from moe_p2p.tools.bench.gpu_layer import Experts
 from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.report import HALVES

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import Dispatched
-from moe_p2p.reference import Tokens
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.check import beyond_rounding, bound_of
 from moe_p2p.tools.bench.gather import everyones

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from moe_p2p import AllToAll, ops
-from moe_p2p.gpu import kernels
-from moe_p2p.nics.transport import TIMED
-from moe_p2p.reference import Tokens
+from moe_p2p import AllToAll, library
+from moe_p2p.machine.transport import TIMED
+from moe_p2p.moe.gpu import kernels
+from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.bench.gpu_calls import package_calls
@@ -118,7 +118,7 @@ def times(comm: AllToAll) -> list[int]:
 
     Noted from the first call on.
     """
-    return list(ops.call(torch.ops.moe_p2p.all_to_all_times.default, comm._comm))
+    return list(library.call(torch.ops.moe_p2p.all_to_all_times.default, comm._comm))
 
 
 def read(comm: AllToAll) -> Stamps:
@@ -145,6 +145,6 @@ def read(comm: AllToAll) -> Stamps:
 
 def _wire_ns(options: Options, num_bytes: float) -> float:
     """Time of a write on the modelled link (csrc/provider/loopback/link_model.h)."""
-    link = ops.call(torch.ops.moe_p2p.timed_link.default, options.transport_settings)
+    link = library.call(torch.ops.moe_p2p.timed_link.default, options.transport_settings)
     gbps, latency_ns, post_ns, message_ns = map(float, link)
     return latency_ns + post_ns + max(num_bytes * 8 / gbps, message_ns)

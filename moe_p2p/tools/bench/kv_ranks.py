@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p import Engine, EngineConfig, env, kv
+from moe_p2p.engine.transfers import Report
 from moe_p2p.errors import require
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.tools import launch
@@ -32,7 +33,6 @@ from moe_p2p.tools.bench.kv_compute import (
     synchronize,
 )
 from moe_p2p.tools.bench.turns import in_turns
-from moe_p2p.transfers import Report
 
 LOOPBACK_NICS = 2  # of an engine that is not told otherwise
 FREE = 0xEE  # in memory of decode that nothing was written to

@@ -3,7 +3,7 @@
     alltoall      Megatron's own, over torch.distributed.all_to_all_single
     shim          Megatron's flex dispatcher and its manager for DeepEP, over moe_p2p.deep_ep
     hybridep      Megatron's manager for HybridEP, over HybridEPBuffer of moe_p2p.deep_ep
-    integration   the flex dispatcher with the manager of moe_p2p.integrations.megatron
+    integration   the flex dispatcher with the manager of moe_p2p.integrations.moe.megatron
 
 All have the same weights and inputs. Megatron is imported from the environment, or else from where
 `make test-engines` puts it.
@@ -175,7 +175,7 @@ def make(system: str, layer: Layer, device: str) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe import token_dispatcher
 
-    from moe_p2p.integrations import megatron
+    from moe_p2p.integrations.moe import megatron
 
     if not hasattr(token_dispatcher, "_manager_for_deep_ep"):
         token_dispatcher._manager_for_deep_ep = token_dispatcher._DeepepManager

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from moe_p2p import env
-from moe_p2p.config import Wait
-from moe_p2p.nics.transport import TIMED
-from moe_p2p.options import COMBINE_DTYPES, INT10_BLOCK, CombineDtype
+from moe_p2p.engine.config import Wait
+from moe_p2p.machine.transport import TIMED
+from moe_p2p.moe.options import COMBINE_DTYPES, INT10_BLOCK, CombineDtype
 from moe_p2p.tools.option_types import (
     above_zero,
     at_least_0,

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import errors
-from moe_p2p.gpu import driver, jit
-from moe_p2p.gpu.memory import share_node_memory
+from moe_p2p.machine import driver, jit
+from moe_p2p.moe.gpu.memory import share_node_memory
 from moe_p2p.tools.bench.floors import Links
 from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.bench.gpu_timing import timed_us

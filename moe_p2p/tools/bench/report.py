@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.cuda import nccl
 
-from moe_p2p.gpu import driver
+from moe_p2p.machine import driver
 from moe_p2p.tools.bench.floors import Links
 
 BOUNDARY = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig, Dispatched
-from moe_p2p.reference import Layout, Tokens
+from moe_p2p.moe.reference import Layout, Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
 

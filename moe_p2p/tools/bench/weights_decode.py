@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig
+from moe_p2p.engine.transfers import Request
 from moe_p2p.errors import require
-from moe_p2p.nics.transport import TIMED
+from moe_p2p.machine.transport import TIMED
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.bench.options import NICS_OF_A_GPU
 from moe_p2p.tools.bench.turns import Alone, in_turns
-from moe_p2p.transfers import Request
 
 HIDDEN, TOPK, EXPERTS, TOKENS = 7168, 8, 256, 32
 WAYS: dict[str, int | None] = {"alone": None, "with priorities": 2, "same class": 0}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_p2p import Engine
-from moe_p2p.transfers import Request
+from moe_p2p.engine.transfers import Request
 
 _LIMIT_S = 120.0
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_p2p import errors, tuned
-from moe_p2p.rendezvous.mirror import MirrorGroup
+from moe_p2p import errors
+from moe_p2p.machine import tuned
+from moe_p2p.moe.rendezvous.mirror import MirrorGroup
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import deep_ep, floors, hops, report
 from moe_p2p.tools.bench.cases import make_job

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moe_p2p.reference.wire import LINE, align, slot_head_bytes
+from moe_p2p.moe.reference.wire import LINE, align, slot_head_bytes
 from moe_p2p.tools.model.wire import Job, Message, Nic, arrivals
 
 

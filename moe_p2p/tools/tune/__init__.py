@@ -1,4 +1,4 @@
-"""`python -m moe_p2p tune`: measures this machine once, for moe_p2p/tuned.py.
+"""`python -m moe_p2p tune`: measures this machine once, for moe_p2p/machine/tuned.py.
 
 command.py   options, start of the ranks, the file
 world.py     what all measurements share: ranks, communicators, calls, the clock

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, errors
-from moe_p2p.gpu import jit, launch_shape
-from moe_p2p.gpu.kernels import DeviceSide, Kernel
-from moe_p2p.gpu.launch_shape import LaunchShape, TunedLaunch, job_of
-from moe_p2p.gpu.prepared import variants_of
-from moe_p2p.options import DispatchOptions
+from moe_p2p.machine import jit
+from moe_p2p.machine.launches import FEW_BULK_STEP, LaunchShape, TunedLaunch, few
+from moe_p2p.moe.gpu.kernel import Kernel
+from moe_p2p.moe.gpu.kernels import DeviceSide
+from moe_p2p.moe.gpu.launch_shape import job_of
+from moe_p2p.moe.gpu.prepared import variants_of
+from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.tune import shapes
 from moe_p2p.tools.tune.world import Timed, World, best
@@ -32,10 +34,9 @@ def measure(world: World) -> list[TunedLaunch]:
     found = list[TunedLaunch]()
     for num_sms in (None, world.options.num_sms):
         for tokens in world.options.tokens:
-            few = launch_shape.few(num_sms)
-            if few and tokens > launch_shape.FEW_BULK_STEP:
+            if few(num_sms) and tokens > FEW_BULK_STEP:
                 continue  # they go in bulk, whose shapes follow from shared memory
-            where = f"{num_sms} multiprocessors" if few else "all multiprocessors"
+            where = f"{num_sms} multiprocessors" if few(num_sms) else "all multiprocessors"
             world.say(f"launch shapes: {tokens} tokens, {where}")
             with world.communicator(tokens, num_sms=num_sms) as comm:
                 found += _of_step(world, comm, tokens, num_sms)
@@ -89,9 +90,7 @@ class Trial:
         job = job_of(self._side._shape, adds=adds)
         least, most = shapes.class_of(self._tokens)
         made = [
-            TunedLaunch(
-                adds, launch_shape.few(self._num_sms), job.ranks, row_bytes, least, most, shape
-            )
+            TunedLaunch(adds, few(self._num_sms), job.ranks, row_bytes, least, most, shape)
             for shape in shapes.alternatives(
                 row_bytes, self._tokens, self._num_sms, job, _multiprocessors(options.device)
             )

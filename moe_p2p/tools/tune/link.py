@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_p2p import Engine, EngineConfig, tuned
+from moe_p2p import Engine, EngineConfig
+from moe_p2p.engine.transfers import Memory, Region
+from moe_p2p.machine import tuned
+from moe_p2p.machine.tuned import Rates
 from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.tune.world import Options, World
-from moe_p2p.transfers import Memory, Region
-from moe_p2p.tuned import Rates
 
 SMALL, LARGE = (64, 256, 1024), (64 << 10, 256 << 10, 1 << 20)  # bytes of a row
 MIDDLE = (4096, 16384)

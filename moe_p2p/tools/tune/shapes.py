@@ -1,10 +1,11 @@
-"""Launch shapes worth a try beside the shipped ones (moe_p2p/gpu/launch_shape.py). Pure."""
+"""Launch shapes worth a try beside the shipped ones (moe_p2p/moe/gpu/launch_shape.py). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_p2p.gpu.launch_shape import Job, LaunchShape, few, num_threads, up
+from moe_p2p.machine.launches import LaunchShape, few
+from moe_p2p.moe.gpu.launch_shape import Job, num_threads, up
 
 MAX_BLOCK = 1024  # threads
 MOST_RESIDENT = 1024  # threads of a multiprocessor: each then has 64 registers

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from moe_p2p import tuned
-from moe_p2p.gpu.launch_shape import BULK_STEP, FEW_BULK_STEP, BulkSteps, TunedLaunch
+from moe_p2p.machine import tuned
+from moe_p2p.machine.launches import BULK_STEP, FEW_BULK_STEP, BulkSteps, TunedLaunch
+from moe_p2p.machine.tuned import Parts, Tuned
 from moe_p2p.tools.tune.world import GAIN, Timed, World, best
-from moe_p2p.tuned import Parts, Tuned
 
 FEW_STEPS = (32, 64, 128, 256)  # tokens
 ALL_STEPS = (512, 1024, 4096)

@@ -1,1 +1,0 @@
-"""The GPU side of a communicator: memory, kernels by NVRTC, launch shapes, the driver."""

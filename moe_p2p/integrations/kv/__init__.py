@@ -1,0 +1,1 @@
+"""KV pages between engines: connectors of vLLM and SGLang."""

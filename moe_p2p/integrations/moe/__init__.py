@@ -1,0 +1,1 @@
+"""Dispatch and combine in engines: vLLM, SGLang, Megatron."""

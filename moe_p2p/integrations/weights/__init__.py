@@ -1,0 +1,1 @@
+"""Weight updates in engines: vLLM, SGLang, verl, slime, TorchTitan."""

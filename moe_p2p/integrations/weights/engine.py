@@ -1,0 +1,392 @@
+"""A worker of an inference engine in weight updates: what the adapters of vLLM and SGLang share.
+
+    worker = EngineWeights(model, load, fleet, rank, world_size)   once, with all trainers
+    worker.begin()     a session opens: bytes arrive beside forward passes; in place, the engine
+                       is paused
+    worker.settle()    the fleet has decided; raises, by name, where the update failed
+    worker.commit()    the weights change here: called on all workers of the engine between the
+                       same two forward passes, by the engine's own calls to its workers
+
+The model's own loader is recorded once, a layer at a time, so that trainers write what its tensors
+hold. What it makes otherwise (quantized, repacked), or all where `direct` is False, is received in
+checkpoint layout and given to the loader at commit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from moe_p2p import log
+from moe_p2p.engine.engine import Engine
+from moe_p2p.errors import (
+    AbortedError,
+    MoeP2pError,
+    ProtocolError,
+    TimeoutError,
+    make,
+    require,
+)
+from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.listener import warn_of_strangers
+from moe_p2p.machine.driver import relaxed_captures
+from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, record
+from moe_p2p.weights.job import SetUp, prefix_of, source_of
+
+Load = Callable[[list[tuple[str, Tensor]]], Any]
+_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Where trainers are. host, port: of the store that trainer 0 serves. replica: "" of engines
+    that the set-up waits for; another name: of one that joins a fleet that runs."""
+
+    host: str
+    port: int
+    name: str = "weights"
+    mode: Literal["shadow", "in_place"] = "shadow"
+    replica: str = ""
+    timeout_s: float = 120.0
+
+    def store(self, *, serves: bool = False) -> Any:
+        limit = timedelta(seconds=self.timeout_s)
+        if serves:
+            warn_of_strangers(
+                f"the store of {self.name}", self.host, "whoever reaches it may write to weights"
+            )
+        elif not self._is_there():
+            where = f"{self.name} at {self.host}:{self.port}, which trainer 0 serves"
+            raise make(TimeoutError, f"within {self.timeout_s:g} s no store of {where}")
+        return TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False,
+                        timeout=limit)  # fmt: skip
+
+    def _is_there(self) -> bool:
+        """Waits for it: a TCPStore that finds no server tries again only after seconds."""
+        deadline = Deadline(self.timeout_s)
+        while deadline.left:
+            with suppress(OSError), socket.create_connection((self.host, self.port), 1.0):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+def own_address() -> str:
+    """Returns this host's address: Ray's, where Ray is installed."""
+    try:
+        return str(importlib.import_module("ray").util.get_node_ip_address())
+    except Exception:
+        return socket.gethostbyname(socket.gethostname())
+
+
+class EngineWeights:
+    """rank, world_size: of this worker among all workers of the fleet's engines, or of its replica.
+
+    load: the model's loader, which takes pairs of name and tensor. direct: record it, so that
+    trainers write into the tensors; False: it gets all parameters at commit. store: of the fleet,
+    a client that no other thread uses meanwhile; None: a new one. engine_ranks: of the workers of
+    this worker's engine; (): all. set_up: the same on all workers that set up together, and another
+    one each time, so that none takes a word of workers that were there before.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        load: Load,
+        fleet: Fleet,
+        rank: int,
+        world_size: int,
+        *,
+        direct: bool = True,
+        device: torch.device | str = "cpu",
+        store: Any = None,
+        engine_ranks: Sequence[int] = (),
+        set_up: str = "",
+    ) -> None:
+        self._load, self.fleet, self.device = load, fleet, torch.device(device)
+        store = fleet.store() if store is None else store
+        board = Board(store, prefix_of(fleet.name), alone=True)
+        deadline, at = Deadline(fleet.timeout_s), f"{fleet.replica}/set-up {set_up}"
+        heard = SetUp(board, f"generator {rank}", heard=not fleet.replica)
+        with heard.heard(lambda: None):
+            source = source_of(board, deadline)
+            shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
+                      for name, each in source.by_name.items()}  # fmt: skip
+            why = "the engine loads all of its parameters by itself"
+            params = [Param(n, s, dtype_name(t), (rank,), finalize=why)
+                      for n, (s, t) in shapes.items()]  # fmt: skip
+            padding: set[str] = set()
+            if direct:
+                params, padding = recorded(model, load, shapes, rank)
+            layout = together(board, at, rank, world_size, params, deadline, heard.listen)
+            nowhere = sorted(shapes.keys() - layout.by_name.keys())
+            require(
+                not nowhere,
+                f"no worker's loader puts {', '.join(nowhere[:3])} into a tensor of the model; "
+                "leave it out of the trainers' parameters",
+            )
+        written = {param.tensor for param in params if not param.finalize}
+        self._live = {n: t for n, t in tensors_of(model).items() if n in written}
+        self._addresses = {name: each.data_ptr() for name, each in self._live.items()}
+        self._model = model
+        fallen = sum(_nbytes(param) for param in params if param.finalize)
+        if fallen:
+            log.warning(f"generator {rank}: {fallen:,} B of weights are received in checkpoint "
+                        "layout, and loaded at commit")  # fmt: skip
+        self._received: Mapping[str, Tensor] = {}
+        self._seen, self._may_commit, self._ready = 0, False, False
+        self._session: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._broken = ""
+        self._set_up = board  # what workers said in it; only they read that
+        agree = _Agreement(board, at, rank, world_size, deadline)
+        gpu = self.device.index if self.device.type == "cuda" else None
+        self.engine = Engine(label=f"generator {rank}", gpu=gpu)
+        self.generator = WeightGenerator(
+            self.engine,
+            store,
+            layout,
+            rank,
+            self._live,
+            replica=fleet.replica,
+            mode=fleet.mode,
+            engine_ranks=engine_ranks or range(world_size),
+            agree=lambda number: self._agree(number) if self._ready else agree(number),
+            finalize=self._keep,
+            padding=padding,
+            name=fleet.name,
+            timeout_s=fleet.timeout_s,
+        )
+        self._ready = True
+
+    @property
+    def version(self) -> int | None:
+        return self.generator.version
+
+    def _keep(self, received: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        self._received = received
+
+    def _agree(self, committed: int) -> int:
+        """Workers go to a version in `commit`, which the engine calls on all of them at once."""
+        self._seen = committed
+        return committed if self._may_commit else 0
+
+    # --- a session ---
+
+    def begin(self) -> None:
+        require(self._session is None, "begin: an update is under way; commit it, or settle")
+        if self.fleet.mode == "in_place":
+            self.generator.begin()
+        self._error = None
+        self._session = threading.Thread(target=self._run, daemon=True, name="weight update")
+        self._session.start()
+
+    def _run(self) -> None:
+        """In a thread of its own, while the engine may capture graphs."""
+        try:
+            with relaxed_captures():
+                if self.fleet.mode == "in_place":
+                    self.generator.wait(self.fleet.timeout_s)
+                else:
+                    self._watch()
+        except Exception as error:
+            self._error = error
+
+    def _watch(self) -> None:
+        """Runs until the fleet has decided; the engine generates meanwhile."""
+        generator, deadline = self.generator, Deadline(self.fleet.timeout_s)
+        before, failed = self._seen, generator.totals["failed"]
+        while self._seen <= before:
+            generator.step()
+            if generator.totals["failed"] > failed and not generator.retrying:
+                raise make(AbortedError, f"the weight update failed: {generator.failure}")
+            if not deadline.left:
+                text = f"{generator.name}: no update was over within {deadline.timeout_s:g} s"
+                raise make(TimeoutError, text)
+            time.sleep(0.001)
+
+    def settle(self) -> None:
+        """Raises where the update failed; a session that failed is over."""
+        require(self._session is not None, "settle: no session is open; call begin")
+        assert self._session is not None
+        limit_s = 2 * self.fleet.timeout_s
+        self._session.join(limit_s)
+        if self._session.is_alive():
+            text = f"{self.generator.name}: the session was not over within {limit_s:g} s"
+            raise make(TimeoutError, text)
+        if self._error is not None:
+            self._session = None
+            raise self._error
+
+    def commit(self) -> int | None:
+        """Returns the version of the next forward pass."""
+        self.settle()
+        self._session = None
+        moved = [name for name, each in tensors_of(self._model).items()
+                 if self._addresses.get(name, each.data_ptr()) != each.data_ptr()]  # fmt: skip
+        self._synchronize()
+        # Until the loader has ended, this worker counts as one without a version.
+        self.generator.set_usable(not moved and not self._received)
+        if moved:
+            self._broken = f"the engine moved {', '.join(moved[:3])}"
+        else:
+            self._take()
+        self._synchronize()
+        self.require_clean()
+        return self.generator.version
+
+    def _take(self) -> None:
+        before = self.generator.totals["updates"]
+        if self.fleet.mode == "shadow":
+            self._may_commit = True
+            try:
+                self.generator.step()
+            finally:
+                self._may_commit = False
+            if self.generator.totals["updates"] == before:
+                self.generator.set_usable(not self._broken)
+                text = "what was decided is given up: its trainers were replaced meanwhile"
+                raise make(AbortedError, f"{self.generator.name}: {text}")
+        self._broken = "the engine's loader has not ended" if self._received else ""
+        if self._received:
+            try:
+                self._load(list(self._received.items()))
+                self._broken = ""
+                self.generator.set_usable(True)
+            except Exception as error:
+                self._broken = f"the engine's loader failed: {error!r}"
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def require_clean(self) -> None:
+        """Called before the engine continues, with the weights that it loaded by itself too.
+        Raises ProtocolError while its tensors are a mix."""
+        if self._broken:
+            text = f"{self.generator.name}: its tensors are dirty: {self._broken}"
+            raise make(ProtocolError, text)
+        self.generator.require_not_dirty()
+
+    def close(self) -> None:
+        with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
+            self._set_up.withdraw()
+        self._set_up.client.close()
+        self.generator.close()
+        self.engine.close()
+
+
+class _Agreement:
+    """Returns the smallest of all workers' numbers, by way of the store. Used during set-up."""
+
+    def __init__(
+        self, board: Board, name: str, rank: int, world_size: int, deadline: Deadline
+    ) -> None:
+        self._board, self._name, self._rank = board, name, rank
+        self._world_size, self._deadline = world_size, deadline
+        self._calls = itertools.count()
+
+    def __call__(self, number: int) -> int:
+        at = f"agree {self._name} {next(self._calls)}"
+        self._board.put(f"{at} {self._rank}", number)
+        keys = {f"{at} {i}": f"generator {i}" for i in range(self._world_size)}
+        return int(min(self._board.wait(keys, self._deadline).values()))
+
+
+def together(
+    board: Board,
+    name: str,
+    rank: int,
+    world_size: int,
+    params: Iterable[Param],
+    deadline: Deadline,
+    listen: Callable[[list[str]], None],
+) -> WeightLayout:
+    """Returns the layout of all workers, each of which passes its own parameters."""
+    mine = WeightLayout(tuple(params), world_size)
+    board.put(f"params {name}/{rank}", mine.to_bytes().hex())
+    keys = {f"params {name}/{i}": f"generator {i}" for i in range(world_size)}
+    found = board.wait(keys, deadline, listen)
+    parts = [WeightLayout.from_bytes(bytes.fromhex(found[key])).params for key in keys]
+    return WeightLayout(tuple(itertools.chain(*parts)), world_size)
+
+
+# --- what the loader does ---
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and floating-point buffers. A loader may read integer buffers, so they are
+    neither filled nor compared."""
+    found = {name: each.data for name, each in model.named_parameters()}
+    found |= {name: each for name, each in model.named_buffers() if each.is_floating_point()}
+    return {name: each for name, each in found.items() if each.numel() and each.is_contiguous()}
+
+
+class Recorded(NamedTuple):
+    """params: where this worker's loader puts parameters. One that lands nowhere, an expert or a
+    layer of other workers, is not there. padding: names of tensors that it leaves a part of."""
+
+    params: list[Param]
+    padding: set[str]
+
+
+@torch.no_grad()
+def recorded(
+    model: torch.nn.Module,
+    load: Load,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    rank: int,
+) -> Recorded:
+    """The loader runs once for each layer, whose tensors are restored afterwards."""
+    made = Recorded([], set())
+    own = _by_layer(tensors_of(model))
+    for layer, names in _by_layer(shapes).items():
+        tensors = {name: tensors_of(model)[name] for name in own.get(layer, ())}
+        if not tensors:  # of another pipeline stage
+            continue
+        saved = {name: each.clone() for name, each in tensors.items()}
+
+        def run(
+            given: dict[str, Tensor], tensors: dict[str, Tensor] = tensors
+        ) -> dict[str, Tensor]:
+            for each in tensors.values():
+                each.view(-1).view(torch.uint8).zero_()
+            load(list(given.items()))
+            return {name: each.cpu() for name, each in tensors.items()}
+
+        try:
+            found = record(run, {name: shapes[name] for name in names}, rank=rank)
+        finally:
+            for name, each in tensors.items():
+                each.copy_(saved[name])
+        made.params.extend(found.params)
+        made.padding.update(found.padding)
+    return made
+
+
+def _by_layer(names: Iterable[str]) -> dict[str, set[str]]:
+    """Groups names by what comes up to their first number: "model.layers.3"; "" without one."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        found.setdefault(".".join(parts[: numbers[0] + 1]) if numbers else "", set()).add(name)
+    return found
+
+
+def _nbytes(param: Param) -> int:
+    count = torch.Size(param.elements).numel()
+    return count * int(getattr(torch, param.dtype).itemsize)

@@ -1,0 +1,1 @@
+"""MoE dispatch and combine: calls, pools, and how ranks of a communicator meet and compute."""

@@ -1,0 +1,167 @@
+"""Arguments of a communicator's calls, checked and turned into what the ops take.
+
+Shapes: as in all_to_all.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.moe.dispatched import Dispatched
+from moe_p2p.moe.ops import NO_SCALAR_GRADIENT
+from moe_p2p.moe.options import (
+    BY_RANK,
+    DEFAULT,
+    LAYOUT_MASK,
+    DispatchOptions,
+    refuse_moved,
+    shorthand,
+)
+from moe_p2p.moe.shape import CommunicatorShape
+
+ALL_ROWS = -1  # in place of a number of tokens
+PADDING_IS_NOT_ZERO = (
+    "y requires grad, but rows without a token were not zeroed, and gradients of expert weights "
+    "multiply them (0 * NaN is NaN); pass zero_padding=True to dispatch, "
+    "or run under torch.no_grad() if nothing trains"
+)
+NO_HALF_GRADIENT = (
+    "{} requires grad, but halves are not differentiable; use the whole call, or torch.no_grad()"
+)
+NO_OUT_GRADIENT = (
+    "an input of combine requires grad, but with `out` it is not differentiable; leave out `out`, "
+    "or use torch.no_grad()"
+)
+NO_INT10_GRADIENT = (
+    "an input of combine requires grad, but with combine_dtype it is not differentiable; leave out "
+    "combine_dtype, or use torch.no_grad()"
+)
+NO_LATE_GRADIENT = (
+    "{} requires grad, but a combine that is given topk_weights is not differentiable; give them "
+    "to dispatch, or use torch.no_grad()"
+)
+
+
+def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
+    """Returns the count as a tensor, and as the number that is used without a tensor."""
+    if isinstance(num_tokens, Tensor):
+        return num_tokens, ALL_ROWS
+    errors.require_type("num_tokens", num_tokens, int, "an int, or a torch.Tensor of one")
+    errors.require(num_tokens >= 0, f"num_tokens is {num_tokens}, must be at least 0")
+    return None, num_tokens
+
+
+def dispatch_form(
+    shape: CommunicatorShape,
+    max_tokens: int,
+    options: DispatchOptions | None,
+    layout: str | None,
+    quantize: bool | None,
+    capacity: int | None,
+    moved: dict[str, Any],
+) -> tuple[DispatchOptions, int, int]:
+    """Fields of a DispatchForm from its named arguments. moved: names that it does not have."""
+    if moved:
+        refuse_moved(moved)
+    if layout is not None or quantize is not None:
+        options = shorthand(options, layout, quantize)
+    elif options is None:
+        options = DEFAULT
+    elif not isinstance(options, DispatchOptions):
+        raise errors.wrong_type("options", options, "a DispatchOptions")
+    if capacity is None:
+        capacity = most_rows(shape, max_tokens, options)
+    return options, max_tokens, capacity
+
+
+def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
+    """Returns a capacity that is enough for any routing."""
+    rows = shape.world_size * max_tokens
+    if options.layout == "grouped":
+        experts = shape.num_local_experts
+        rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts
+    return rows
+
+
+def bytes_of_rows(x: Tensor) -> int:
+    """Bytes of a row of x that is the caller's bytes; 0: x is of values, or wrong."""
+    return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
+
+
+def refuse_tensor(extras: object) -> None:
+    """One tensor in place of several would be taken apart."""
+    if isinstance(extras, Tensor):
+        text = "extras is a tensor, must be a list or tuple of tensors [T, n]: extras=[tensor]"
+        raise errors.make(errors.InvalidArgumentError, text)
+
+
+def row_weights_of(
+    dispatched: Dispatched, weighted: bool | None, topk_weights: Tensor | None
+) -> Tensor | None:
+    """What combine multiplies rows with; None: nothing that dispatch has brought."""
+    if not isinstance(dispatched, Dispatched):
+        raise errors.wrong_type("dispatched", dispatched, "the result of a dispatch")
+    if dispatched.call.options & LAYOUT_MASK == BY_RANK:
+        errors.require(
+            not weighted and topk_weights is None,
+            "rows by rank are sums over experts already, combine adds them as they are; "
+            "pass neither weighted=True nor topk_weights",
+        )
+        return None
+    return dispatched.row_weights if weighted is not False and topk_weights is None else None
+
+
+def bias_list(bias: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
+    if isinstance(bias, Tensor):
+        return [bias]
+    errors.require_type("bias", bias, (tuple, list), "a torch.Tensor, two of them or None")
+    return list(bias)
+
+
+def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
+    """Raises unless a combine of num_rows tokens may write into `out`."""
+    errors.require_type("out", out, Tensor)
+    if grad:
+        text = NO_OUT_GRADIENT
+    elif out.dim() != 2:
+        text = f"out is of {out.dim()} dimensions, must be of 2"
+    elif out.shape[0] != num_rows:
+        text = f"out has {out.shape[0]} rows, must have {num_rows}, as the dispatched x"
+    elif out_dtype not in (None, out.dtype):
+        text = f"out_dtype is {out_dtype}, but out is of {out.dtype}"
+    else:
+        return
+    raise errors.make(errors.InvalidArgumentError, text)
+
+
+def grad_of_combine(
+    y: Tensor,
+    row_weights: Tensor | None,
+    row_scalars: Tensor | None,
+    topk_weights: Tensor | None,
+    terms: Sequence[Tensor],
+) -> bool:
+    """Whether autograd records a combine of these. Raises where it would need what has none."""
+    if topk_weights is not None:
+        refuse_gradient(NO_LATE_GRADIENT, y=y, topk_weights=topk_weights)
+    refuse_gradient(NO_SCALAR_GRADIENT, row_scalars=row_scalars)
+    return require_grad(y, row_weights, *terms)
+
+
+def require_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd, where it is on, records what is done with one of these.
+
+    The op refuses arguments that are no tensors, by name, when it is called.
+    """
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def refuse_gradient(text: str, **tensors: Tensor | None) -> None:
+    """Called by calls without a gradient: raises where autograd would need one."""
+    for name, tensor in tensors.items():
+        errors.require(not require_grad(tensor), text.format(name))

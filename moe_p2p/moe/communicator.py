@@ -1,0 +1,449 @@
+"""A communicator: how ranks become one, and how it ends. The calls are in all_to_all.py.
+
+Control path only. Symbols: W ranks, L ranks per node, E_local experts of this rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from moe_p2p import env, errors, library
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.lifetime import Closing, NotCopied
+from moe_p2p.engine.transfers import NicCounters, bytes_from, tensor_from
+from moe_p2p.library import call
+from moe_p2p.machine import driver, transport, tuned
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.gpu.kernels import DeviceSide
+from moe_p2p.moe.gpu.partners import partners_of
+from moe_p2p.moe.gpu.prepared import (
+    combines_of,
+    dispatches_of,
+    refuse_capture,
+    usual_calls,
+    when_traced,
+)
+from moe_p2p.moe.options import (
+    QUANTIZE,
+    CombineDtype,
+    DispatchOptions,
+    SumOrder,
+    gradient_of,
+    partials_from,
+    sum_order_of,
+)
+from moe_p2p.moe.rendezvous import mirror, shared_memory
+from moe_p2p.moe.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
+from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
+from moe_p2p.moe.tuned import Shared
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from moe_p2p.fleet.bootstrap import Bootstrap
+
+_ops = torch.ops.moe_p2p
+
+
+def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
+    with ExitStack() as undo:
+        if engine is not None:
+            undo.callback(engine.close)
+        if device is not None:
+            undo.callback(device.close)  # NICs read its memory until the communicator is closed
+        undo.callback(forget_shape, comm)
+        try:
+            if device is not None:
+                device.finish()
+        finally:
+            _ops.all_to_all_close.default(comm)
+            library.raise_interrupt()  # of a signal that ended the wait for partners early
+
+
+class Communicator(NotCopied):
+    """One rank's end of a group of ranks. See AllToAll for the arguments."""
+
+    def __init__(
+        self,
+        group_or_store: dist.ProcessGroup | Store | None,
+        config: AllToAllConfig,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        engine: Engine | None = None,
+        masked: Tensor | None = None,
+    ) -> None:
+        errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
+        self.config = config
+        self._prepared = set[tuple[object, ...]]()  # calls whose kernels are there
+        if engine is not None:
+            errors.require_type("engine", engine, Engine, "an Engine or None")
+            config.check_beside_engine()
+        if config.on_gpu:
+            refuse_capture("a communicator of this shape is not made: make it, or a call,")
+        meeting = mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
+        self.rank = meeting.rank
+        self.world_size = meeting.world_size
+        self._masks = self._make_masks(masked)
+        self._tuned = tuned.find()
+        with meeting, shared_memory.explained(self._shared_memory):
+            own_engine = engine is None
+            self.engine = self._choose_engine(meeting, engine)
+            try:
+                self._comm = self._create(meeting)
+            except BaseException:
+                if own_engine:
+                    self.engine.close()
+                raise
+            try:
+                self._device = self._make_device(meeting)
+                self._num_refused = meeting.num_refused
+            except BaseException:
+                _close(self._comm, self.engine if own_engine else None, None)
+                raise
+            self._closing = Closing(
+                self, _close, self._comm, self.engine if own_engine else None, self._device
+            )
+            try:
+                address = bytes_from(call(_ops.all_to_all_address.default, self._comm))
+                addresses = meeting.exchange(address, mirror.ADDRESSES)
+                call(
+                    _ops.all_to_all_connect.default,
+                    self._comm,
+                    [tensor_from(data, "address") for data in addresses],
+                )
+                if self._device is not None:
+                    self._device.use_signals()
+                    self._device.prepare(*usual_calls(config))
+                    self._device.prepare_clean()
+                meeting.exchange(b"", "all ranks to be connected")
+            except BaseException:
+                self.close()
+                raise
+
+    def _shared_memory(self) -> str:
+        """Returns what the communicator needs of /dev/shm, in a sentence."""
+        made = getattr(self, "engine", None)  # an engine that is not yet made has software NICs
+        software = made is None or made.provider in transport.SOFTWARE
+        num_nics = (self.config.nics_per_rank or 2) if made is None else made.num_nics
+        local = getattr(self, "ranks_per_node", self.config.ranks_per_node or self.world_size)
+        sizes = shared_memory.of_a_rank(
+            self.config,
+            world_size=self.world_size,
+            ranks_per_node=local,
+            num_nics=num_nics if software else 0,
+        )
+        ranks = self.world_size if software else local
+        total = ranks * sum(sizes.values()) / shared_memory.MIB
+        need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
+        return f"{need} (python -m moe_p2p plan)"
+
+    def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
+        if not self.config.mask_lost_ranks:
+            errors.require(given is None, "masked is given, and mask_lost_ranks is False; set it")
+            return None
+        with torch.inference_mode(False):  # calls and users write to it in any mode
+            on_host = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
+            if given is None:
+                given = on_host.to(self.config.device)
+        fits = given.shape == (self.world_size,) and given.dtype == torch.int32
+        errors.require(
+            fits and given.is_contiguous() and given.device.type == str(self.config.device),
+            f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
+            f"({self.world_size},) on {self.config.device}, contiguous",
+        )
+        return given, on_host if self._on_gpu else given
+
+    def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
+        num_local = self.ranks_per_node
+        if not self._on_gpu:
+            return None
+        config = self._shared.on_gpu(self.config, self.world_size, num_local)
+        node, local = divmod(self.rank, num_local)
+        num_nodes, first = self.world_size // num_local, node * num_local
+        keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
+
+        def among_node(data: bytes) -> list[bytes]:
+            return meeting.exchange(data, "fabric handles")[first : first + num_local]
+
+        return DeviceSide(
+            self._comm,
+            config,
+            meeting,
+            device=torch.cuda.current_device(),
+            ranks_per_node=num_local,
+            key=keys[first].decode(),
+            world=int(keys[0][:15], 16) | 1,
+            partners=partners_of(self.engine, node, num_nodes, keys[local].decode()),
+            exchange=among_node if env.fabric() else None,
+            masks=self._masks,
+            chosen=self._shared.chosen(self._tuned),
+        )
+
+    def _choose_engine(self, meeting: Bootstrap, given: Engine | None) -> Engine:
+        """Returns the given engine, or makes one over the transport that all ranks agree on."""
+        config = self.config
+        if given is None:
+            mine = transport.choose(config.transport, nics=config.nics)
+        else:
+            mine = transport.Choice(given.provider, "an engine was given", automatic=False)
+        name = tuned.transport_name(
+            mine.provider, config.provider_settings if given is None else given.opening.settings
+        )
+        shared = self._tuned.shared(name, str(config.device))
+        offer = Offer(call(_ops.host_identity.default), mine, shared)
+        offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
+        self._shared = Shared.of(offers[0].tuned)
+        choice = agree_on_transport(offers, config.ranks_per_node)
+        if given is not None:
+            return given
+        neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
+        gpu = driver.current_gpu() if config.on_gpu else None
+        settings = config.transport_settings or env.transport_settings()
+        if gpu is not None and (config.ranks_per_node or self.world_size) < self.world_size:
+            settings = transport.with_copy_kernel(choice.provider, settings, gpu)
+        engine = Engine(
+            dataclasses.replace(config, transport=choice.provider, transport_settings=settings),
+            label=f"rank {self.rank}",
+            gpu=gpu,
+            share=(neighbours.index(self.rank), len(neighbours)),
+        )
+        if choice.automatic:
+            transport.announce(engine.label, choice, engine.opening)
+        return engine
+
+    def _create(self, meeting: Bootstrap) -> int:
+        config = self._shared.with_parts(self.config)
+        facts = Facts(
+            fields=config.agreed(self._shared.bulk) | {"world_size": str(self.world_size)},
+            host=call(_ops.host_identity.default),
+            next_communicator=self.engine.next_communicator,
+        )
+        facts_of_all = [
+            Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")
+        ]
+        agreed = conclude(facts_of_all, self.rank, config.ranks_per_node)
+        self.engine.next_communicator = agreed.communicator + 1
+        self.ranks_per_node = agreed.ranks_per_node
+        self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
+        num_threads = config.num_threads
+        if num_threads is None:
+            num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
+        settings = config.settings(
+            self.world_size,
+            self.ranks_per_node,
+            rank=self.rank,
+            communicator=agreed.communicator,
+            timeout_s=float(config.timeout_s),
+            wait=config.wait,
+            num_threads=num_threads,
+            on_device=int(self._on_gpu),
+            arrival_flags=config.arrival_flags,
+        )
+        masks = self._masks[1] if self._masks is not None else None
+        comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
+        self._shape = CommunicatorShape(
+            world_size=self.world_size,
+            ranks_per_node=self.ranks_per_node,
+            num_local_experts=self.num_local_experts,
+            hidden_dim=config.hidden_dim,
+            topk=config.topk,
+            chunk_tokens=config.step_tokens,
+        )
+        remember_shape(comm, self._shape)
+        return comm
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.config.on_gpu
+
+    @property
+    def closed(self) -> bool:
+        """True also in a child forked from the process that made it."""
+        return bool(self._closing.why_closed)
+
+    @property
+    def arrival_flags(self) -> str:
+        """How arrivals from other nodes are seen: "write", "gdrcopy", "relay"; else "none"."""
+        return str(_ops.all_to_all_arrival_flags.default(self._comm))
+
+    @property
+    def broken(self) -> str:
+        """The error text of what broke the object; empty while it is usable."""
+        return self._closing.why_closed or str(_ops.all_to_all_broken.default(self._comm))
+
+    def check(self) -> None:
+        """Raises what has broken this object, with its whole text; nothing while it is usable.
+
+        Every call does so by itself, but the replay of a CUDA graph makes none: call it once per
+        step of an engine that replays graphs. It reads one word of pinned memory, waits for nothing
+        and launches nothing, so it finds what kernels have reported so far; what a kernel leaves
+        out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
+        waiting for this one. Raises as calls do, and ClosedError once it is closed.
+        """
+        call(_ops.all_to_all_check.default, [self._comm])
+
+    def counters(self) -> list[NicCounters]:
+        """What each NIC of this rank's engine wrote and received since the engine was made."""
+        return self.engine.counters()
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections of strangers that this rank has refused: to its NICs, which `counters` lists
+        one by one, and to its node's ranks while they passed on memory of GPUs."""
+        return self._num_refused + sum(nic["connections_refused"] for nic in self.counters())
+
+    @property
+    def masked(self) -> Tensor:
+        """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
+
+        The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
+        order, which waits for nothing). Each rank masks others by itself, so masks may differ
+        for as long as a deadline. clean_masks() takes ranks back. Raises InvalidArgumentError
+        without mask_lost_ranks.
+        """
+        if self._masks is None:
+            text = "this communicator has no masks; make it with mask_lost_ranks=True"
+            raise errors.make(errors.InvalidArgumentError, text)
+        return self._masks[0]
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Masks these ranks at once; on a GPU in stream order. Call it on all ranks: a rank that
+        does not waits for the masked ranks, and masked ranks wait for the callers. Data under way
+        to a masked rank need not arrive.
+
+        Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
+        """
+        masked, chosen = self.masked, list(ranks)
+        for rank in chosen:
+            errors.require(
+                0 <= rank < self.world_size and rank != self.rank,
+                f"rank {rank} cannot be masked by rank {self.rank} of {self.world_size}, "
+                "only another one",
+            )
+        for rank in chosen:
+            masked[rank].fill_(1)
+
+    def clean_masks(self) -> None:
+        """Takes masked ranks back, where all ranks are of one node; on a GPU in stream order.
+
+        Every rank calls it, equally often, also a rank that has masked none: others may have
+        masked it. It waits for nobody. A rank that makes its next call before another one has
+        cleaned waits for it there, and masks it at the deadline. The memory stays, so captured
+        CUDA graphs stay valid. Calls that are open end: what was dispatched before is not combined.
+
+        On this rank no call may run meanwhile: replays of graphs on other streams have ended.
+        Objects that share one mask all clean it. Raises UnavailableError between nodes: make a new
+        object there; InvalidArgumentError without mask_lost_ranks or in a capture; and the error
+        of an object that is broken, which stays so.
+        """
+        call(_ops.all_to_all_clean_masks.default, self._comm)
+
+    def gather_counts(self, values: Tensor) -> Tensor:
+        """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.
+
+        For numbers that the host must know ahead. All ranks call it, in the one order of their
+        calls; it waits for them, but neither uses a GPU nor waits for one. n: at most
+        num_experts + W + 16. Raises InvalidArgumentError before anything is sent; TimeoutError and
+        PeerDeadError, naming the missing ranks, and ProtocolError for another n break the object.
+        Not with mask_lost_ranks.
+        """
+        gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
+        return gathered
+
+    # What must be compiled before a call runs on a GPU.
+
+    def prepare(
+        self,
+        *options: DispatchOptions,
+        x_dtype: torch.dtype | None = None,
+        y_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        order: SumOrder = "ranks",
+        combine_dtype: CombineDtype | None = None,
+        row_bytes: int = 0,
+    ) -> None:
+        """Compiles and loads, side by side, the kernels of dispatches with each of these options
+        and of one combine, so that no call waits for a compiler. Not collective.
+
+        A new AllToAll has the kernels of calls without options: of its dtype, quantized too, and of
+        combine_dtype. Others are compiled at their first call, for seconds, which raises
+        UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
+
+        x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
+        y_dtype, out_dtype, order, combine_dtype: of combine; None: the widest combined, y_dtype.
+
+        Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
+        """
+        dispatches = dispatches_of(self.config, options, x_dtype, row_bytes)
+        combines = combines_of(self.config, y_dtype, out_dtype, order, combine_dtype)
+        if self._device is not None:
+            self._device.prepare(dispatches, combines)
+
+    @when_traced
+    def _prepare_dispatch(
+        self, x_dtype: torch.dtype, options: int, trains: bool, x_bytes: int = 0
+    ) -> None:
+        key = x_dtype, options, trains, x_bytes
+        if self._device is None or key in self._prepared:
+            return
+        self._device.prepare_dispatch(x_dtype, options, x_bytes)
+        if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
+            self._device.prepare_combine(x_dtype, x_dtype)
+        self._prepared.add(key)
+
+    @when_traced
+    def _prepare_combine(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, options: int, trains: bool
+    ) -> None:
+        key = y_dtype, out_dtype, options, trains
+        if self._device is None or key in self._prepared:
+            return
+        by_topk = sum_order_of(options) > 0
+        self._device.prepare_combine(y_dtype, out_dtype, by_topk, partials_from(options))
+        if trains:
+            self._device.prepare_dispatch(out_dtype, gradient_of(options))
+        self._prepared.add(key)
+
+    def close(self) -> None:
+        """Idempotent. Each rank closes by itself; what it has sent still arrives. Does nothing in a
+        child forked from the process that made it."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        if self.closed:
+            text = f"rank {self.rank}: the communicator is closed, and cannot be entered again"
+            raise errors.make(errors.ClosedError, text)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            # An ExitStack on the way has cut off `error`, the first failure.
+            warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        broken = self.broken
+        return (
+            f"{type(self).__name__}(rank {self.rank} of {self.world_size}, "
+            f"{self.ranks_per_node} per node, {self.num_local_experts} of "
+            f"{self.config.num_experts} experts here, {broken if broken else 'usable'})"
+        )

@@ -1,0 +1,130 @@
+"""What dispatch returns and what its halves pass on, as named tuples for torch.compile.
+
+Shapes: W ranks, T tokens, K top-k, H hidden size, E_local experts of this rank, R rows (padded:
+E_local * capacity, else capacity); [rows] stands for [E_local, capacity] or [R].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_p2p.moe.options import (
+    BY_RANK,
+    COLUMN_SCALES,
+    LAYOUT_MASK,
+    PADDED,
+    WITH_RANGES,
+    WITH_SOURCE,
+    WITH_WAIT_TICKS,
+)
+from moe_p2p.moe.shape import CommunicatorShape
+
+new_tuple = tuple.__new__  # a named tuple of all its fields, in less time than its own way
+
+
+class Call(NamedTuple):
+    """What the calls that follow a dispatch need of it. Not for users."""
+
+    handle: Tensor  # int32
+    options: int  # DispatchOptions.number, with what autograd has added
+    max_tokens: int
+    capacity: int  # rows of each expert when padded, else of all
+
+
+class Dispatched(NamedTuple):
+    """Rows for this rank's experts, and what their combine needs.
+
+    Rows of an expert are in the order of (source rank, token), and so are all rows by rank. Rows
+    past the last hold whatever the memory held, or zeros with zero_padding.
+    """
+
+    x: Tensor  # [rows, H], type of the dispatched x, or float8_e4m3fn with quantize
+    scales: Tensor | None  # [rows, P]; None unless fp8 came with scales
+    extras: tuple[Tensor, ...]  # each [rows, n]
+    row_weights: Tensor  # [R] fp32: weight of the (token, expert) of a row; by rank [R, K]
+    row_topk: Tensor | None  # by rank: [R, K] local expert ids, -1: none of this rank
+    counts: Tensor  # [E_local] int32: tokens of each expert
+    offsets: Tensor  # [E_local + 1] int32: first row of each expert in [R]; by rank [W + 1]: source
+    source: Tensor | None  # [R, 2] int32: source rank and its token; with_source only
+    ranges: Tensor | None  # [E_local, W] int64; with_ranges only
+    wait_ticks: Tensor | None  # [W] int64; with_wait_ticks only
+    topk_idx: Tensor  # [T, K] of this rank's tokens, as it was given; with copy_topk a copy
+    call: Call  # for combine and release; not for users
+
+
+# Replaces x and its scales in a handle, which would keep them alive.
+_NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
+
+
+def without_rows(received: tuple[Any, ...]) -> Dispatched:
+    """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
+    return new_tuple(Dispatched, _NO_ROWS + received[2:])
+
+
+def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
+    """Of a Dispatched's fields, of which the last is the Call."""
+    return [received[-1].handle, *(part for part in received if isinstance(part, Tensor))]
+
+
+class PendingDispatch(NamedTuple):
+    """A dispatch whose rows are on their way."""
+
+    call: Call
+    topk_idx: Tensor  # [T, K]
+    dtype: torch.dtype  # type of the rows
+    width: int  # values of a row, or bytes
+    scales: tuple[int, torch.dtype] | None  # number of scales of a row, and their type
+    extras: tuple[tuple[int, torch.dtype], ...]  # width and type of each
+
+
+class PendingCombine(NamedTuple):
+    """A combine whose sums are on their way."""
+
+    handle: Tensor
+    num_rows: int  # T
+    out_dtype: torch.dtype
+    with_scalars: bool
+    partials: int  # options.partials_of()
+
+
+def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch) -> Dispatched:
+    """Makes what a dispatch fills, where `like` is: also for fake kernels, with symbolic sizes.
+
+    The one list of these shapes in Python; Layout in csrc/ops/all_to_all_object.h is C++'s, and
+    tests/moe/test_ops.py compares the two.
+    """
+    options, capacity, topk_idx = pending.call.options, pending.call.capacity, pending.topk_idx
+    experts, ranks, topk = shape.num_local_experts, shape.world_size, shape.topk
+    layout, new = options & LAYOUT_MASK, like.new_empty
+    padded, by_rank = layout == PADDED, layout == BY_RANK
+    lead = (experts, capacity) if padded else (capacity,)
+    num_rows = experts * capacity if padded else capacity
+    fp32, int32, int64 = torch.float32, torch.int32, torch.int64
+    return Dispatched(
+        x=new((*lead, pending.width), dtype=pending.dtype),
+        scales=pending.scales and _new_scales(like, lead, *pending.scales, options),
+        extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
+        row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
+        row_topk=new((num_rows, topk), dtype=topk_idx.dtype) if by_rank else None,
+        counts=new((experts,), dtype=int32),
+        offsets=new(((ranks if by_rank else experts) + 1,), dtype=int32),
+        source=new((num_rows, 2), dtype=int32) if options & WITH_SOURCE else None,
+        ranges=new((experts, ranks), dtype=int64) if options & WITH_RANGES else None,
+        wait_ticks=new((ranks,), dtype=int64) if options & WITH_WAIT_TICKS else None,
+        topk_idx=topk_idx,
+        call=pending.call,
+    )
+
+
+def _new_scales(
+    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
+) -> Tensor:
+    """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""
+    if not options & COLUMN_SCALES:
+        return like.new_empty((*lead, width), dtype=dtype)
+    ld = -(-lead[-1] // 4) * 4
+    strides = (width * ld, 1, ld)[-1 - len(lead) :]
+    return like.new_empty_strided((*lead, width), strides, dtype=dtype)

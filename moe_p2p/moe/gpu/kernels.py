@@ -1,0 +1,428 @@
+"""The GPU side of a communicator: its memory, and the kernels of kernels/ compiled for its shape.
+
+Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.library import call, settings_text
+from moe_p2p.machine import driver, jit
+from moe_p2p.machine.launches import TunedLaunch
+from moe_p2p.moe.gpu.kernel import Kernel
+from moe_p2p.moe.gpu.launch_shape import (
+    NO_BULK,
+    Bulk,
+    Chosen,
+    bulk_combine,
+    bulk_dispatch,
+    choose,
+    combine_shared_bytes,
+    copy_blocks,
+    dispatch_shared_bytes,
+    goes_in_bulk,
+    job_of,
+)
+from moe_p2p.moe.gpu.memory import PinnedPages, share_memory, share_node_memory
+from moe_p2p.moe.gpu.partners import Partners
+from moe_p2p.moe.gpu.prepared import (
+    Combines,
+    Dispatches,
+    fields_of,
+    is_plain,
+    missing_combine,
+    missing_dispatch,
+    partials_among,
+    refuse_capture,
+    variants_of,
+)
+from moe_p2p.moe.gpu.shape_macros import of_any_length, of_arrivals, shape_macros
+from moe_p2p.moe.options import BY_RANK, QUANTIZE, layout_of, scale_format_of, variant_of
+from moe_p2p.moe.rendezvous.mirror import sharing_of
+from moe_p2p.moe.shape import layout
+
+if TYPE_CHECKING:
+    from moe_p2p.fleet.bootstrap import Bootstrap
+    from moe_p2p.moe.config import AllToAllConfig
+
+_ops = torch.ops.moe_p2p
+
+_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
+# Macros of measurements; `bench` sets MOE_P2P_STAMPS for the communicators that it makes then.
+measuring: dict[str, int] = {}
+_NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
+
+
+def dispatch_kernel(
+    shape: dict[str, int],
+    x_dtype: torch.dtype,
+    *,
+    quantize: bool,
+    scale_format: int = 0,
+    by_rank: bool = False,
+    x_bytes: int = 0,
+    num_sms: int | None = None,
+    tuned: Sequence[TunedLaunch] = (),
+) -> Kernel:
+    """Returns the dispatch kernel, which sends tokens and receives slots.
+
+    x_dtype: type of the caller's x. x_bytes: of a row of x that is bytes; 0: H values.
+    scale_format: of the scales when `quantize` (kernels/abi/shape.h, ScaleFormat).
+    tuned: shapes that go before the shipped ones.
+    """
+    if x_bytes:
+        shape, x_dtype = shape | {"MOE_P2P_HIDDEN_DIM": x_bytes}, torch.float8_e4m3fn
+    hidden = shape["MOE_P2P_HIDDEN_DIM"]
+    row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
+    bulk = None
+    if goes_in_bulk(shape, num_sms):
+        bulk = bulk_dispatch(
+            shape,
+            by_rank=by_rank,
+            x_bytes=hidden * x_dtype.itemsize,
+            row_bytes=row_bytes,
+            quantize=quantize,
+        )
+    if bulk is None:
+        shape = of_any_length(shape)
+        shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
+        job = job_of(shape, adds=False, by_rank=by_rank)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared, tuned)
+        bulk = Bulk(launch, NO_BULK, shared(launch))
+    launch = bulk.launch
+    macros = {
+        "MOE_P2P_X_DTYPE": _CODES[x_dtype],
+        "MOE_P2P_QUANTIZE": int(quantize),
+        "MOE_P2P_OPAQUE_X": int(x_bytes > 0),
+        "MOE_P2P_SCALE_FORMAT": scale_format,
+        "MOE_P2P_BY_RANK": int(by_rank),
+        "MOE_P2P_PLAIN": 0,
+        "MOE_P2P_SEND_WORKERS": launch.token_workers,
+        "MOE_P2P_RECV_WORKERS": launch.slot_workers,
+    } | _block_macros(bulk)
+    return Kernel("dispatch.cu", shape | macros, launch.token_blocks, launch.slot_blocks, 1, 1)
+
+
+def combine_kernel(
+    shape: dict[str, int],
+    y_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    by_topk: bool = False,
+    partials: int = 0,
+    *,
+    num_sms: int | None = None,
+    tuned: Sequence[TunedLaunch] = (),
+) -> Kernel:
+    """Returns the combine kernel, which sends slots and receives tokens.
+
+    by_topk: it adds in the order of top-k. partials: what travels (kernels/abi/shape.h, Partials).
+    """
+    row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
+    bulk = None
+    if goes_in_bulk(shape, num_sms) and not by_topk and not partials:
+        bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
+    if bulk is None:
+        shape = of_any_length(shape)
+        shared = functools.partial(combine_shared_bytes, shape, by_topk)
+        job = job_of(shape, adds=True)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared, tuned)
+        bulk = Bulk(launch, NO_BULK, shared(launch))
+    launch = bulk.launch
+    macros = {
+        "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
+        "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
+        "MOE_P2P_TOPK_ORDER": int(by_topk),
+        "MOE_P2P_PLAIN": 0,
+        "MOE_P2P_PARTIALS": partials,
+        "MOE_P2P_SEND_WORKERS": launch.slot_workers,
+        "MOE_P2P_RECV_WORKERS": launch.token_workers,
+    } | _block_macros(bulk)
+    blocks = launch.slot_blocks, launch.token_blocks, *copy_blocks(shape | macros, launch)
+    return Kernel("combine.cu", shape | macros, *blocks)
+
+
+def clean_kernel(shape: dict[str, int]) -> Kernel:
+    """Returns the kernel that takes masked ranks back. It is one block."""
+    macros = NO_BULK | {
+        "MOE_P2P_PLAIN": 0,
+        "MOE_P2P_BLOCK_THREADS": 512,
+        "MOE_P2P_SHARED_BYTES": 128,  # no less can be asked for
+        "MOE_P2P_SEND_WORKERS": 1,
+        "MOE_P2P_RECV_WORKERS": 1,
+    }
+    return Kernel("clean.cu", of_any_length(shape) | macros, 1, 1, 1, 1)
+
+
+def _block_macros(bulk: Bulk) -> dict[str, int]:
+    return bulk.macros | {
+        "MOE_P2P_BLOCK_THREADS": bulk.launch.block_threads,
+        "MOE_P2P_BLOCKS_PER_SM": bulk.launch.blocks_per_sm,
+        "MOE_P2P_SHARED_BYTES": bulk.shared_bytes,
+    }
+
+
+class DeviceSide:
+    """Memory and kernels of one rank on one GPU. Made by Communicator; close() after its last call.
+
+    Raises UnavailableError when the driver, NVRTC or peer access is missing, TimeoutError when a
+    rank of the node is missing.
+    """
+
+    _tuned: Sequence[TunedLaunch] = ()
+
+    def __init__(
+        self,
+        comm: int,
+        config: AllToAllConfig,
+        meeting: Bootstrap,
+        *,
+        device: int,
+        ranks_per_node: int,
+        key: str,
+        world: int,
+        partners: Partners | None,
+        exchange: Callable[[bytes], list[bytes]] | None,
+        masks: tuple[Tensor, Tensor] | None,
+        chosen: Chosen,
+    ) -> None:
+        """meeting: of all ranks. key: of this node's exchange of file descriptors.
+        world: number of the communicator.
+
+        partners: ranks of other nodes on this host, with the key of their exchange; None: none.
+        exchange: carries bytes among the ranks of this node; memory is then shared by fabric
+            handle.
+        masks: the kernels' masks, on the device, and the host's masks; None: without masks.
+        """
+        self._comm, self._device, self._num_sms = comm, device, config.num_sms
+        self._world = world
+        self._masks = masks
+        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
+        self._copy_blocks = 0 if partners is None else partners.copy_blocks
+        sharing = sharing_of(meeting, ranks_per_node, key)
+        self._take_shape(
+            config, partners, chosen, world_size=world_size, ranks_per_node=ranks_per_node
+        )
+        self._shape |= sharing.macros
+        self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
+        self._undo, self._signals = ExitStack(), ExitStack()
+        plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
+        try:
+            memory = self._undo.enter_context(
+                share_node_memory(
+                    sharing.place,
+                    sharing.num_places,
+                    key=sharing.key,
+                    device=device,
+                    size_bytes=sum(s for name, s in plan.items() if name not in _NO_REGIONS),
+                    deadline=deadline,
+                    meeting=meeting,
+                    exchange=exchange,
+                )
+            )
+            peers = [0] * (world_size // ranks_per_node)
+            if partners is not None:
+                windows = share_memory(
+                    memory.own,
+                    partners.node,
+                    partners.num_nodes,
+                    key=partners.key,
+                    deadline=deadline,
+                    meeting=meeting,
+                )
+                peers = self._undo.enter_context(windows).addresses
+            state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
+            addresses = sharing.as_ranks(memory.addresses)
+            self._use(config, world_size, state_bytes, on_device, addresses, peers)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _take_shape(
+        self,
+        config: AllToAllConfig,
+        partners: Partners | None,
+        chosen: Chosen,
+        *,
+        world_size: int,
+        ranks_per_node: int,
+    ) -> None:
+        self._in_place = partners is not None and partners.in_place
+        self._tuned = chosen.launches
+        self._shape = shape_macros(
+            config, world_size=world_size, ranks_per_node=ranks_per_node, bulk=chosen.bulk
+        )
+        self._shape |= measuring | ({"MOE_P2P_IN_PLACE": 1} if self._in_place else {})
+
+    def _use(
+        self,
+        config: AllToAllConfig,
+        world_size: int,
+        state_bytes: int,
+        on_device: torch.device,
+        addresses: list[int],
+        peers: list[int],
+    ) -> None:
+        owners = config.expert_owners(world_size)
+        local = [owners[:expert].count(owner) for expert, owner in enumerate(owners)]
+        self._state = torch.zeros(state_bytes // 8, dtype=torch.int64, device=on_device)
+        self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
+        self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
+        if self._masks is not None:
+            self._state[layout().masks_word] = self._masks[0].data_ptr()
+        pinned = on_device.type == "cuda"
+        self._fault = torch.zeros(
+            layout().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
+        self._wait()
+        call(
+            _ops.all_to_all_use_device.default,
+            self._comm,
+            settings_text(
+                ordinal=-1 if on_device.index is None else on_device.index,
+                data=addresses,
+                peer_data=peers,
+                in_place=int(self._in_place),
+                state=self._state.data_ptr(),
+                expert_rank=self._owners.data_ptr(),
+                expert_local=self._local.data_ptr(),
+                fault=self._fault.data_ptr(),
+                fault_device=self._fault.data_ptr(),  # the same on both sides: pinned by torch
+                num_sms=self._num_sms or 0,
+                world=self._world,
+            ),
+        )
+
+    def use_signals(self) -> None:
+        """Maps the node's signal memory for the GPU. Called once the communicator is connected."""
+        *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
+        pinned = [self._signals.enter_context(PinnedPages(self._device, at, size)) for at in hosts]
+        addresses = [pages.device_address for pages in pinned]
+        call(_ops.all_to_all_use_signals.default, self._comm, addresses)
+        self._shape |= of_arrivals(self._comm)
+
+    def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
+        """Prepares the kernels of all these calls.
+
+        They are compiled side by side: NVRTC takes seconds for each, and a core.
+        """
+        kernels = [self._dispatch_kernel(*each) for each in dispatches]
+        self._open_all([*kernels, *(self._combine_kernel(*each) for each in combines)])
+        for dispatch in dispatches:
+            self.prepare_dispatch(*dispatch)
+        for combine in combines:
+            self.prepare_combine(*combine)
+
+    def prepare_clean(self) -> None:
+        """Prepares the kernel that takes masked ranks back; nothing where none can be."""
+        world, local = self._shape["MOE_P2P_WORLD_SIZE"], self._shape["MOE_P2P_RANKS_PER_NODE"]
+        if self._masks is not None and world == local:
+            op = _ops.all_to_all_set_clean_kernel.default
+            call(op, self._comm, self._load(clean_kernel(self._shape)))
+
+    def _open_all(self, kernels: list[Kernel]) -> list[Kernel]:  # returns all their variants
+        made = [variant for kernel in kernels for variant in variants_of(kernel)]
+        with ThreadPoolExecutor(len(made), thread_name_prefix="moe_p2p.prepare") as threads:
+            list(threads.map(self._open, made))  # raises what one of them raised
+        return made
+
+    def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
+        """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
+        variant = variant_of(options)
+        if (x_dtype, variant, x_bytes) in self._ready:
+            return
+        refuse_capture(missing_dispatch(x_dtype, variant))
+        op = _ops.all_to_all_set_dispatch_kernel.default
+        for kernel in self._open_all([self._dispatch_kernel(x_dtype, options, x_bytes)]):
+            call(op, self._comm, x_dtype, variant, self._load(kernel), x_bytes, is_plain(kernel))
+        self._ready.add((x_dtype, variant, x_bytes))
+
+    def prepare_combine(
+        self,
+        y_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        by_topk: bool = False,
+        partials: int = 0,
+    ) -> None:
+        """The same for a combine."""
+        partials = partials_among(self._shape, by_topk, partials)
+        if (y_dtype, out_dtype, by_topk, partials) in self._ready:
+            return
+        refuse_capture(missing_combine(y_dtype, out_dtype, by_topk, partials))
+        op = _ops.all_to_all_set_combine_kernel.default
+        wanted = self._combine_kernel(y_dtype, out_dtype, by_topk, partials)
+        for kernel in self._open_all([wanted]):
+            loaded = self._load(kernel)
+            call(op, self._comm, y_dtype, out_dtype, loaded, by_topk, partials, is_plain(kernel))
+        self._ready.add((y_dtype, out_dtype, by_topk, partials))
+
+    def _dispatch_kernel(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> Kernel:
+        variant = variant_of(options)
+        hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
+        errors.require(
+            not quantize or hidden % 16 == 0,
+            f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
+        )
+        return dispatch_kernel(
+            self._shape,
+            x_dtype,
+            quantize=quantize,
+            scale_format=scale_format_of(variant),
+            by_rank=layout_of(variant) == BY_RANK,
+            x_bytes=x_bytes,
+            num_sms=self._num_sms,
+            tuned=self._tuned,
+        )
+
+    def _combine_kernel(
+        self,
+        y_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        by_topk: bool = False,
+        partials: int = 0,
+    ) -> Kernel:
+        partials = partials_among(self._shape, by_topk, partials)
+        more: dict[str, Any] = {"num_sms": self._num_sms, "tuned": self._tuned}
+        return combine_kernel(self._shape, y_dtype, out_dtype, by_topk, partials, **more)
+
+    def use_launches(self, tuned: Sequence[TunedLaunch]) -> None:
+        """Kernels prepared from now on have these shapes, where they fit; for `tune`."""
+        self._tuned = tuned
+        self._ready.clear()
+
+    def _load(self, kernel: Kernel) -> str:
+        """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""
+        return fields_of(kernel, *self._open(kernel))
+
+    def _open(self, kernel: Kernel) -> tuple[int, int]:
+        """Returns a CUfunction, and how many of its blocks fit on the device at once."""
+        macros, entry = kernel.macros, kernel.entry
+        threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
+        function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
+        resident = driver.max_resident_blocks(self._device, function, threads, shared)
+        return function, resident - self._copy_blocks
+
+    def _wait(self) -> None:
+        """Waits for all work of the device."""
+        torch.cuda.synchronize(self._device)
+
+    def finish(self) -> None:
+        """Waits for the kernels and unregisters the signal memory before it is unmapped."""
+        self._wait()
+        if self._masks is not None:  # the host then does not wait for writes to masked ranks
+            self._masks[1].copy_(self._masks[0])
+        self._signals.close()
+
+    def close(self) -> None:
+        """Unmaps and frees. Called once the communicator is closed."""
+        self._signals.close()
+        self._undo.close()

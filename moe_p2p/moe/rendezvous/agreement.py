@@ -1,0 +1,140 @@
+"""What ranks conclude from each other's facts. Pure functions, so all ranks conclude the same.
+
+Every rank publishes its `Facts` and reads the facts of all ranks, in rank order.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from moe_p2p import errors
+from moe_p2p.machine.transport import LOOPBACK, SOFTWARE, Choice
+
+
+class Offer(NamedTuple):
+    """The transport that a rank would use, before there is an engine."""
+
+    host: str  # equal for ranks that can share memory
+    choice: Choice
+    tuned: tuple[int, ...] = ()  # what all have to do alike, as rank 0 has measured it (tuned.py)
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Offer:
+        host, choice, tuned = json.loads(data)
+        return Offer(host, Choice(*choice), tuple(tuned))
+
+
+class Facts(NamedTuple):
+    """What a rank publishes about itself when it joins."""
+
+    fields: dict[str, str]  # must be equal on all ranks
+    host: str  # equal for ranks that can share memory
+    next_communicator: int  # first number that its engine has not used
+
+    def encode(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Facts:
+        return Facts(**json.loads(data))
+
+
+class Agreement(NamedTuple):
+    ranks_per_node: int
+    communicator: int
+    ranks_on_host: int  # ranks on this rank's host, itself included
+
+
+def agree_on_transport(offers: list[Offer], wanted_ranks_per_node: int | None) -> Choice:
+    """Returns the transport of all ranks.
+
+    Raises InvalidArgumentError when ranks chose different ones, UnavailableError when the chosen
+    one does not reach from host to host.
+    """
+    hosts = {offer.host for offer in offers}
+    automatic = all(offer.choice.automatic for offer in offers)
+    if automatic and len(hosts) == 1 and wanted_ranks_per_node in (None, len(offers)):
+        return Choice(LOOPBACK, "all ranks are of one node, no write leaves it", automatic=True)
+    chosen = offers[0].choice
+    if any(offer.choice.provider != chosen.provider for offer in offers):
+        raise errors.make(
+            errors.InvalidArgumentError,
+            f"transport differs between ranks: {_by_choice(offers)}. Name one with transport=, or "
+            "compare the hosts with `python -m moe_p2p doctor`",
+        )
+    if chosen.provider in SOFTWARE and len(hosts) > 1:
+        raise errors.make(
+            errors.UnavailableError,
+            f"ranks are on {len(hosts)} hosts, and {chosen.provider} stays on one: "
+            f"{_by_choice(offers)}. `python -m moe_p2p doctor` says what each host lacks",
+        )
+    return chosen
+
+
+def _by_choice(offers: list[Offer]) -> str:
+    """Lists which ranks chose what and why; consecutive ranks with equal choices share an entry."""
+    starts = [
+        rank
+        for rank, offer in enumerate(offers)
+        if rank == 0 or offer.choice != offers[rank - 1].choice
+    ]
+    parts = []
+    for start, after in zip(starts, [*starts[1:], len(offers)], strict=True):
+        ranks = f"rank {start} has" if after == start + 1 else f"ranks {start} to {after - 1} have"
+        parts.append(f"{ranks} {offers[start].choice.provider} ({offers[start].choice.why})")
+    return "; ".join(parts[:8])
+
+
+def check_fields(facts: list[Facts]) -> None:
+    """Raises InvalidArgumentError naming a field that differs, two ranks and both values."""
+    first = facts[0].fields
+    for rank, other in enumerate(facts):
+        for name in [*first, *(name for name in other.fields if name not in first)]:
+            mine, theirs = first.get(name, "missing"), other.fields.get(name, "missing")
+            errors.require(
+                mine == theirs,
+                f"{name} differs between ranks: rank 0 has {mine}, rank {rank} has {theirs}",
+            )
+
+
+def find_ranks_per_node(hosts: list[str], wanted: int | None) -> int:
+    """Returns how many consecutive ranks form a node; `wanted` may split a host into several."""
+    world_size = len(hosts)
+    starts = [r for r in range(world_size) if r == 0 or hosts[r] != hosts[r - 1]]
+    sizes = {
+        after - before for before, after in zip(starts, [*starts[1:], world_size], strict=True)
+    }
+    found = "; ".join(f"ranks from {start} on {hosts[start]}" for start in starts[:8])
+    if wanted is None:
+        errors.require(
+            len(sizes) == 1 and len(set(hosts)) == len(starts),
+            f"ranks are not in equal blocks per host ({found}); start as many on each host, with "
+            "consecutive ranks, or pass ranks_per_node",
+        )
+        return sizes.pop()
+    errors.require(
+        world_size % wanted == 0,
+        f"ranks_per_node is {wanted}, must divide world_size {world_size}",
+    )
+    for start in range(0, world_size, wanted):
+        errors.require(
+            len(set(hosts[start : start + wanted])) == 1,
+            f"ranks_per_node is {wanted}, but ranks {start} to {start + wanted - 1} are not on one "
+            f"host ({found})",
+        )
+    return wanted
+
+
+def conclude(facts: list[Facts], rank: int, wanted_ranks_per_node: int | None) -> Agreement:
+    """Returns what all ranks do, given the facts of all ranks."""
+    check_fields(facts)
+    hosts = [fact.host for fact in facts]
+    return Agreement(
+        ranks_per_node=find_ranks_per_node(hosts, wanted_ranks_per_node),
+        communicator=max(fact.next_communicator for fact in facts),
+        ranks_on_host=hosts.count(hosts[rank]),
+    )

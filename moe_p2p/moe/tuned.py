@@ -1,0 +1,44 @@
+"""What rank 0 of a communicator has measured (machine/tuned.py), as all its ranks use it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from moe_p2p.machine.launches import BulkSteps
+from moe_p2p.machine.tuned import Tuned
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.gpu.launch_shape import Chosen, can_go_in_bulk
+
+
+class Shared(NamedTuple):
+    """Tuned.shared of rank 0, as all ranks use it. part_bytes: None: it has measured none."""
+
+    bulk: BulkSteps | None = None
+    part_bytes: int | None = None
+
+    @staticmethod
+    def of(numbers: tuple[int, ...]) -> Shared:
+        if len(numbers) != 4:
+            return Shared()
+        *bulk, part_bytes = numbers
+        return Shared(BulkSteps(*bulk), None if part_bytes < 0 else part_bytes)
+
+    def with_parts(self, config: AllToAllConfig) -> AllToAllConfig:
+        """config, with measured parts where it leaves them open."""
+        if config.part_bytes is None and self.part_bytes is not None:
+            return dataclasses.replace(config, part_bytes=self.part_bytes)
+        return config
+
+    def on_gpu(self, config: AllToAllConfig, world_size: int, local: int) -> AllToAllConfig:
+        """Likewise, and with the multiprocessors that are best for its steps."""
+        config = self.with_parts(config)
+        if config.num_sms is not None or self.bulk is None or config.mask_lost_ranks:
+            return config
+        num_sms = self.bulk.num_sms(config.step_tokens)
+        if num_sms is None or not can_go_in_bulk(world_size, local, num_sms):
+            return config
+        return dataclasses.replace(config, num_sms=num_sms)
+
+    def chosen(self, mine: Tuned) -> Chosen:
+        return Chosen(mine.launches, self.bulk)

@@ -1,1 +1,0 @@
-"""Which NICs and which transport a rank uses: topology of the machine, then the choice."""

@@ -1,0 +1,124 @@
+"""ops.dispatch_eager: for calls that neither autograd, a compiler nor a mode of torch sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_p2p import AllToAll, AllToAllConfig, ClosedError, DispatchOptions
+from moe_p2p.moe.pool import AllToAllPool
+from tests.support.cases import make, make_tokens
+from tests.support.ranks import Rank
+
+ops = torch.ops.moe_p2p
+T, ROWS, MANY_ROWS = 5, 12, 1 << 16
+OPTIONS = DispatchOptions(
+    layout="by_rank", with_source=True, copy_topk=True, zero_padding=True, solo=True
+)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[AllToAll]:
+    with make(Rank(0, 1, dist.HashStore())) as comm:
+        yield comm
+
+
+def given(comm: AllToAll, capacity: int = ROWS) -> tuple[Any, ...]:
+    """Arguments of dispatch_inference."""
+    tokens = make_tokens(0, 0, T)
+    inputs = (tokens.x, None, [], tokens.topk_idx, tokens.topk_weights, None, -1, T, capacity)
+    return comm._comm, OPTIONS.number, *inputs
+
+
+def given_eagerly(comm: AllToAll, capacity: int = ROWS, *more: Any) -> tuple[Any, ...]:
+    """Arguments of dispatch_eager for the same call; more: behind the weights."""
+    number, options, x, _, _, topk_idx, topk_weights, *_ = given(comm)
+    return number, options, T, capacity, x, topk_idx, topk_weights, *more
+
+
+@pytest.mark.parametrize("capacity", [ROWS, MANY_ROWS])
+def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -> None:
+    """Not where that is much memory, which one small result would keep."""
+    made = ops.dispatch_eager(*given_eagerly(alone, capacity))
+    want = ops.dispatch_inference(*given(alone, capacity))
+    for got, expected in zip((*made[:6], *made[6]), (*want[:6], *want[6]), strict=True):
+        assert got.is_contiguous()
+        set_rows = int(want[4][-1]) if len(got) == capacity else len(got)  # others hold anything
+        assert got.shape == expected.shape
+        assert torch.equal(got[:set_rows], expected[:set_rows])
+    rows, _, *beside, more = made
+    places = {tensor.untyped_storage().data_ptr() for tensor in (*beside, *more)}
+    assert (len(places) == 1) == (capacity == ROWS)
+    assert places.isdisjoint({rows.untyped_storage().data_ptr()})
+
+
+def test_scales_share_it(alone: AllToAll) -> None:
+    """But not in columns, nor where all together are much memory."""
+    quantized = DispatchOptions(quantize=True)
+    tokens = make_tokens(0, 0, T)
+    for options, capacity, shared in (
+        (quantized, ROWS, True),
+        (dataclasses.replace(quantized, column_scales=True), ROWS, False),
+        (quantized, MANY_ROWS, False),
+    ):
+        with torch.no_grad():
+            got = alone.dispatch(tokens.x, tokens.topk_idx, options=options, capacity=capacity)
+            alone.release(got)
+        assert got.scales is not None
+        places = [each.untyped_storage().data_ptr() for each in (got.scales, got.counts)]
+        assert (places[0] == places[1]) == shared
+
+
+def test_a_fake_kernel_serves_tensors_that_are_fake(alone: AllToAll) -> None:
+    """With too many rows to share memory: fake ones never do."""
+    opcheck(ops.dispatch_eager.default, given_eagerly(alone, MANY_ROWS))
+    opcheck(ops.dispatch_eager.default, given_eagerly(alone, MANY_ROWS, None, []))
+
+
+def test_it_checks_the_others_first(alone: AllToAll) -> None:
+    with make(Rank(0, 1, dist.HashStore())) as other:
+        others = [other._comm]
+        ops.dispatch_eager(*given_eagerly(alone, ROWS, None, others))
+    with pytest.raises(RuntimeError, match=f"communicator {others[0]} is closed"):
+        ops.dispatch_eager(*given_eagerly(alone, ROWS, None, others))
+
+
+def test_a_pool_tells_each_which_the_others_are() -> None:
+    pool = AllToAllPool(dist.HashStore(), rank=0, world_size=1)
+    one, two, three = (
+        pool.get(AllToAllConfig(num_experts=8, hidden_dim=hidden, topk=2, max_tokens=4))
+        for hidden in (64, 128, 256)
+    )
+    for each in (one, two, three):
+        assert {*each.others, each._comm} == {made._comm for made in (one, two, three)}
+    x, idx = torch.zeros(4, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)
+    form = (DispatchOptions(), 4, 4)
+    three.close()
+    one.dispatch_with(form, x, idx)
+    with pytest.raises(ClosedError, match=f"communicator {three._comm} is closed"):
+        one.dispatch_with(form, x, idx, others=one.others)
+    pool.close()
+    assert not pool._comms
+
+
+def test_who_watches_gets_results_with_memory_of_their_own(alone: AllToAll) -> None:
+    class Watching(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tokens = make_tokens(0, 0, T)
+    with torch.no_grad(), Watching() as watching:
+        alone.dispatch(tokens.x, tokens.topk_idx, options=OPTIONS)
+    assert "moe_p2p.dispatch_inference.default" in watching.names

@@ -1,0 +1,25 @@
+"""Modules that have moved are found under their old names for one release."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from moe_p2p import aliases
+
+
+@pytest.mark.parametrize("old", aliases.MOVED)
+def test_a_moved_module_is_found_with_a_warning(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, new = f"moe_p2p.{old}", f"moe_p2p.{aliases.MOVED[old]}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.warns((DeprecationWarning, FutureWarning), match=f"{name} is {new} now"):
+        found = importlib.import_module(name)
+    assert found is importlib.import_module(new)
+
+
+def test_other_names_are_not_found() -> None:
+    for name in ("moe_p2p.nothing", "moe_p2p.pools", "moe_p2p.integrations.nothing"):
+        with pytest.raises(ModuleNotFoundError, match=name):
+            importlib.import_module(name)
