@@ -32,12 +32,14 @@ class Arrivals:
 
     def _count(self, keys: Keys) -> int | None:
         """Returns how many immediates the attempt has; None until all trainers have said so."""
-        for trainer in self._sources if not self._counts else ():
-            theirs: dict[str, Any] | None = self._board.get(keys.requests(trainer))
-            if theirs is None:
-                self._counts.clear()
-                return None
-            self._counts[trainer] = int(theirs.get(self._who, 0)) * self._nics[trainer]
+        if not self._counts:
+            found = {}  # of all of them: the store may fail in between
+            for trainer in self._sources:
+                theirs: dict[str, Any] | None = self._board.get(keys.requests(trainer))
+                if theirs is None:
+                    return None
+                found[trainer] = int(theirs.get(self._who, 0)) * self._nics[trainer]
+            self._counts = found
         return sum(self._counts.values())
 
     def counted(self, keys: Keys) -> bool:

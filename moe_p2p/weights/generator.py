@@ -454,7 +454,8 @@ class WeightGenerator:
         if self._open:
             self._offer()
         self._board.say(found.key(f"there/{self.name}"), self._member.id)
-        return {**self._board.get(job.NOW)}
+        again: dict[str, Any] | None = self._board.get(job.NOW)  # None: the store was lost
+        return again
 
     @unaffected
     def _progress(self) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from moe_p2p import MoeP2pError
 from moe_p2p.fleet import client
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline, StoreError
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
+from moe_p2p.weights.arrivals import Arrivals
+from moe_p2p.weights.attempt import Keys
 from tests.support import warm
 from tests.support.blocking_store import LONG_S, STEP_CPU_S, STEPS, Blocking
 from tests.support.store_clients import clients_of
@@ -131,6 +134,61 @@ def test_a_store_that_is_stopped_stops_no_engine() -> None:
             assert found.generator.version == 1
             os.kill(process, signal.SIGCONT)
             until_it_works(lambda: found.update(3))
+
+
+def test_a_store_that_fails_between_two_words_leaves_no_half_count() -> None:
+    """A generator that took the first trainer's number for all would report, and run `finalize`,
+    before the bytes of the second one are there."""
+    words: list[Any] = [{"generator 0#1": 3}, StoreError("away"), {"generator 0#1": 3}, None]
+    words += [{"generator 0#1": 3}, {"generator 0#1": 4}]
+
+    def get(key: str) -> Any:
+        word = words.pop(0)
+        if isinstance(word, Exception):
+            raise word
+        return word
+
+    nothing: Any = None
+    board: Any = SimpleNamespace(get=get)
+    engine: Any = SimpleNamespace(imm_value=lambda imm: 3)
+    arrivals = Arrivals(engine, board, nothing, "generator 0#1", [1, 1])
+    write: Any = SimpleNamespace
+    arrivals.begin([write(source_rank=rank) for rank in (0, 1)])
+    keys = Keys(1, 1)
+    with pytest.raises(StoreError):
+        arrivals.counted(keys)
+    assert not arrivals.counted(keys)  # the second one has not said its number yet
+    assert not arrivals.counted(keys)  # three of seven
+    assert not words
+
+
+def test_a_store_that_is_lost_as_trainers_begin_anew_stops_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, lost = HashStore(), list[str]()
+    with pair(store) as found, engine_of("2", 2) as engine:
+        found.update(1)
+        generator, get = found.generator, found.generator._board.get
+        before = generator._job.number
+
+        def forgets(key: str) -> Any:
+            if key == job.NOW and generator._job.number != before and not lost:
+                lost.append(key)
+                return None
+            return get(key)
+
+        monkeypatch.setattr(generator._board, "get", forgets)
+        found.trainer.close()
+        tensors = {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
+        begun = found.pool.submit(WeightTrainer, engine, store, LAYOUT, 0, tensors, **LIMITS)
+        until = time.monotonic() + LONG_S
+        while not begun.done():
+            assert time.monotonic() < until
+            generator.step()
+            time.sleep(0.001)
+        with begun.result() as found.trainer:
+            found.update(2)
+        assert lost
 
 
 def until_it_works(update: Callable[[], None]) -> None:
