@@ -418,6 +418,32 @@ def trainers_end_and_begin_anew_while_the_engine_stays() -> None:
 
 
 @scenario
+def a_worker_that_cannot_be_closed_yet_is_closed_by_the_next_open() -> None:
+    from moe_p2p import TimeoutError
+    from moe_p2p.integrations.weights import sglang as sglang_weights
+
+    calls = list[str]()
+    with world() as w:
+        w.send(1)
+        w.end_trainer()
+        worker = sglang_weights._workers[id(w.manager.ranks[0].model)]
+        close = worker.close
+
+        def late() -> None:
+            calls.append("close")
+            if len(calls) == 1:
+                raise TimeoutError("a peer may still write")
+            close()
+
+        worker.close = late
+        refused(lambda: World(manager=w.manager, timeout_s=2.0), "may still write")
+        with world(manager=w.manager) as again:
+            again.send(2)
+            assert w.manager.hold(2)
+    assert calls == ["close", "close"]
+
+
+@scenario
 def what_sglang_repacks_goes_through_its_loader() -> None:
     with world(direct=False) as w:
         w.send(1)

@@ -83,9 +83,10 @@ def _answer(model: Any, call: dict[str, Any]) -> None:
 
 def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
     if call["do"] == "open":
-        old = _workers.pop(id(model), None)
+        old = _workers.get(id(model))
         if old is not None:
-            old.close()
+            old.close()  # raises while a peer may still write: the next `open` calls it again
+            del _workers[id(model)]
         first = next(model.parameters())
         _workers[id(model)] = EngineWeights(
             model, model.load_weights, fleet, call["rank"], call["world_size"],

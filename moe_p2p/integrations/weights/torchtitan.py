@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_p2p import env
 from moe_p2p.engine.engine import Engine
-from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.errors import TimeoutError, UnavailableError, make, require
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import optional, required
@@ -68,9 +68,12 @@ class Pushes:
 
     def put(self, state_dict: dict[str, Any]) -> None:
         """Raises why the update before failed."""
-        before, self._sending = self._sending, None
-        if before is not None:
-            before.result(2 * _TIMEOUT_S)
+        if self._sending is not None:  # what it sends must be left alone until it has ended
+            if not wait([self._sending], 2 * _TIMEOUT_S).done:
+                text = f"the update to version {self._version} is under way after "
+                raise make(TimeoutError, f"{text}{2 * _TIMEOUT_S:g} s; push again")
+            before, self._sending = self._sending, None
+            before.result()
         given = _tensors_in(state_dict)
         if not self._host:
             self._layout = layout_of(given)
