@@ -223,7 +223,6 @@ class KVSender(KVWorker):
         flight.sum_layers(self.cache)
         tail = flight.tail(sending.user, self.engine.num_nics)
         at = slot.number * self.row_bytes
-        flight.committed = True
         if opened.pull:
             struct.pack_into("<Q", self.rows, at, opened.nonce)
             names = [group.name for group in self.cache.layout.groups]
@@ -231,6 +230,7 @@ class KVSender(KVWorker):
             flight.pair.send(
                 "offer", tail, *pages, nonce=opened.nonce, row=slot.number, groups=names
             )
+            flight.committed = True
             return
         self.rows[at : at + len(tail)] = tail
         flight.requests.append(
@@ -243,6 +243,7 @@ class KVSender(KVWorker):
                 imm=opened.imm,
             )
         )
+        flight.committed = True  # not before: without requests under way it then counts as over
 
     # --- the end ---
 
@@ -265,8 +266,12 @@ class KVSender(KVWorker):
         return sending.user is not None and (nobody or not sending.own_layers)
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
-        if flight.tail_due:
-            self._send_tail(sending, flight)
+        try:
+            if flight.tail_due:
+                self._send_tail(sending, flight)
+        except MoeP2pError as error:
+            self._fail(sending, error)
+            return
         for request in flight.take_done(sending.stats):
             try:
                 request.wait(0)

@@ -187,13 +187,13 @@ class KVSignals:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             self._set_step(0)
             for step in self._steps:
                 if not step.over():
                     _cancel(step, f"KVSignals was closed while step {step.number} waited")
             self._steps.clear()
             call(_ops.signals_close.default, self.number)
+            self._closed = True
 
     def __enter__(self) -> KVSignals:
         return self

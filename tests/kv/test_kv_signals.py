@@ -121,6 +121,47 @@ def test_packed_rows_of_a_layer_are_gathered_when_it_is_signalled() -> None:
         assert sending.stats.packed > 0
 
 
+def test_a_tail_that_cannot_be_sent_fails_its_request(
+    found: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for sums of the last layer; whoever polls then, an engine's loop say, goes on."""
+    sender = found.senders[0]
+    with kv.KVSignals(sender) as signals:
+        model = Model(signals)
+        sending, reservation = start(found)
+        until(lambda: sending.flights[0].state == "open")
+
+        def fails(*_: Any, **__: Any) -> Any:
+            raise errors.make(errors.TransportError, "the queue is broken")
+
+        with signals.step([(sending, None)]):
+            sending.commit(b"token")
+            assert sending.flights[0].tail_due
+            monkeypatch.setattr(sender.engine, "write", fails)
+            model.forward()
+        until(sending.done)
+        with pytest.raises(errors.TransportError, match="the queue is broken"):
+            sending.wait(20)
+        with pytest.raises(AbortedError, match="gave up"):
+            reservation.wait(20)
+        reservation.wait_reusable(20)
+
+
+def test_a_close_that_fails_is_called_again(
+    found: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals = kv.KVSignals(found.senders[0])
+    sending, _ = start(found)
+    signals.begin_step([(sending, None)])
+    with monkeypatch.context() as patch:
+        patch.setattr(signals, "_set_step", lambda number: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            signals.close()
+    signals.close()
+    with pytest.raises(AbortedError, match="KVSignals was closed while step 1 waited"):
+        sending.wait(20)
+
+
 def test_replays_outside_of_a_step_send_nothing_and_shift_no_step(found: Workers) -> None:
     """Warm-up and capture before a step, dummy batches after it, steps without requests."""
     with kv.KVSignals(found.senders[0]) as signals:

@@ -12,7 +12,15 @@ import torch
 from moe_p2p import AbortedError, InvalidArgumentError, UnavailableError, errors, kv
 from tests.support.kv_oracle import Cache, value_of
 from tests.support.kv_transfer import make_cache
-from tests.support.kv_workers import PACKED, QUICK, Workers, random_cache, some_pages, workers
+from tests.support.kv_workers import (
+    PACKED,
+    QUICK,
+    Workers,
+    random_bytes,
+    random_cache,
+    some_pages,
+    workers,
+)
 
 LAYERS = 3
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)
@@ -321,3 +329,38 @@ def test_different_totals_are_refused() -> None:
             sending.wait(20)
         with pytest.raises(AbortedError, match=r"gave up: .* expects 16 tokens"):
             reservation.wait(20)
+
+
+@pytest.mark.parametrize("link", [None, PACKED], ids=["direct", "packed"])
+@pytest.mark.parametrize("mode", ["inference", "requires grad"])
+def test_a_cache_of_any_mode_of_torch(mode: str, link: kv.KVLink | None) -> None:
+    """vLLM allocates its own in inference mode; threads of ours that write to it have none."""
+    group = kv.KVGroup("kv", (0, 1), heads=2, k_bytes=16, v_bytes=16, page_size=4)
+    order = {} if link is None else {"order": "HND"}
+    ours, theirs = kv.KVLayout((group,)), kv.KVLayout((group,), **order)  # type: ignore[arg-type]
+
+    def of(kind: type[Any]) -> Any:
+        def made(engine: Any, cache: kv.KVCache, **more: Any) -> Any:
+            with torch.inference_mode(mode == "inference"):
+                tensors = tuple(torch.zeros(len(each) // 4) for each in cache.tensors)
+            if mode != "inference":
+                tensors = tuple(each.requires_grad_() for each in tensors)
+            return kind(engine, dataclasses.replace(cache, tensors=tensors), **more)
+
+        return made
+
+    with workers(ours, theirs, link=link, kinds=(of(kv.KVSender), of(kv.KVReceiver))) as found:
+        sender, receiver = found.senders[0], found.receivers[0]
+        with torch.inference_mode(mode == "inference"):
+            for number, each in enumerate(sender.cache.tensors):
+                flat = each.detach().view(torch.uint8)
+                flat.copy_(random_bytes(flat.shape, number))
+        pages = {"kv": some_pages(4, 32, 1)}
+        reservation = receiver.reserve("a", "prefill", pages, total=16)
+        sending = sender.start("a", "decode", pages, total=16)
+        for layer in group.layers:
+            sending.layer(layer)
+        sending.commit()
+        reservation.wait(20)  # with checksums
+        sending.wait(20)
+        assert (sending.stats.packed > 0) == (link is not None)
