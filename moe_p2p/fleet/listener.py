@@ -52,7 +52,11 @@ class Listener:
                     self._changed.wait_for(lambda: self._closed, _PAUSE_S)
                 continue
             self._take(connection)
-            self._start("meets", self._meet, connection)
+            try:
+                self._start("meets", self._meet, connection)
+            except RuntimeError:  # this process may have no more threads
+                self._forget(connection)
+                connection.close()
 
     def _take(self, connection: socket.socket) -> None:
         """Makes room for one more."""

@@ -75,6 +75,7 @@ class Membership:
         self._meeting: set[socket.socket] = set()  # not yet a pair's
         self._met = threading.Condition()
         self._begun, self._closing = threading.Event(), threading.Lock()
+        self._closed = False
         self._known: dict[str, Worker] = {}
         self._unread: set[str] = set()
         self._warned_at = float("-inf")
@@ -128,7 +129,11 @@ class Membership:
             dials = self.worker.role == "receiver" and other.name not in self.worker.pairs
             if dials and other.name not in self._dialing:
                 self._dialing.add(other.name)
-                self._thread(f"dials {other.name}", self._dial, other)
+                try:
+                    self._thread(f"dials {other.name}", self._dial, other)
+                except RuntimeError:  # this process may have no more threads; at the next look
+                    self._dialing.discard(other.name)
+                    raise
 
     def _workers(self, members: Mapping[str, Record]) -> dict[str, Worker]:
         """Of the other role, by name. Without those whose records this build does not read: others
@@ -214,11 +219,16 @@ class Membership:
             self.worker.lose(pair, "this worker leaves")
             self._steps()
             return
-        channel.start(
-            f"{self.worker.name} with {pair.name}",
-            lambda message: self.worker.on_message(pair, message),
-            lambda why: self._ended(pair, why),
-        )
+        try:
+            channel.start(
+                f"{self.worker.name} with {pair.name}",
+                lambda message: self.worker.on_message(pair, message),
+                lambda why: self._ended(pair, why),
+            )
+        except RuntimeError as error:  # this process may have no more threads
+            why = f"its messages cannot be read: {error}"
+            self.worker.lose(pair, why)
+            raise make(UnavailableError, f"{pair.name}: {why}") from error
 
     def _ended(self, pair: Pair, why: str) -> None:
         if not self._stop.is_set():
@@ -245,11 +255,12 @@ class Membership:
         afterwards, until the engine is closed. The worker may have another Membership then.
         """
         with self._closing:
-            if not self._stop.is_set():
+            if not self._closed:
                 self._close()
+                self._closed = True  # where Ctrl-C has cut it short, the next call goes on
+                atexit.unregister(self.close)
 
     def _close(self) -> None:
-        atexit.unregister(self.close)
         self._stop.set()
         self.worker.lose_all(self.worker.replaced or "this worker leaves")
         self._left.set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import itertools
 import socket
 import threading
 import time
@@ -15,7 +17,16 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
-from moe_p2p import AbortedError, Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
+from moe_p2p import (
+    AbortedError,
+    Engine,
+    EngineConfig,
+    MoeP2pError,
+    PeerDeadError,
+    ProtocolError,
+    errors,
+    kv,
+)
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline
 from moe_p2p.integrations.kv.worker import _SERVED, join_store, leases_store, serve_store
@@ -346,6 +357,62 @@ def test_workers_may_share_an_engine() -> None:
             ours, theirs = (found[f"{at}-{name}"].cache.tensors[0] for at in "pd")
             pages = PAGES["kv"].long()
             assert torch.equal(theirs.view(2, 32, -1)[:, pages], ours.view(2, 32, -1)[:, pages])
+
+
+@pytest.mark.parametrize("which", ["dials prefill/0", "with decode/0 read", "with prefill/0 write"])
+def test_workers_that_may_have_no_more_threads_meet_later(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failed = threading.Thread.start, list[str]()
+
+    def full(thread: threading.Thread) -> None:
+        if which in thread.name and len(failed) < 2:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with workers(LAYOUT, LAYOUT) as found:
+        sender, receiver = found.senders[0], found.receivers[0]
+        names = itertools.count()
+
+        def works() -> bool:
+            name = f"request {next(names)}"
+            try:
+                reservation = receiver.reserve(name, "prefill", PAGES, total=16)
+                sending = sender.start(name, "decode", PAGES, total=16)
+                for layer in GROUP.layers:
+                    sending.layer(layer)
+                sending.commit()
+                reservation.wait(20)
+            except MoeP2pError:  # of a pair that is lost again
+                return False
+            return len(failed) == 2
+
+        eventually(works)
+
+
+def test_a_close_that_was_interrupted_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C; at exit it is called, too."""
+    with workers(LAYOUT, LAYOUT) as found:
+        receiver = found.receivers[0]
+        membership = found.memberships[receiver.name]
+        wait_fenced = receiver.wait_fenced
+
+        def interrupted(timeout_s: float) -> None:
+            receiver.wait_fenced = wait_fenced  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        left = []
+        monkeypatch.setattr(receiver, "wait_fenced", interrupted)
+        monkeypatch.setattr(atexit, "unregister", left.append)
+        with pytest.raises(KeyboardInterrupt):
+            membership.close()
+        assert not left
+        membership.close()
+        receiver.check_withdrawn()
+        assert left == [membership.close]
+        assert not membership._stepping.is_alive()
 
 
 def test_nothing_is_registered_after_close_while_others_connect() -> None:
