@@ -26,7 +26,7 @@ class Remote:
         self.first = 0
         self._engine = engine
         self._peer = engine.connect(bytes.fromhex(self.address))
-        self._connected = True
+        self._connected, self._disconnecting = True, threading.Lock()
         self._regions: dict[str, Region] = {}  # by descriptor
         self.update(answer)
 
@@ -60,11 +60,12 @@ class Remote:
         return found[0] if found else ""
 
     def disconnect(self) -> None:
-        """What is under way to it fails; calling it again changes nothing."""
-        if self._connected:
-            self._connected = False
-            with contextlib.suppress(errors.ClosedError):
-                self._peer.disconnect()
+        """When it returns, nothing is under way to it; calling it again changes nothing."""
+        with self._disconnecting:  # who calls it meanwhile waits for it
+            if self._connected:
+                self._connected = False  # once, whatever it raises: the engine knows it no more
+                with contextlib.suppress(errors.ClosedError):
+                    self._peer.disconnect()
 
 
 class Peers:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, errors, m
 from moe_p2p.engine.transfers import Memory
 from moe_p2p.mooncake import TransferEngine, handshake
 from moe_p2p.mooncake.memory import Table, tensor_at
+from moe_p2p.mooncake.peers import Remote
 from tests.support import mooncake_calls, warm
 
 HOST, SIZE = "127.0.0.1", 1 << 16
@@ -329,6 +331,34 @@ def test_a_peer_is_answered_while_memory_is_unregistered(
     monkeypatch.setattr(Memory, "unregister", slow)
     assert b.unregister_memory(leaving.address) == 0
     assert codes == [0]
+
+
+def test_nothing_is_under_way_to_a_peer_that_another_thread_disconnects() -> None:
+    """Else its transfer would return while the NIC still reads the caller's memory."""
+    begun, go_on, over, seen = threading.Event(), threading.Event(), list[bool](), list[bool]()
+
+    def disconnect() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        over.append(True)
+
+    peer = SimpleNamespace(disconnect=disconnect)
+    engine: Any = SimpleNamespace(connect=lambda address: peer)
+    remote = Remote(engine, {"address": "00", "memory": [], "first": 0})
+
+    def second() -> None:
+        remote.disconnect()
+        seen.extend(over)
+
+    threads = [threading.Thread(target=each) for each in (remote.disconnect, second)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # it would end here
+    go_on.set()
+    for each in threads:
+        each.join(60)
+    assert seen == [True]
 
 
 def test_rounds_of_registration_keep_nothing(pair: Any) -> None:
