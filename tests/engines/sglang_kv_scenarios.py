@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 import sys
 import time
 import types
@@ -511,7 +512,37 @@ def pages_that_are_not_carried_fail_their_request() -> None:
             poll([sender], FAILED)  # it has heard
             assert receiver.poll() == FAILED
             scenario.expect_logged(f"room {room} failed", words)
+        (sender,), (receiver,) = made.senders(89), made.receivers(89)
+        receiver.send_metadata(pages(20, 21), 1, [])
+        poll_opened([sender], [receiver])
+        sender.init(2, 1)
+        sender.send(pages(3, 10_000))  # none of the pool's
+        poll([sender, receiver], FAILED)
         transfer(made, 88, [3])
+
+
+@scenario
+def a_name_that_is_not_resolved_for_a_while_ends_no_scheduler() -> None:
+    from moe_p2p.integrations.kv import sglang as sglang_kv
+
+    def fails(host: str) -> str:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    with servers() as made:
+        (sender,), (receiver,) = made.senders(95), made.receivers(95)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_kv.socket, "gethostbyname", fails)
+            receiver.send_metadata(pages(20, 21), 1, [])
+            assert receiver.poll() != FAILED
+        poll_opened([sender], [receiver])
+        sender.init(2, 1)
+        sender.send(pages(3, 4))
+        poll([sender, receiver], SUCCESS)
+        (late,) = made.receivers(96)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_kv.socket, "gethostbyname", fails)
+            late.abort()
+            assert late.poll() == FAILED
 
 
 @scenario
@@ -555,12 +586,25 @@ def what_is_not_carried_is_refused_by_name() -> None:
         refused(lambda: sglang_kv.check_supported(manager), "pp_size=2", "decodes", "nixl")
         manager.pp_size = 1
         manager = made.prefill[0].manager
-        for name in ("attn_cp_size", "dcp_size"):
+        for name in ("attn_cp_size", "dcp_size", "kv_shard_size"):
             setattr(manager, name, 2)
             refused(functools.partial(sglang_kv.check_supported, manager), f"{name}=2", "nixl")
             setattr(manager, name, 1)
         manager.kv_args.state_types = [StateType.MAMBA]
         refused(lambda: sglang_kv.check_supported(manager), "mamba", "nixl")
+        manager.kv_args.state_types = []
+        manager.kv_args.num_draft_entries = 1
+        refused(lambda: sglang_kv.check_supported(manager), "KV of a draft model", "nixl")
+        manager.kv_args.num_draft_entries = 0
+        manager.defer_decode_allocation = True
+        refused(lambda: sglang_kv.check_supported(manager), "prefill_complete", "early")
+        manager.defer_decode_allocation = False
+        args = types.SimpleNamespace(**vars(manager.kv_args))
+        args.kv_item_lens = [*args.kv_item_lens[:1], *(2 * n for n in args.kv_item_lens[1:])]
+        refused(
+            lambda: sglang_kv.sglang_cache(args, tp=1, rank=0, mla=False),
+            "layers differ in their bytes a page",
+        )
     store = os.environ.pop("MOE_P2P_KV_STORE")
     try:
         refused(sglang_kv.kv_store, "MOE_P2P_KV_STORE", "HOST:PORT")

@@ -5,6 +5,7 @@ python -m tests.engines.vllm_kv_scenarios FILE    writes {scenario: error text} 
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import time
 import types
@@ -642,19 +643,31 @@ def what_is_not_carried_is_refused_by_name() -> None:
         "kv_producer", "p", tp=1, rank=0, block=4, blocks=8, extra={"store": store}
     )
     caches = engines.cache_config(Model(), tp=1, block=4, blocks=8, layout="LBHNC")
-    config.parallel_config.decode_context_parallel_size = 2
-    refused(
-        lambda: vllm_kv_layout.vllm_cache(config, caches, {}),
-        "decode_context_parallel_size=2",
-        "start vLLM with",
-    )
-    config.parallel_config.decode_context_parallel_size = 1
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        setattr(config.parallel_config, name, 2)
+        refused(
+            lambda: vllm_kv_layout.vllm_cache(config, caches, {}), f"{name}=2", "start vLLM with"
+        )
+        setattr(config.parallel_config, name, 1)
     both = {"prefill": {"role": "kv_both", "stages": (2, 1)}}
     refused(lambda: pair(**both).__enter__(), "pipeline_parallel_size=2", "decodes", "kv_producer")
     windows = {"model": Model(layers=4, window=10), "stages": (2, 2)}
     refused(lambda: pair(windows).__enter__(), "stage 0 of 2", "2 cache groups")
     apart = {name: torch.zeros(2, 8, 4, 8).transpose(0, 1) for name in Model().names(0)}
     refused(lambda: vllm_kv_layout.vllm_cache(config, caches, apart), "strides", "LBHNC")
+    there = {name: torch.zeros(8, 2, 4, 8) for name in Model().names(0)}
+    (group,) = caches.transfer_groups
+    for on_host, states in ((True, 1), (False, 2)):
+        group.host_resident = on_host
+        changed = dataclasses.replace(group.kv_cache_spec, tokens_per_state=states)
+        kept, group.kv_cache_spec = group.kv_cache_spec, changed
+        refused(
+            lambda: vllm_kv_layout.vllm_cache(config, caches, there),
+            f"states of {states} tokens, or on the host",
+            "NixlConnector",
+        )
+        group.kv_cache_spec = kept
+    group.host_resident = False
     caches.kv_cache_groups[0].kv_cache_spec = kv.MambaSpec(
         block_size=4, shapes=((2,),), dtypes=(torch.float32,)
     )

@@ -153,7 +153,10 @@ def _hand_over_heads(queue: Any) -> None:
 
 def instance_of(host: str, port: int, dp_rank: int, own_ip: str) -> str:
     """Of a prefiller, by its bootstrap server's address, as its own ranks and decoders see it."""
-    ip = socket.gethostbyname(host)
+    try:
+        ip = socket.gethostbyname(host)
+    except OSError as error:
+        raise make(UnavailableError, f"sglang_kv: {host} is no host: {error}") from error
     if ip.startswith(("127.", "0.")):
         ip = own_ip
     return f"{ip}:{port}:dp{dp_rank}"
@@ -348,9 +351,9 @@ class Sender(Sample):
         if sending.error is not None:
             return
         self._pages += [int(page) for page in kv_indices]
-        sending.add_pages(manager.pages(self._pages, this.aux_index, self._skipped))
         end = (self._skipped + len(self._pages)) * manager.kv_args.page_size
         try:
+            sending.add_pages(manager.pages(self._pages, this.aux_index, self._skipped))
             for layer in sending.layers:
                 sending.layer(layer, end)
             if end == sending.total:
