@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from moe_p2p import Engine, kv
 from moe_p2p.fleet import listener
 from moe_p2p.fleet.listener import MOST_STRANGERS
+from moe_p2p.integrations.weights.verl import Checkpoint
 from moe_p2p.kv import channel
 from moe_p2p.mooncake import handshake
 from tests.support.kv_fakes import cache_of
@@ -134,6 +135,32 @@ def test_a_listener_without_file_descriptors_goes_on() -> None:
         made.close()
 
 
+def test_a_listener_without_threads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process has as many as it may: it serves nobody, and later it does."""
+
+    def answer(connection: socket.socket, deadline: Any, proved: Any) -> None:
+        with connection:
+            connection.sendall(b"hello")
+
+    start, tried = threading.Thread.start, list[str]()
+
+    def full(thread: threading.Thread) -> None:
+        if thread.name == "test meets":
+            tried.append(thread.name)
+            if len(tried) <= 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        made = listener.Listener("test", listening, answer, 20)
+        for said in (b"", b"", b"hello"):
+            with connect(made.port) as peer:
+                assert peer.recv(5) == said
+            assert said or not made._strangers
+        made.close()
+
+
 def test_a_message_of_a_peer_is_whole_in_time() -> None:
     here, there = socket.socketpair()
     with here, there:
@@ -172,3 +199,15 @@ def test_a_worker_on_all_interfaces_says_who_is_trusted(
         worker = kv.KVReceiver(engine, cache_of(LAYOUT, 0, 4), instance="d", timeouts=QUICK)
         kv.Membership(worker, kv.TorchLeases(HashStore()), host="0.0.0.0").close()
     assert "d/0: whoever reaches the store of leases may write" in capfd.readouterr().err
+
+
+def test_verls_store_says_who_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once: verl makes a group for each update."""
+    monkeypatch.delenv("MOE_P2P_SECRET", raising=False)
+    made = Checkpoint(64, device="cpu")
+    for _ in range(2):
+        made.prepare()
+    told = capfd.readouterr().err
+    assert told.count("whoever reaches it may write to weights; keep its port within") == 1

@@ -26,6 +26,7 @@ from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import require
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.integrations import derived, required
 from moe_p2p.integrations.weights.engine import own_address
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
@@ -64,6 +65,10 @@ class Checkpoint:
         a group for each update: what one has said ends with its store."""
         self.finalize()
         limit = timedelta(seconds=self.timeout_s)
+        if self._served is None:
+            warn_of_strangers(
+                "the store of verl's groups", "", "whoever reaches it may write to weights"
+            )
         self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
         return {"host": own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
 
