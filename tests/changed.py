@@ -67,6 +67,10 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tests/emulation/": ("gpu/",),
     "tests/kernel_mutations.py": ("gpu/test_emulated_gpu",),
     "tests/rdma/": ("engine/test_rdma",),
+    "tests/engines/": ("engines/",),
+    "tests/support/emulated": ("gpu/test_emulated_gpu",),
+    "tests/support/kv_": ("kv/",),
+    "tests/support/weights_": ("weights/",),
 }
 # Folders of moe_p2p/ that suites of moe_p2p/ itself do not need.
 PRODUCTS = ("kv", "weights", "mooncake", "deep_ep", "integrations", "tools", "examples")
