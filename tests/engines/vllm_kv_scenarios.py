@@ -655,23 +655,16 @@ def what_is_not_carried_is_refused_by_name() -> None:
     refused(lambda: pair(windows).__enter__(), "stage 0 of 2", "2 cache groups")
     apart = {name: torch.zeros(2, 8, 4, 8).transpose(0, 1) for name in Model().names(0)}
     refused(lambda: vllm_kv_layout.vllm_cache(config, caches, apart), "strides", "LBHNC")
-    there = {name: torch.zeros(8, 2, 4, 8) for name in Model().names(0)}
+    tensors = {name: torch.zeros(8, 2, 4, 8) for name in Model().names(0)}
     (group,) = caches.transfer_groups
     for on_host, states in ((True, 1), (False, 2)):
         group.host_resident = on_host
-        changed = dataclasses.replace(group.kv_cache_spec, tokens_per_state=states)
-        kept, group.kv_cache_spec = group.kv_cache_spec, changed
-        refused(
-            lambda: vllm_kv_layout.vllm_cache(config, caches, there),
-            f"states of {states} tokens, or on the host",
-            "NixlConnector",
-        )
-        group.kv_cache_spec = kept
-    group.host_resident = False
+        group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, tokens_per_state=states)
+        words = f"states of {states} tokens, or on the host", "NixlConnector"
+        refused(lambda: vllm_kv_layout.vllm_cache(config, caches, tensors), *words)
     caches.kv_cache_groups[0].kv_cache_spec = kv.MambaSpec(
         block_size=4, shapes=((2,),), dtypes=(torch.float32,)
     )
-    tensors = {name: torch.zeros(8, 2, 4, 8) for name in Model().names(0)}
     refused(
         lambda: vllm_kv_layout.vllm_cache(config, caches, tensors), "MambaSpec", "NixlConnector"
     )

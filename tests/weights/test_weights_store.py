@@ -150,7 +150,7 @@ def test_a_store_that_fails_between_two_words_leaves_no_half_count() -> None:
 
     nothing: Any = None
     board: Any = SimpleNamespace(get=get)
-    engine: Any = SimpleNamespace(imm_value=lambda imm: 3)
+    engine: Any = SimpleNamespace(imm_value=lambda imm: 3, wait_imm=lambda *_: None)
     arrivals = Arrivals(engine, board, nothing, "generator 0#1", [1, 1])
     write: Any = SimpleNamespace
     arrivals.begin([write(source_rank=rank) for rank in (0, 1)])
