@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from moe_p2p import AbortedError, MoeP2pError, TimeoutError
+from moe_p2p import AbortedError, MoeP2pError, ProtocolError, TimeoutError
 from moe_p2p.integrations.weights import engine as engine_weights
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
 from moe_p2p.weights import Param, Shard, WeightLayout, WeightTrainer, job
@@ -206,6 +207,34 @@ def test_what_was_decided_and_is_given_up_is_neither_taken_nor_loaded() -> None:
             each.close()
         assert found.send(3) == [3]
         assert model.holds(3)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_what_an_engine_has_not_loaded_yet_is_no_version(mode: Any) -> None:
+    """In place other tensors have new bytes once the fleet has decided, and the engine may never be
+    told to load the rest. A shadow's have the old ones, all of them."""
+    model, seen = Part(0), list[str]()
+    with world([model], direct=False, fleet=replace(FLEET, mode=mode)) as found:
+        worker = found.workers[0]
+
+        def before_commit() -> None:
+            if mode == "shadow":
+                worker.require_clean()
+                return
+            with pytest.raises(ProtocolError, match="the engine's loader has not ended"):
+                worker.require_clean()
+            assert dict(found.trainers[0].live()) == {None: 1}
+            seen.append("dirty")
+
+        for version in (1, 2):
+            assert found.send(version, before_commit) == [version]
+            worker.require_clean()
+            assert model.holds(version)
+            until = time.monotonic() + LONG_S
+            while dict(found.trainers[0].live()) != {version: 1}:  # it is not waited for
+                assert time.monotonic() < until
+                worker.generator.step()
+    assert len(seen) == (2 if mode == "in_place" else 0)
 
 
 def test_a_session_that_is_not_over_is_not_settled() -> None:

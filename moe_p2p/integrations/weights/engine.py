@@ -48,6 +48,7 @@ from moe_p2p.weights.job import SetUp, prefix_of, source_of
 
 Load = Callable[[list[tuple[str, Tensor]]], Any]
 _LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
+_NOT_LOADED = "the engine's loader has not ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,9 @@ class EngineWeights:
 
     def _keep(self, received: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._received = received
+        if received and self.fleet.mode == "in_place":  # a mix, from here on until `commit`
+            self._broken = _NOT_LOADED
+            self.generator.set_usable(False)
 
     def _agree(self, committed: int) -> int:
         """Workers go to a version in `commit`, which the engine calls on all of them at once."""
@@ -260,7 +264,7 @@ class EngineWeights:
                 self.generator.set_usable(not self._broken)
                 text = "what was decided is given up: its trainers were replaced meanwhile"
                 raise make(AbortedError, f"{self.generator.name}: {text}")
-        self._broken = "the engine's loader has not ended" if self._received else ""
+        self._broken = _NOT_LOADED if self._received else ""
         if self._received:
             try:
                 self._load(list(self._received.items()))
@@ -276,10 +280,10 @@ class EngineWeights:
     def require_clean(self) -> None:
         """Called before the engine continues, with the weights that it loaded by itself too.
         Raises ProtocolError while its tensors are a mix."""
+        self.generator.require_not_dirty()
         if self._broken:
             text = f"{self.generator.name}: its tensors are dirty: {self._broken}"
             raise make(ProtocolError, text)
-        self.generator.require_not_dirty()
 
     def close(self) -> None:
         with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
