@@ -283,10 +283,11 @@ def test_waiting_for_nobody_names_who_is_missing() -> None:
 
 def test_a_stranger_is_refused_and_nobody_else() -> None:
     """It does not know the secret, sends what is no message, or stays silent."""
-    quick = dataclasses.replace(QUICK, connect_s=0.5)
-    with workers(LAYOUT, LAYOUT, timeouts=quick) as found:
+    with workers(LAYOUT, LAYOUT) as found:
         record = found.memberships["prefill/0"].record
-        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64):
+        listener = found.memberships["prefill/0"]._listener
+        for limit_s, sent in ((0.5, b""), (20, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64)):
+            listener._limit_s = limit_s
             with socket.create_connection((record.host, record.port), 10) as stranger:
                 stranger.sendall(sent)
                 with suppress(ConnectionResetError):  # there were bytes that it did not read
