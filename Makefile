@@ -91,7 +91,7 @@ test-again: build
 	@echo "once more, alone: what failed"
 	$(PY) -m pytest -rfE --all-cells --last-failed --last-failed-no-failures=none --progress
 
-lint: $(ENVIRONMENT)
+lint: $(ENVIRONMENT) packages
 	$(PY) tests/lint.py
 
 format: $(ENVIRONMENT)
