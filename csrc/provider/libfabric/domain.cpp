@@ -2,6 +2,7 @@
 
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/log.h"
 #include "provider/libfabric/fence.h"
@@ -71,11 +72,19 @@ LibfabricDomain::LibfabricDomain(const DomainOptions& options)
 LibfabricDomain::~LibfabricDomain() {
   try {
     int quiet = 0;
-    poll_until(Clock::now() + kDrain,
-               [&] { return writes_.num_posted() == 0 && ++quiet > kSettlePolls; });
+    poll_until(Clock::now() + kDrain, [&] {
+      return writes_.num_posted() == 0 && writes_.may_close_endpoint() && ++quiet > kSettlePolls;
+    });
   } catch (const std::exception& error) {
     MOE_P2P_LOG(base::LogLevel::kWarning, name_, ": closing: ", error.what());
   }
+  if (writes_.may_close_endpoint()) return;
+  static auto& kept = *new std::vector<Session>;  // until the process ends: fence.h says why
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(session_));
+  MOE_P2P_LOG(base::LogLevel::kWarning, name_,
+              ": closing: a peer has not answered a read: libfabric keeps what this NIC had open");
 }
 
 DomainLimits LibfabricDomain::limits() const noexcept {
@@ -87,7 +96,9 @@ DomainLimits LibfabricDomain::limits() const noexcept {
 PeerId LibfabricDomain::connect(std::span<const std::byte> address) {
   Address parsed = Address::parse(address, config_.provider);
   const Gate::Control inside(gate_);
-  return peers_.connect(std::move(parsed));
+  const PeerId peer = peers_.connect(std::move(parsed));
+  end_connections();
+  return peer;
 }
 
 void LibfabricDomain::announce(PeerId peer, uint64_t remote_key) {
@@ -103,11 +114,32 @@ void LibfabricDomain::disconnect(PeerId peer) {
   writes_.fail(leaving, {Code::kClosed, 0});
   writes_.refill();
   const auto probe = probed_.find(writer_name(leaving.address.name));
-  if (probe != probed_.end() && peers_.num_at(leaving.address.name) == 2) {
-    peers_.disconnect(probe->second);  // it would keep the connection
+  const uint32_t users = peers_.num_at(leaving.address.name);
+  if (probe != probed_.end() && users == 2) {  // it would keep the connection
+    leaving_.push_back({probe->second, Clock::now()});
     probed_.erase(probe);
+  } else if (users == 1 && !writes_.may_end_connection(leaving, false)) {
+    leaving_.push_back({peers_.connect(leaving.address), Clock::now()});
   }
   peers_.disconnect(peer);
+  end_connections();
+}
+
+size_t LibfabricDomain::num_addresses() const {
+  const Gate::Control inside(gate_);
+  return peers_.num_addresses();
+}
+
+void LibfabricDomain::end_connections() {
+  const auto now = Clock::now();
+  std::erase_if(leaving_, [&](const Leaving& leaving) {
+    const Peer& peer = peers_.at(leaving.id);
+    const bool is_last = peers_.num_at(peer.address.name) == 1;
+    if (is_last && !writes_.may_end_connection(peer, now - leaving.since >= kConnected))
+      return false;
+    peers_.disconnect(leaving.id);
+    return true;
+  });
 }
 
 MemoryKey LibfabricDomain::register_memory(const MemorySpan& span) {
@@ -185,8 +217,8 @@ void LibfabricDomain::end_half_writes(uint64_t remote_key) {
     std::erase_if(asked, [&](WriterName writer) { return is_quiet(writer, begin); });
     return asked.empty();
   });
-  if (asked.empty()) return;
   const Gate::Control inside(gate_);
+  if (asked.empty()) return forget_gone_writers();
   for (const WriterName writer : asked) writers_.note(Writers::announcement(writer, remote_key));
   throw base::Error(
       Code::kTimeout,
@@ -196,6 +228,17 @@ void LibfabricDomain::end_half_writes(uint64_t remote_key) {
                    kAnswer.count(),
                    " ms: they may send the rest, so it must not be freed before they "
                    "answer or have ended, or this NIC is closed"));
+}
+
+void LibfabricDomain::forget_gone_writers() {
+  std::erase_if(probed_, [&](const auto& probed) {
+    const Peer& peer = peers_.at(probed.second);
+    if (peers_.num_at(peer.address.name) > 1 || writes_.is_connected(peer)) return false;
+    leaving_.push_back({peer.id, Clock::now()});
+    return true;
+  });
+  std::erase_if(down_, [&](WriterName writer) { return !writers_.knows(writer); });
+  end_connections();
 }
 
 bool LibfabricDomain::is_quiet(WriterName writer, Clock::time_point since) {
@@ -209,9 +252,9 @@ bool LibfabricDomain::is_quiet(WriterName writer, Clock::time_point since) {
   if (peer.probe == Peer::Probe::kPosted) return false;
   const auto patience = down_.contains(writer) ? kConnectedAgain : kConnected;
   if (Clock::now() - since < patience || writes_.has_posted_to(peer.address.name)) return false;
-  // It stays in probed_: libfabric 1.17 crashes where an address is removed whose connection is
-  // neither made nor given up.
   down_.insert(writer);
+  leaving_.push_back({peer.id, since});
+  probed_.erase(probed);
   return true;
 }
 

@@ -56,6 +56,8 @@ class LibfabricDomain final : public Domain {
   size_t poll(std::span<Completion> completions) noexcept override;
   bool idle() const noexcept override;
 
+  size_t num_addresses() const;  // in libfabric's address vector
+
  private:
   // Polls on behalf of a control call until ready() or the deadline, alternating with the polling
   // thread; completions are kept for poll().
@@ -67,6 +69,9 @@ class LibfabricDomain final : public Domain {
   // or never will. Throws Error{kTimeout} where a peer leaves that open.
   void end_half_writes(uint64_t remote_key);
   bool is_quiet(WriterName writer, platform::Clock::time_point since);
+  // Ends the connections to addresses that nobody uses, as far as libfabric can by now.
+  void end_connections();
+  void forget_gone_writers();
   size_t take_ready(std::span<Completion> completions) noexcept;
   size_t read_queue(std::span<Completion> completions) noexcept;
   size_t read_error(std::span<Completion> completions) noexcept;
@@ -90,6 +95,11 @@ class LibfabricDomain final : public Domain {
   Writers writers_;
   std::map<WriterName, PeerId> probed_;  // writers that have answered, or are asked
   std::set<WriterName> down_;            // not connected when they were asked last
+  struct Leaving {
+    PeerId id;  // of no other use
+    platform::Clock::time_point since;
+  };
+  std::vector<Leaving> leaving_;
 };
 
 }  // namespace libfabric

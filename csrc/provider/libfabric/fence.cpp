@@ -50,9 +50,13 @@ std::string why_no_cross_memory_attach() {
 
 }  // namespace
 
-bool ends_connections(const Config& config, const Info& info) {
-  return config.is_software() && info.addr_format == kFormatSockaddrIn &&
+bool is_tcp_of_rxm(const Config& config, const Info& info) {
+  return config.is_software() &&
          std::string_view(info.fabric_attr->prov_name).find("ofi_rxm") != std::string_view::npos;
+}
+
+bool ends_connections(const Config& config, const Info& info) {
+  return is_tcp_of_rxm(config, info) && info.addr_format == kFormatSockaddrIn;
 }
 
 std::string why_no_fence(const Config& config, const Info& info) {

@@ -65,11 +65,11 @@ PeerId Peers::connect(Address address) {
     const int inserted = av.ops->insert(&av, address.name.data(), 1, &fi_addr, 0, nullptr);
     MOE_P2P_CHECK(inserted == 1, Code::kTransport, name_, ": cannot use the peer's address: ",
                   inserted < 0 ? error_text(inserted) : std::string("it was not accepted"));
-    entry = entries_.emplace(address.name, Entry{fi_addr, 0}).first;
+    entry = entries_.emplace(address.name, Entry{fi_addr}).first;
   }
   ++entry->second.num_peers;
   const auto id = static_cast<PeerId>(peers_.size());
-  peers_.push_back(std::make_unique<Peer>(id, std::move(address), entry->second.fi_addr));
+  peers_.push_back(std::make_unique<Peer>(id, std::move(address), &entry->second));
   return id;
 }
 

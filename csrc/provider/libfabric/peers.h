@@ -27,10 +27,17 @@ struct Address {
   static Address parse(std::span<const std::byte> bytes, const std::string& provider);
 };
 
+// An entry of the address vector, one per address: providers differ in the meaning of a second one.
+struct Entry {
+  uint64_t fi_addr = kAddressNotAvailable;
+  uint32_t num_peers = 0;
+  bool refused = false;  // libfabric did not take what was posted there last
+};
+
 struct Peer {
   PeerId id;
   Address address;
-  uint64_t fi_addr = kAddressNotAvailable;
+  Entry* entry;
   bool connected = true;
   // Writes that libfabric has not taken yet (Writes).
   Slot* first = nullptr;
@@ -58,7 +65,10 @@ class Peers {
   void disconnect(PeerId id);
   // How many are connected to this address.
   uint32_t num_at(const base::Bytes& name) const { return entries_.at(name).num_peers; }
+  size_t num_addresses() const { return entries_.size(); }
 
+  // Also of one that was disconnected.
+  const base::Bytes& name_of(PeerId id) const noexcept { return peers_[id]->address.name; }
   // Returns a peer that can be written to without a handshake; null when there is none.
   Peer* find_answered() noexcept {
     for (const auto& peer : peers_)
@@ -71,16 +81,10 @@ class Peers {
   }
 
  private:
-  // One entry of the address vector per address: providers differ in the meaning of a second entry.
-  struct Entry {
-    uint64_t fi_addr;
-    uint32_t num_peers;
-  };
-
   const Session& session_;
   const std::string name_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by id; ids are not reused
-  std::map<base::Bytes, Entry> entries_;
+  std::map<base::Bytes, Entry> entries_;      // they stay where they are
 };
 
 }  // namespace moe_p2p::provider::libfabric

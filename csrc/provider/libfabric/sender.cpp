@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "provider/libfabric/fence.h"
+
 namespace moe_p2p::provider::libfabric {
 
 using base::Code;
@@ -29,6 +31,7 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
       timeout_(config.timeout),
       // shm of libfabric 1.17 delivers an empty write and then never completes it.
       bytes_when_empty_(config.provider == "shm" ? 1 : 0),
+      over_rxm_(is_tcp_of_rxm(config, *session.info)),
       completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
       // A read's completion is its delivery. Without the flag shm reads the peer's memory itself,
       // and looks at no key (smr_rma.c, smr_do_fast_rma, of 1.17).
@@ -39,7 +42,7 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
       shares_queue_(config.is_efa()),
       queue_size_(shares_queue_ ? session.info->tx_attr->size : ~size_t{0}) {
   // Twice: slots of peers given up on the data path stay taken until libfabric returns them.
-  add_slots(size_t{2} * max_in_flight_);
+  add_slots(size_t{over_rxm_ ? 3u : 2u} * max_in_flight_);
 }
 
 void Writes::add_slots(size_t count) {
@@ -84,6 +87,7 @@ inline void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   slot.peer = request.peer;
   slot.has_imm = request.has_imm;
   slot.is_read = request.is_read;
+  slot.bytes_sent = false;
   slot.state = Slot::State::kWaiting;
   Peer* peer = peers_.find(request.peer);
   if (!broken_.ok()) return complete(slot, broken_);
@@ -132,12 +136,43 @@ bool Writes::probe(Peer& peer) {
   return peer.probe == Peer::Probe::kAnswered;
 }
 
-bool Writes::has_posted_to(const base::Bytes& name) const noexcept {
+namespace {
+
+bool is_posted(const Slot& slot) {
+  return slot.state != Slot::State::kFree && slot.state != Slot::State::kWaiting;
+}
+
+}  // namespace
+
+bool Writes::has_posted_to(const base::Bytes& name, What what) const noexcept {
   return std::ranges::any_of(slots_, [&](const Slot& slot) {
-    if (slot.state == Slot::State::kFree || slot.state == Slot::State::kWaiting) return false;
-    const Peer* peer = peers_.find(slot.peer);
-    return peer && peer->address.name == name;
+    return is_posted(slot) && (what == What::kAll || slot.is_read) &&
+           peers_.name_of(slot.peer) == name;
   });
+}
+
+bool Writes::is_connected(const Peer& peer) {
+  refill();
+  return has_posted_to(peer.address.name) || post_empty(peer, Slot::State::kAbandoned, {}) == 0;
+}
+
+bool Writes::may_close_endpoint() const noexcept {
+  return !over_rxm_ || std::ranges::none_of(slots_, [](const Slot& slot) {
+    return is_posted(slot) && slot.is_read;
+  });
+}
+
+// ofi_rxm of 1.17 crashes when it ends a connection that it does not have: after one that failed at
+// once, or that the peer refused because its own is on its way (rxm_conn.c, rxm_av_remove_handler).
+// There is none of these while it takes what is posted; where it is to be asked again later, it has
+// begun another one.
+bool Writes::may_end_connection(const Peer& peer, bool waited) {
+  if (!over_rxm_) return true;
+  if (has_posted_to(peer.address.name, What::kReads)) return false;
+  if (!peer.entry->refused) return true;
+  refill();
+  const ssize_t result = post_empty(peer, Slot::State::kAbandoned, {});
+  return result == 0 || (result == -EAGAIN && (waited || has_posted_to(peer.address.name)));
 }
 
 // --- posting ---
@@ -173,7 +208,10 @@ bool Writes::push(Peer& peer) noexcept {
     if (slot->is_read && shares_queue_ && chain_length_ > 0)
       return false;  // again at the next poll
     const bool more = !slot->is_read && chain_length_ + 1 < kChain && goes_on(*slot, peer);
-    const ssize_t result = post(*slot, peer, more ? kMore : 0, slot->imm);
+    ssize_t result = 0;
+    if (over_rxm_ && slot->has_imm && slot->bytes != 0 && !slot->bytes_sent)
+      result = post_bytes(*slot, peer);
+    if (result == 0) result = post(*slot, peer, more ? kMore : 0, slot->imm);
     const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
     if (result == -EAGAIN && is_full()) {
       if (!has_stalled()) return false;
@@ -234,8 +272,30 @@ ssize_t Writes::post_empty(const Peer& peer, Slot::State state,
   slot.remote_key = peer.address.scratch_key;
   slot.peer = peer.id;
   slot.has_imm = data.has_value();
+  return post_beside(slot, peer, state, data.value_or(0));
+}
+
+ssize_t Writes::post_bytes(Slot& slot, const Peer& peer) noexcept {
+  if (free_.empty()) return -EAGAIN;
+  Slot& bytes = *free_.back();
+  bytes.region = slot.region;
+  bytes.local = slot.local;
+  bytes.bytes = slot.bytes;
+  bytes.remote_addr = slot.remote_addr;
+  bytes.remote_key = slot.remote_key;
+  bytes.peer = slot.peer;
+  bytes.has_imm = false;
+  const ssize_t result = post_beside(bytes, peer, Slot::State::kAbandoned, 0);
+  slot.bytes_sent = result == 0;
+  return result;
+}
+
+// `slot`: the last free one, filled.
+ssize_t Writes::post_beside(Slot& slot, const Peer& peer, Slot::State state,
+                            uint64_t data) noexcept {
   slot.is_read = false;
-  if (const ssize_t result = post(slot, peer, 0, data.value_or(0)); result != 0) return result;
+  slot.bytes_sent = false;
+  if (const ssize_t result = post(slot, peer, 0, data); result != 0) return result;
   free_.pop_back();
   slot.state = state;
   ++slot.region->num_writes;
@@ -253,20 +313,27 @@ ssize_t Writes::post_announced(Peer& peer) noexcept {
 }
 
 inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags, uint64_t data) noexcept {
-  const iovec local{const_cast<std::byte*>(slot.local), slot.bytes};
-  const RmaIov remote{slot.remote_addr, slot.bytes, slot.remote_key};
+  iovec local{const_cast<std::byte*>(slot.local), slot.bytes};
+  RmaIov remote{slot.remote_addr, slot.bytes, slot.remote_key};
+  if (slot.bytes_sent) {
+    local.iov_len = 0;
+    remote = {peer.address.scratch_addr, 0, peer.address.scratch_key};
+  }
   const RmaMessage message{.msg_iov = &local,
                            .desc = &slot.region->descriptor,
                            .iov_count = 1,
-                           .addr = peer.fi_addr,
+                           .addr = peer.entry->fi_addr,
                            .rma_iov = &remote,
                            .rma_iov_count = 1,
                            .context = &slot.context,
                            .data = data};
   if (slot.has_imm) flags |= kRemoteCqData;
   Endpoint& endpoint = *session_.endpoint;
-  if (slot.is_read) return endpoint.rma->readmsg(&endpoint, &message, flags | read_flags_);
-  return endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
+  const ssize_t result =
+      slot.is_read ? endpoint.rma->readmsg(&endpoint, &message, flags | read_flags_)
+                   : endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
+  peer.entry->refused = result != 0;
+  return result;
 }
 
 // The clock is read when a full queue refuses, not at each completion.

@@ -9,6 +9,9 @@
 // rung by an empty write. Reads are in no chain: EFA begins one of its own for each read, also when
 // another is open (efa_rdm_pke.c, efa_rdm_pke_read, of 1.20 to 1.22).
 //
+// Over tcp a write with bytes and an immediate is two of libfabric's: fence.h says why. Connections
+// are in order, so the immediate comes behind the bytes.
+//
 // A full shared queue refuses all peers: a peer's patience counts only its own refusals, the
 // queue's patience counts from the last completion.
 #pragma once
@@ -27,8 +30,9 @@ namespace moe_p2p::provider::libfabric {
 // One accepted write or read. libfabric has the address of `context` while the write is posted. The
 // rest is one cache line: between two batches of writes, it falls out of the caches.
 struct alignas(64) Slot {
-  // kAbandoned: reported to the engine as complete, or none of its writes, and not yet returned by
-  // libfabric. kProbe: so, and its peer waits for it (Peer::probe).
+  // kAbandoned: reported to the engine as complete, or none of its writes, or the bytes of a write
+  // whose immediate follows; not yet returned by libfabric. kProbe: so, and its peer waits for it
+  // (Peer::probe).
   enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned, kProbe };
 
   Context context{};  // first: a completion's op_context is the slot's address
@@ -43,6 +47,7 @@ struct alignas(64) Slot {
   PeerId peer = 0;
   bool has_imm = false;
   bool is_read = false;
+  bool bytes_sent = false;  // in a slot of their own: what is left to post is the immediate
   State state = State::kFree;
 };
 static_assert(sizeof(Slot) == sizeof(Context) + 64);
@@ -70,7 +75,15 @@ class Writes {
   void announce(Peer& peer, uint64_t announcement);
   // Control: asks the peer, once; true when it has answered, or its connection has ended.
   bool probe(Peer& peer);
-  bool has_posted_to(const base::Bytes& name) const noexcept;  // by any of its Peers
+  // To this address, by any Peer that it has or had. kReads: reads alone.
+  enum class What { kAll, kReads };
+  bool has_posted_to(const base::Bytes& name, What what = What::kAll) const noexcept;
+  // Control: asks libfabric.
+  bool is_connected(const Peer& peer);
+  // Control: whether libfabric can end the connection to the peer now. `waited`: it had time to be
+  // made, or to fail.
+  bool may_end_connection(const Peer& peer, bool waited);
+  bool may_close_endpoint() const noexcept;
   // Control: replaces abandoned slots, which may never be returned.
   void refill();
 
@@ -86,6 +99,8 @@ class Writes {
   bool push(Peer& peer) noexcept;
   ssize_t post(Slot& slot, const Peer& peer, uint64_t flags, uint64_t data) noexcept;
   ssize_t post_empty(const Peer& peer, Slot::State state, std::optional<uint64_t> data) noexcept;
+  ssize_t post_bytes(Slot& slot, const Peer& peer) noexcept;
+  ssize_t post_beside(Slot& slot, const Peer& peer, Slot::State state, uint64_t data) noexcept;
   ssize_t post_announced(Peer& peer) noexcept;
   void leave(const Slot& slot) noexcept;
   bool goes_on(const Slot& slot, const Peer& peer) const noexcept;
@@ -104,6 +119,7 @@ class Writes {
   const uint32_t max_in_flight_;
   const std::chrono::milliseconds timeout_;
   const uint32_t bytes_when_empty_;
+  const bool over_rxm_;  // tcp's, with its limits (fence.h)
   const uint64_t completion_flags_, read_flags_;
   Regions& regions_;
   Peers& peers_;

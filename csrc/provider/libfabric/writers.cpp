@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace moe_p2p::provider::libfabric {
@@ -47,6 +48,10 @@ void Writers::note(uint64_t announcement) noexcept {
     ++used_;
     return;
   }
+}
+
+bool Writers::knows(WriterName writer) const {
+  return std::ranges::any_of(table_, [&](uint64_t entry) { return entry >> 16 == writer; });
 }
 
 std::vector<WriterName> Writers::take(uint64_t remote_key) {

@@ -32,6 +32,7 @@ class Writers {
   void note(uint64_t announcement) noexcept;
   // The writers of the memory, which are forgotten.
   std::vector<WriterName> take(uint64_t remote_key);
+  bool knows(WriterName writer) const;
   bool full() const noexcept { return full_; }
 
  private:
