@@ -43,9 +43,9 @@ class Board:
     def put(self, key: str, value: object, *, wait: bool = True) -> None:
         """Where it fails, or the store loses it, it is put again once the store is back, unless it
         was dropped. wait: for the answer."""
-        at, word = self._at(key), json.dumps(value)
-        self.client.words[at] = word
-        (self.client.run if wait else self.client.post)(lambda store: store.set(at, word))
+        answer = self.client.put(self._at(key), json.dumps(value))
+        if wait:
+            self.client.wait(answer)
 
     def say(self, key: str, value: object) -> None:
         """`put`, where nothing depends on when others see it."""
@@ -75,11 +75,31 @@ class Board:
         with suppress(StoreError):  # a store that cannot delete keeps it
             self.client.run(lambda store: store.delete_key(self._at(key)))
 
-    def withdraw(self) -> None:
-        """Drops all that this client has put; where nobody reads it any more."""
+    def withdraw(
+        self, over: Callable[[str], bool] = lambda key: True, *, leaves: bool = False
+    ) -> None:
+        """Drops what this client has put, where nobody reads it any more. leaves: it puts nothing
+        from here on."""
         prefix = self._at("")
-        for at in list(self.client.words):
-            self.drop(at.removeprefix(prefix))
+        self.client.take_back(
+            lambda at: at.startswith(prefix) and over(at.removeprefix(prefix)), leaves=leaves
+        )
+
+    def sweep(self, over: Callable[[str], bool]) -> None:
+        """Drops what members have put that are no more. A store that cannot list it keeps it."""
+        prefix = self._at("")
+
+        def drop(store: Any) -> None:
+            try:
+                keys = store.list_keys()
+            except (AttributeError, NotImplementedError):
+                return
+            for at in keys:
+                if at.startswith(prefix) and over(at.removeprefix(prefix)):
+                    store.delete_key(at)
+
+        with suppress(StoreError):
+            self.client.run(drop)
 
     def wait(
         self,

@@ -40,6 +40,7 @@ _SILENCE_S = 2.5
 _AGAIN_S = 0.02  # between two looks at where a thread waits whose call is to end
 # Numbers of the system calls in which torch waits for an answer: recv, and poll for a first one.
 _RECVFROM, _POLL = (207, 73) if platform.machine() == "aarch64" else (45, 7)
+_LEFT = "this member has left its fleet"
 _PROBE_S = 1.0  # torch tries for minutes to connect; a socket says at once that nobody serves
 
 
@@ -141,6 +142,7 @@ class Client:
         self._name = _address(store) or type(store).__name__
         self._shared, self._first = _Shared(store, connect), store if alone else None
         self._lock, self._patience, self._closed = threading.Lock(), _PATIENCE_S, False
+        self._putting, self._left = threading.Lock(), False  # words go out in one order
         self._pending: set[Future[Any]] = set()
         self._limits = threading.local()
         self.words = self._shared.words
@@ -164,9 +166,12 @@ class Client:
 
     def run(self, access: Callable[[Any], T]) -> T:
         """Returns what `access` does with the store. Raises StoreError."""
+        return self.wait(self.post(access))
+
+    def wait(self, answer: Future[T]) -> T:
+        """For what was posted."""
         deadline: Deadline | None = getattr(self._limits, "deadline", None)
         limit = _ANSWER_S if deadline is None else max(deadline.left, _LEAST_S)
-        answer: Future[T] = self.post(access)
         try:
             return answer.result(limit)
         except ClosedError:
@@ -184,7 +189,7 @@ class Client:
     def post(self, access: Callable[[Any], T]) -> Future[T]:
         """The same without waiting."""
         if self._closed:
-            raise make(ClosedError, "this member has left its fleet")
+            raise make(ClosedError, _LEFT)
         answer: Future[T] = Future()
         with self._lock:
             if not self._threads:
@@ -195,12 +200,38 @@ class Client:
         answer.add_done_callback(self._pending.discard)
         return answer
 
+    def put(self, at: str, word: str) -> Future[None]:
+        """Posts a word, which is put again where the store loses it."""
+        with self._putting:
+            if self._left:
+                raise make(ClosedError, _LEFT)
+            self.words[at] = word
+            return self.post(lambda store: store.set(at, word))
+
+    def take_back(self, over: Callable[[str], bool], *, leaves: bool) -> None:
+        """Deletes words, but for those that another member has put over this one's. leaves: none is
+        put from here on."""
+        with self._putting:
+            self._left = self._left or leaves
+            gone = {at: self.words.pop(at).encode() for at in list(self.words) if over(at)}
+            if not gone:
+                return
+
+            def delete(store: Any) -> None:
+                for at, word in gone.items():
+                    if store.check([at]) and bytes(store.get(at)) == word:
+                        store.delete_key(at)
+
+            answer = self.post(delete)
+        with suppress(StoreError):  # a store that cannot delete keeps them
+            self.wait(answer)
+
     def close(self) -> None:
         """Who waits for an answer raises ClosedError."""
         self._closed = True
         for each in list(self._pending):
             with suppress(Exception):  # it has one
-                each.set_exception(make(ClosedError, "this member has left its fleet"))
+                each.set_exception(make(ClosedError, _LEFT))
         _end(self._threads)
 
     def _leave_behind(self) -> None:

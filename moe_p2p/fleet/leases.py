@@ -49,6 +49,7 @@ class TorchLeases:
         self._renewals = 0
         self._seen: dict[int, tuple[bytes, float]] = {}  # by place: value, since when
         self._found: dict[str, bytes] = {}  # at the last look
+        self.renewed: set[str] = set()  # of these, who has renewed between two looks
         self._returns, self._back = self.client.returns, -math.inf  # when the store came back
 
     def renew(self, name: str, record: bytes) -> None:
@@ -63,14 +64,27 @@ class TorchLeases:
         if place >= 0:
             self.client.run(lambda store: self._replace(store, place, value, ""))
 
+    def end(self, name: str) -> None:
+        """Of a process that another one has replaced: its place is free for that one."""
+
+        def clear(store: Any) -> None:
+            for place, value in enumerate(self._values(store)):
+                if value and json.loads(value)[0] == name:
+                    self._replace(store, place, value.decode(), "")
+
+        self.client.run(clear)
+
     def members(self) -> dict[str, bytes]:
         values = self.client.run(self._values)
         now, found, over = self._clock(), {}, list[tuple[int, bytes]]()
         for place, value in enumerate(values):
+            before, _ = self._seen.get(place, (value, now))
             age = self._age(place, value, now)
             if value and age <= self._lease_s:
                 name, _, record = json.loads(value)
                 found[name] = record.encode()
+                if value != before:
+                    self.renewed.add(name)
             elif value and age > 2 * self._lease_s:
                 over.append((place, value))
         if self.client.returns != self._returns:
@@ -81,7 +95,7 @@ class TorchLeases:
             self.client.run(
                 lambda store: [self._replace(store, i, v.decode(), "") for i, v in over]
             )
-        self._found = found
+        self._found, self.renewed = found, self.renewed & found.keys()
         return dict(found)
 
     def _age(self, place: int, value: bytes, now: float) -> float:

@@ -45,6 +45,7 @@ class _Beat:
     ) -> None:
         self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
         self.board = board
+        self.before = ""  # the id that had this name
         self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
         self.awake = threading.Event()
         self.then: Callable[[], None] = lambda: None  # at the end of each beat
@@ -55,8 +56,17 @@ class _Beat:
             before = self.board.get(key)
             claim = newer(before["claim"] if before else 0)
             if self.board.swap(key, before, {"id": self.who, "claim": claim}):
-                self.record["claim"] = claim
+                self.record["claim"], self.before = claim, before["id"] if before else ""
+                if self.before:
+                    self.leases.end(self.before)
                 return
+
+    def give_up_the_name(self) -> None:
+        """Who claims it within this moment claims it again at its next look."""
+        key = f"{name_of(self.who)} is"
+        found = self.board.get(key)
+        if found is not None and found["id"] == self.who:
+            self.board.drop(key)
 
     def look(self) -> None:
         """Whether the name is still this process's. A store that has lost it has it again, and one
@@ -99,6 +109,7 @@ class _Beat:
             try:
                 with suppress(Exception), self.leases.client.within(Deadline(_LEAVE_S)):
                     self.leases.withdraw(self.who)
+                    self.give_up_the_name()
             finally:
                 self.lock.release()
 
@@ -122,6 +133,7 @@ class Member:
         then: Callable[[Member], None] | None = None,
     ) -> None:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
+        self._board = board
         self._leases = leases or TorchLeases(board.client, lease_s, prefix=board.prefix)
         self._beat = _Beat(board, self._leases, self.id, {**record, "letter": letter()}, lease_s)
         self._looked = 0.0
@@ -138,6 +150,12 @@ class Member:
         """Adds to the record that others read."""
         self._beat.record |= changes
         self._beat.renew()
+
+    def sweep(self) -> None:
+        """Drops what the process before this one said, where that has not left by `close`."""
+        before = self._beat.before
+        if before:
+            self._board.sweep(lambda key: before in key)
 
     def wake(self) -> None:
         """The thread looks and renews now."""
@@ -165,6 +183,12 @@ class Member:
         self._looked = time.monotonic()
         found = {who: json.loads(each) for who, each in self._leases.members().items()}
         return current(found)
+
+    def renewed(self) -> dict[str, Record]:
+        """Of `members`, those that have renewed their lease since this one looked first: a process
+        that was killed has one for a while."""
+        found = self.members()
+        return {who: each for who, each in found.items() if who in self._leases.renewed}
 
     def lost(self, among: Iterable[str], since: float) -> list[str]:
         """Returns the ids of `among` without a lease, and those that were replaced.

@@ -14,6 +14,9 @@ from moe_p2p.mooncake.memory import Table
 
 # Regions of memory that is gone stay with a connection; above this many it is made anew.
 _MOST_GONE = 64
+# Peers that are known: one that began anew has another port, and the one before is asked for no
+# more. Too few: transfers to many peers connect each time.
+_MOST_KNOWN = 1024
 
 
 class Remote:
@@ -82,6 +85,7 @@ class Peers:
             known = self._remotes.get(session)
             if known is not None and not asks:
                 known.users += 1
+                self._remotes[session] = self._remotes.pop(session)  # it was used last
                 return known
         answer = handshake.ask(session, {"memory": True})
         with self._lock:
@@ -95,6 +99,10 @@ class Peers:
                 known = self._remotes[session] = Remote(self._engine, answer)
             known.update(answer)
             known.users += 1
+            self._remotes[session] = self._remotes.pop(session)
+            idle = [name for name, each in self._remotes.items() if not each.users]
+            for name in idle[: max(len(self._remotes) - _MOST_KNOWN, 0)]:
+                self.drop(name, self._remotes[name])
             return known
 
     def give_back(self, remote: Remote) -> None:

@@ -132,17 +132,16 @@ class WeightGenerator:
         self._lookout: Lookout | None = None
         self._usable = True  # else it reports no version
         deadline, self._began = Deadline(timeout_s), time.monotonic()
-        job.publish(self._board, layout)
-        if rank == 0 and not replica:
-            self._board.put("generator layout", layout.digest)
         self._signature = joining.signature(layout, rank, self._tensors)
         record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
                   "engine": [attempt.generator_name(replica, each) for each in engine_ranks],
                   "signature": self._signature}  # fmt: skip
         with set_up.heard(self._board.client.close):
+            job.publish(self._board, layout)
             self._job = job.find(self._board, set_up, deadline)
             self.plan = job.plan_of(self._board, self._job, layout, deadline)
-            self._check_layout(replica, deadline)
+            if not replica:
+                self._check_layout(deadline)
             self._reached("planned")
             self._inbox = Inbox(
                 engine,
@@ -153,12 +152,13 @@ class WeightGenerator:
                 finalize=finalize,
                 watermark=watermark,
             )
+            self._lent = Lent(engine, self._tensors)
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
                        "buffer_bytes": len(self._inbox.buffer)}  # fmt: skip
-        self._lent = Lent(engine, self._tensors)
         self._member = Member(self._board, self.name, record, lease_s)
         self._returns = self._board.client.returns
         with set_up.heard(self.close):
+            self._member.sweep()
             self._board.put(f"live/{self._member.id}", self._lent.address())
             self._serve(self._job, 1)
             self._reached("registered")
@@ -169,11 +169,12 @@ class WeightGenerator:
         if self.version is not None:
             self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())
 
-    def _check_layout(self, replica: str, deadline: Deadline) -> None:
-        found = None if replica else self._board.get("generator layout")
-        if found not in (None, self._layout.digest):
-            first = job.layout_of(self._board, found, "generator 0", deadline)
-            text = f"another layout than generator 0: {self._layout.difference(first)}"
+    def _check_layout(self, deadline: Deadline) -> None:
+        """Founders of a job have one layout; once it has met, `update` compares who is there."""
+        found = job.say_layout(self._board, self._job, self._layout, self.name)
+        if found["digest"] != self._layout.digest and self._board.get(job.FOUNDED) is None:
+            first = job.layout_of(self._board, found["digest"], found["of"], deadline)
+            text = f"another layout than {found['of']}: {self._layout.difference(first)}"
             raise make(ProtocolError, f"{self.name} has {text}")
 
     def _serve(self, found: Job, number: int) -> None:
@@ -285,6 +286,7 @@ class WeightGenerator:
 
     def _give_back(self) -> None:
         """The tensors are the caller's: who still reads them finds that they are no version."""
+        job.withdraw(self._board)
         self._board.client.close()  # a look that is under way ends at its next word
         if self._lookout is not None:
             self._lookout.stop(self.timeout_s)
@@ -450,6 +452,8 @@ class WeightGenerator:
         if found.source != self._job.source:
             self.plan = job.plan_of(self._board, found, self._layout, Deadline(self.timeout_s))
             self._inbox.replan(self.plan)
+        over = self._job.key("")
+        self._board.withdraw(lambda key: key.startswith(over))
         self._serve(found, self._current(found))
         if self._open:
             self._offer()

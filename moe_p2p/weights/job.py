@@ -7,6 +7,7 @@ store".
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from moe_p2p import log
-from moe_p2p.errors import AbortedError, InvalidArgumentError, TimeoutError, make
+from moe_p2p.errors import AbortedError, InvalidArgumentError, MoeP2pError, TimeoutError, make
 from moe_p2p.fleet.board import Board, newer
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import check_letter, letter
-from moe_p2p.fleet.member import Member, ReplacedError, name_of
+from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
 
@@ -29,6 +30,7 @@ FOUNDED = "founded"  # the first job has met its generators
 REFUSED = "refused"
 _LOOK_S = 0.002
 _SAY_S = 2.0  # who refuses waits so long for a store that is gone
+_LEAVE_S = 1.0  # and who leaves
 
 
 def prefix_of(name: str) -> str:
@@ -136,7 +138,23 @@ def open_job(board: Board, layout: WeightLayout) -> None:
         number = newer(before["job"] if before else 0)
         now = {"job": number, "attempt": 0, "source": layout.digest, "letter": letter()}
         if board.swap(NOW, before, now):
-            return
+            break
+    if before:  # nobody reads what is of an earlier job any more
+        board.sweep(lambda key: _job_of(key) < number)
+
+
+def _job_of(key: str) -> float:
+    first = key.partition("/")[0]
+    return int(first) if first.isdigit() else math.inf
+
+
+def withdraw(board: Board) -> None:
+    """By who leaves: all that it has said, but what others go on to read."""
+    with suppress(MoeP2pError), board.within(Deadline(_LEAVE_S)):
+        board.withdraw(
+            lambda key: key not in (FOUNDED, REFUSED) and not key.startswith(layout_key("")),
+            leaves=True,
+        )
 
 
 def meet(
@@ -232,6 +250,37 @@ def _late(board: Board, now: Mapping[str, Any]) -> str:
     count = WeightLayout.from_bytes(bytes.fromhex(data)).world_size if data else 1
     late = [i for i in range(count) if board.get(f"{now['job']}/trainer {i}") is None]
     return ", ".join(f"trainer {i}" for i in late) or "trainer 0"
+
+
+def say_layout(board: Board, job: Job, layout: WeightLayout, who: str) -> Any:
+    """By founders that have found the job: returns what the first of them said."""
+    return board.decide(job.key("layout"), {"digest": layout.digest, "of": who})
+
+
+def generators_layout(
+    board: Board, member: Member, set_up: SetUp, job: Job, deadline: Deadline
+) -> WeightLayout:
+    """By trainers: of founders that have found this very job, or of generators that run, which have
+    renewed their lease meanwhile; after a lease replicas are enough."""
+    key, began = job.key("layout"), time.monotonic()
+    while (found := board.get(key)) is None:
+        there = dict[str, Record]()
+        if job.founded:
+            late = time.monotonic() - began > member.lease_s
+            there = {who: each for who, each in member.renewed().items()
+                     if who.startswith("generator") and not each["joining"]
+                     and (late or not each["replica"])}  # fmt: skip
+        if there:
+            first = min(there, key=lambda who: (there[who]["replica"], who))
+            board.decide(key, {"digest": there[first]["digest"], "of": name_of(first)})
+            continue
+        set_up.listen()
+        member.check()
+        if not deadline.left:
+            text = f"within {deadline.timeout_s:g} s no word from generator 0"
+            raise make(TimeoutError, text)
+        time.sleep(min(0.05, member.lease_s / 8) if job.founded else _LOOK_S)
+    return layout_of(board, found["digest"], found["of"], deadline)
 
 
 def plan_of(board: Board, job: Job, layout: WeightLayout, deadline: Deadline) -> WeightPlan:

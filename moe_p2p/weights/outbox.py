@@ -5,7 +5,6 @@ Used by trainer.py, which agrees with others on what is sent to whom; nothing he
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,7 +46,6 @@ class Outbox:
         self._registered: dict[str, Any] = {}
         self._ring: Any = None
         self._exchange: MaximaExchange | None = None
-        self._met = ""
         self._grouped: tuple[object, list[tuple[list[int], Batch]]] = ((), [])
         self._sending: tuple[Mapping[str, tuple[str, int]], Sending] = ({}, {})  # of all names
         self._deadline: Deadline | None = None
@@ -130,30 +128,22 @@ class Outbox:
 
     # --- maxima ---
 
-    @property
-    def era(self) -> str:
-        """A text that is equal on trainers which share the same blocks with the same trainers."""
-        text = repr((sorted(self._lost), sorted({each.digest for each in self._replicas.values()})))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def exchange(self) -> tuple[str, MaximaExchange]:
-        """Returns the era and its exchange."""
-        if self._exchange is None or self._met != self.era:
-            if self._exchange is not None:
-                self._exchange.close()
-            found: dict[Maxima, None] = {}
-            for plan in {each.digest: each.plan for each in self._replicas.values()}.values():
-                found |= dict.fromkeys(plan.maxima(self._rank))
-            self._exchange = MaximaExchange(
-                self._engine, self._rank, found, self._conversions.grids
-            )
-            self._met = self.era
-        return self._met, self._exchange
+    def exchange(self, digests: Collection[str]) -> MaximaExchange:
+        """Makes it anew. digests: of the layouts that it is for, equal on all trainers: what this
+        one has known besides is no part of it."""
+        if self._exchange is not None:
+            self._exchange.close()
+        plans = {each.digest: each.plan for each in self._replicas.values()}
+        found = dict[Maxima, None]()
+        for digest in sorted(digests):  # both ends list cells in one order
+            found |= dict.fromkeys(plans[digest].maxima(self._rank))
+        self._exchange = MaximaExchange(self._engine, self._rank, found, self._conversions.grids)
+        return self._exchange
 
     def merge_maxima(self, number: int, names: set[str] | None) -> None:
+        assert self._exchange is not None
         self._conversions.maxima(self._conversions.batches(names))
-        _, exchange = self.exchange()
-        exchange.run(number, self._until)
+        self._exchange.run(number, self._until)
 
     @contextmanager
     def bounded(self, stop: Stop, deadline: Deadline) -> Iterator[None]:

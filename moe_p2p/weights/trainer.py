@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,16 +100,16 @@ class WeightTrainer:
             deadline = Deadline(timeout_s)
             if rank == 0:
                 job.open_job(self._board, layout)
-            key = "generator layout"
-            digest = self._board.wait({key: "generator 0"}, deadline, set_up.listen)[key]
-            theirs = job.layout_of(self._board, digest, "generator 0", deadline)
-            self.plan = weight_plan(layout, theirs)
+        self._member = Member(self._board, who, {}, lease_s)
+        with set_up.heard(self._leave):
+            among = (self._board, self._member, set_up)
+            self._job = set_up.job = job.meet(*among, rank, layout, engine.num_nics, deadline)
+            self.plan = weight_plan(layout, job.generators_layout(*among, self._job, deadline))
             first = next(iter(self._tensors.values()), None)
             where = device or (first.device if first is not None else "cpu")
             self._outbox = Outbox(
                 engine, rank, self.plan, self._tensors, torch.device(where), watermark
             )
-        self._member = Member(self._board, who, {}, lease_s)
         self._attempt = self._changes = self._returns = 0
         self._decided_on = 0  # version of the attempt under way
         # Version of the last call, if that found its attempt decided: a trainer that is late takes
@@ -124,12 +124,14 @@ class WeightTrainer:
         self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
         self._new_sums: dict[str, int] = {}  # of what the attempt sends
         self._full = False  # a generator cannot take a part
-        self._met = ""  # era of the exchange of maxima whose trainers this one has met
+        # Of the exchange of maxima: the attempt that it began with, which is its era; what it is
+        # for; the last attempt that succeeded; and words about this trainer's inbox.
+        self._era, self._succeeded = -1, 0
+        self._era_of: tuple[list[int], list[str]] = [], []
+        self._said = list[str]()
         self._under_way = threading.Lock()
         self.attempts_failed = 0
         with set_up.heard(self.close):
-            mine = (self._member, set_up, rank, layout, engine.num_nics)
-            self._job = set_up.job = job.meet(self._board, *mine, deadline)
             self._meet(set_up, deadline)
 
     def _meet(self, set_up: job.SetUp, deadline: Deadline) -> None:
@@ -138,33 +140,47 @@ class WeightTrainer:
         there = job.await_founders(self._board, *among, deadline)
         for name, who in there.items():
             if founders[name] in self._outbox.targets(""):
-                key = self._job.key(f"lends/{who}")
-                lent = self._board.wait({key: who}, deadline)[key]
+                lent = self._board.get(self._job.key(f"lends/{who}"))
                 try:
-                    self._outbox.sender.connect(who, lent)
+                    if lent is not None:
+                        self._outbox.sender.connect(who, lent)
                 except MoeP2pError:
                     if who in self._member.members():
                         raise
                     # It left since, as an engine that is set up anew; `update` finds who is there.
-        self._meet_for_maxima(deadline, set_up.listen)
+        self._era_of = self._shared([self.plan.target.digest])
+        self._meet_for_maxima(0, deadline, set_up.listen)
 
     def _there(self) -> list[int]:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]
 
-    def _meet_for_maxima(self, deadline: Deadline, meanwhile: Callable[[list[str]], None]) -> None:
-        """Trainers that share blocks write into each other's inboxes; anew where others share."""
-        era, exchange = self._outbox.exchange()
-        if era == self._met:
+    def _shared(self, digests: Iterable[str]) -> tuple[list[int], list[str]]:
+        """What an exchange of maxima is for: who is lost, and the layouts of generators."""
+        return sorted(self._lost), sorted(set(digests))
+
+    def _meet_for_maxima(
+        self, era: int, deadline: Deadline, meanwhile: Callable[[list[str]], None]
+    ) -> None:
+        """Trainers that share blocks write into each other's inboxes."""
+        if era == self._era:
             return
+        exchange = self._outbox.exchange(self._era_of[1])
+
+        def key(rank: int) -> str:
+            return self._job.key(f"maxima of {rank} {era}")
+
+        before = list(self._said)
         if exchange.peers:
-            self._board.put(self._job.key(f"maxima of {self.rank} {era}"), exchange.address())
-        if self._met:  # replicas may bring that era back, with another exchange
-            self._board.drop(self._job.key(f"maxima of {self.rank} {self._met}"))
-        keys = {self._job.key(f"maxima of {i} {era}"): f"trainer {i}" for i in exchange.peers}
+            self._said.append(key(self.rank))
+            self._board.put(key(self.rank), exchange.address())
+        keys = {key(i): f"trainer {i}" for i in exchange.peers}
         found = self._board.wait(keys, deadline, meanwhile)
         for i in exchange.peers:
-            exchange.connect(i, found[self._job.key(f"maxima of {i} {era}")])
-        self._met = era
+            exchange.connect(i, found[key(i)])
+        self._era = era
+        for each in before:  # who is in this era reads no word of earlier ones
+            self._board.drop(each)
+            self._said.remove(each)
 
     # --- updates ---
 
@@ -282,7 +298,7 @@ class WeightTrainer:
                 raise attempt.failed(wish["version"], decision["why"]) from error
             if not update or isinstance(error, ReplacedError):
                 raise  # it was decided for another update than this call's, or for nobody
-        self.version = wish["version"]
+        self.version, self._succeeded = wish["version"], keys.attempt
         self._stamp, self._updated = update["stamp"], {*self._updated, *update["members"]}
         if not wish["newcomers"]:
             self._sums, self._full = self._new_sums, False
@@ -372,11 +388,16 @@ class WeightTrainer:
                 raise _BehindError(str(make(AbortedError, f"it is behind: {text}")))
             raise make(ProtocolError, text)
         self._behind = False
+        # One decision for all trainers: who is lost, and whose maxima they share. What they have
+        # known before may differ, as of a replica whose copies do not fit on some of them.
+        self._lost = self._lost | frozenset(update["lost"])
+        self._era_of = self._shared(each[2] for each in update["members"].values())
         self._reached("begin")
         return dict(update)
 
     def _proposal(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
         members = self._look()
+        _check_alike(members)
         runs = {who: self._board.get(f"runs/{who}") for who in members}
         # A member of the last update is at it before it looks at another one.
         others = [who for who in members
@@ -395,7 +416,11 @@ class WeightTrainer:
                     ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version)
                 )
             only = None
+        # After a success all trainers have met in its era; after a failure some may not have.
+        shares = self._shared(each["digest"] for each in members.values())
+        goes_on = shares == self._era_of and self._succeeded == keys.attempt - 1
         return {"version": wish["version"], "verify": wish["verify"], "base": self._stamp,
+                "era": self._era if goes_on else keys.attempt,
                 "stamp": self._stamp if wish["newcomers"] else keys.stamp,
                 "only": only, "lost": sorted(self._lost), "wish": wish,
                 "members": {who: [each["replica"], each["rank"], each["digest"]]
@@ -469,7 +494,7 @@ class WeightTrainer:
                 data = self._wait(keys, {key: who}, deadline)[key]
                 self._outbox.add(replica, WeightLayout.from_bytes(bytes.fromhex(data)))
         self._outbox.without(self._lost)
-        self._meet_for_maxima(deadline, lambda missing: self._stop(keys, missing))
+        self._meet_for_maxima(update["era"], deadline, lambda missing: self._stop(keys, missing))
 
     def _commit(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
         """The leader decides, once every rank has reported; others can only decide not to."""
@@ -554,8 +579,12 @@ class WeightTrainer:
 
     def close(self) -> None:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
-        self._member.close()
+        self._leave()
         self._outbox.close()
+
+    def _leave(self) -> None:
+        self._member.close()
+        job.withdraw(self._board)
         self._board.client.close()
 
     def __enter__(self) -> WeightTrainer:
@@ -563,3 +592,13 @@ class WeightTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_alike(members: Mapping[str, Record]) -> None:
+    """Ranks of a replica are written to by one plan; one may have begun anew by another layout."""
+    first: dict[str, str] = {}
+    for who, each in members.items():
+        other = first.setdefault(each["replica"], who)
+        if each["digest"] != members[other]["digest"]:
+            text = f"{name_of(who)} has another layout than {name_of(other)}"
+            raise make(ProtocolError, f"{text}; start all ranks of an engine with one")

@@ -225,18 +225,15 @@ class World:
         self.server = Server(self.manager, key) if key else None
         at = self.server.url if self.server else engine
         self.updates = sglang_weights.SglangUpdates(at, fleet, tp=TP, direct=direct, api_key=key)
-        opened = sglang_weights.in_thread(self.updates.open)
         self.values = checkpoint(0)
         layout = WeightLayout(
             tuple(Param(n, tuple(t.shape), "bfloat16", (0,)) for n, t in self.values.items()), 1
         )
         self.engine = Engine(label="trainer")
-        try:
+        with self.updates.opening():
             self.trainer = WeightTrainer(
                 self.engine, self.store, layout, 0, self.values, timeout_s=fleet.timeout_s
             )
-        finally:
-            opened.result(2 * HANG_S)  # its error is the cause
 
     def send(self, version: int, requests: Any = "keep") -> None:
         self.updates.send(

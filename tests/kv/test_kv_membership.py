@@ -207,6 +207,19 @@ def test_a_worker_whose_name_another_process_takes_stops(role: str) -> None:
             old.check_withdrawn()
 
 
+def test_nothing_in_the_store_grows_with_restarts() -> None:
+    """By one name, and by a name of its own each time."""
+    store, counts = HashStore(), list[int]()
+    with Engine(EngineConfig(transport="loopback")) as engine:
+        for number in range(20):
+            for name in ("prefill", f"prefill-{number}"):
+                worker = kv.KVSender(engine, cache_of(LAYOUT, 0, 32), instance=name, timeouts=QUICK)
+                with kv.Membership(worker, kv.TorchLeases(store, QUICK.lease_s)) as found:
+                    eventually(lambda it=found: bool(it.leases.members()))
+            counts.append(store.num_keys())
+    assert counts[-1] == counts[1], store.list_keys()
+
+
 class Refuses:
     """A store that goes away in the middle of its first answers."""
 

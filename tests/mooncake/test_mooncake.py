@@ -25,7 +25,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, errors, mooncake
 from moe_p2p.engine.transfers import Memory
-from moe_p2p.mooncake import TransferEngine, handshake
+from moe_p2p.mooncake import TransferEngine, handshake, peers
 from moe_p2p.mooncake.memory import Table, tensor_at
 from moe_p2p.mooncake.peers import Remote
 from tests.support import mooncake_calls, warm
@@ -359,6 +359,21 @@ def test_nothing_is_under_way_to_a_peer_that_another_thread_disconnects() -> Non
     for each in threads:
         each.join(60)
     assert seen == [True]
+
+
+def test_peers_that_began_anew_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time at another port: nobody asks for the one before any more."""
+    monkeypatch.setattr(peers, "_MOST_KNOWN", 3)
+    ours, mine = opened(), Buffer()
+    assert ours.register_memory(mine.address, SIZE) == 0
+    for _ in range(20):
+        theirs, buffer = opened(), Buffer()
+        assert theirs.register_memory(buffer.address, SIZE) == 0
+        for _ in range(2):
+            assert (
+                ours.transfer_sync_write(name_of(theirs), mine.address, buffer.address, SIZE) == 0
+            )
+    assert len(ours._peers._remotes) == 3
 
 
 def test_rounds_of_registration_keep_nothing(pair: Any) -> None:

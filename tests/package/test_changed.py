@@ -34,7 +34,11 @@ def test_each_room_has_suites() -> None:
         ("kernels/dispatch/send.cuh", "gpu/test_emulated_gpu.py gpu/test_jit.py", "kv/ fleet/"),
         ("csrc/moe/ledger.cpp", "package/test_cpp.py deep_ep/", "gpu/ kv/"),
         ("csrc/engine/request.cpp", "package/test_cpp.py kv/ weights/", "gpu/ machine/"),
-        ("csrc/provider/verbs/peers.cpp", "package/test_cpp.py engine/test_rdma.py", "gpu/ weights/"),
+        (
+            "csrc/provider/verbs/peers.cpp",
+            "package/test_cpp.py engine/test_rdma.py",
+            "gpu/ weights/",
+        ),
         ("moe_p2p/engine/engine.py", "engine/ kv/ weights/ mooncake/", "gpu/"),
         ("moe_p2p/kv/sender.py", "kv/ engines/test_sglang_kv.py", "moe/ weights/ gpu/"),
         ("moe_p2p/weights/inbox.py", "weights/ engines/test_verl_weights.py", "moe/ kv/ gpu/"),

@@ -661,6 +661,11 @@ def test_ranks_that_describe_a_side_otherwise_hear_which_parameter() -> None:
 def test_generators_that_describe_their_side_otherwise_hear_which_parameter() -> None:
     sides = [WeightLayout([Param("w", (8, 6), BF16, ranks)], 2) for ranks in ((0, 1), (1,))]
     store = HashStore()
+
+    def said(board: Board) -> Any:
+        now = board.get(job.NOW)
+        return now and board.get(f"{now['job']}/layout")
+
     with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
         engines = [stack.enter_context(engine_of(f"{i}", i)) for i in range(3)]
         w = torch.zeros(8, 6, dtype=torch.bfloat16)
@@ -669,7 +674,7 @@ def test_generators_that_describe_their_side_otherwise_hear_which_parameter() ->
         made = []
         for rank, layout in enumerate(sides):
             until = time.monotonic() + 60
-            while rank and Board(store, job.prefix_of("weights")).get("generator layout") is None:
+            while rank and not said(Board(store, job.prefix_of("weights"))):
                 assert time.monotonic() < until
             given = (engines[rank], store, layout, rank, {"w": w.clone()})
             made.append(pool.submit(WeightGenerator, *given, **LIMITS))

@@ -12,12 +12,22 @@ import torch
 from moe_p2p import InvalidArgumentError, MoeP2pError, TimeoutError
 from moe_p2p.engine.transfers import Memory
 from moe_p2p.fleet.board import Board
-from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, weight_plan
+from moe_p2p.weights import (
+    Blocks,
+    Param,
+    Shard,
+    WeightGenerator,
+    WeightLayout,
+    block_amax,
+    quantize,
+    scales,
+    weight_plan,
+)
 from moe_p2p.weights import generator as generator_module
 from moe_p2p.weights.inbox import Inbox
 from moe_p2p.weights.joining import Lent
 from moe_p2p.weights.trainer import WeightTrainer
-from tests.support.weights_fleet import BF16, GENERATORS, MODELS, Fleet, engine_of, fleet
+from tests.support.weights_fleet import BF16, FP8, GENERATORS, MODELS, Fleet, engine_of, fleet
 from tests.support.weights_oracle import check as check_plan
 
 QUICK = {"lease_s": 0.4}
@@ -101,10 +111,12 @@ def test_a_rank_that_joins_has_all_tensors_derived_ones_too(name: str) -> None:
         found.check(2)
 
 
-def of_one(found: Fleet, **how: Any) -> tuple[WeightGenerator, dict[str, torch.Tensor]]:
-    """A generator that holds all of w as bf16: nobody else has these tensors."""
-    live = {"w": torch.zeros(18, 24, dtype=torch.bfloat16)}
-    layout = WeightLayout([Param("w", (18, 24), BF16, (0,))], 1)
+def of_one(
+    found: Fleet, dtype: str = BF16, **how: Any
+) -> tuple[WeightGenerator, dict[str, torch.Tensor]]:
+    """A generator that holds all of w in this type: nobody else has these tensors."""
+    live = {"w": torch.zeros(18, 24, dtype=getattr(torch, dtype))}
+    layout = WeightLayout([Param("w", (18, 24), dtype, (0,))], 1)
     engine = found.stack.enter_context(engine_of("alone", 9))
     given = {**found.how, **how}
     return WeightGenerator(engine, found.store, layout, 0, live, replica="alone", **given), live
@@ -165,10 +177,7 @@ def test_updates_go_on_without_a_replica_whose_copies_do_not_fit() -> None:
     watermark = 1024 + 32 * 6 + 512  # of a copy, its blocks, and a ring of one in fp8
     with fleet(MODELS["fp8"], training={"watermark": watermark}) as found:
         update(found, 1)
-        layout = WeightLayout([Param("w", (18, 24), "float64", (0,))], 1)
-        engine = found.stack.enter_context(engine_of("alone", 9))
-        live = {"w": torch.zeros(18, 24, dtype=torch.float64)}
-        alone = WeightGenerator(engine, found.store, layout, 0, live, replica="alone", **found.how)
+        alone, _ = of_one(found, dtype="float64")
         for version in (2, 3):
             running = found.train(version)
             for each in [*running, *(found.pool.submit(g.wait) for g in found.generators)]:
@@ -177,6 +186,56 @@ def test_updates_go_on_without_a_replica_whose_copies_do_not_fit() -> None:
         alone.close()
         update(found, 4)
         found.check(4)
+
+
+def test_trainers_share_maxima_again_after_a_replica_that_does_not_fit_on_one_of_them() -> None:
+    """The others know its layout then, and this one does not."""
+    with fleet(MODELS["fp8"], timeout_s=15.0) as found:
+        update(found, 1)
+        found.trainers[1]._outbox._watermark = 1024 + 32 * 6 + 512  # as above
+        alone, _ = of_one(found, dtype="float64")
+        running = found.train(2)
+        for each in [*running, *(found.pool.submit(g.wait) for g in found.generators)]:
+            with pytest.raises(MoeP2pError, match=r"converting w takes .* raise watermark"):
+                each.result(60)
+        alone.close()
+        for version in (3, 4):
+            update(found, version)
+            found.check(version)
+
+
+def test_trainers_share_maxima_of_replicas_that_they_met_in_another_order() -> None:
+    """One was away while a replica came and went, and the maxima of two are exchanged together."""
+    blocks = {"x": (4, 8), "y": (6, 12)}
+    layouts = {
+        name: WeightLayout([Param("w", (18, 24), FP8, (0,), blocks=Blocks("scale", 0, shape))], 1)
+        for name, shape in blocks.items()
+    }
+    with fleet(MODELS["fp8"], timeout_s=15.0) as found:
+        update(found, 1)
+        for each in found.trainers:
+            for name in ("xy", "yx")[each.rank % 2]:
+                each._outbox.add(name, layouts[name])
+        values = found.model.values(2)["w"]
+        maxima = {name: block_amax(values, (0, 0), shape) for name, shape in blocks.items()}
+        joined, lives = [], {}
+        for seed, (name, layout) in enumerate(layouts.items()):
+            engine = found.stack.enter_context(engine_of(name, 20 + seed))
+            lives[name] = {"w": torch.zeros(18, 24, dtype=torch.float8_e4m3fn),
+                           "scale": torch.zeros_like(maxima[name])}  # fmt: skip
+            how = {**found.how, "replica": name}
+            joined.append(WeightGenerator(engine, found.store, layout, 0, lives[name], **how))
+        running = found.train(2)
+        waits = [found.pool.submit(each.wait) for each in (*found.generators, *joined)]
+        for each in [*running, *waits]:
+            each.result(60)
+        found.check(2)
+        for name, live in lives.items():
+            wanted = quantize(values, (0, 0), maxima[name], blocks[name])
+            assert torch.equal(live["scale"], scales(maxima[name]))
+            assert torch.equal(live["w"].view(torch.uint8), wanted.view(torch.uint8))
+        for each in joined:
+            each.close()
 
 
 def test_close_that_could_not_take_memory_back_is_called_again(

@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from moe_p2p import ProtocolError, TimeoutError
+from moe_p2p import AbortedError, ProtocolError, TimeoutError
+from moe_p2p.integrations.weights import verl as verl_weights
 from moe_p2p.integrations.weights import vllm as vllm_weights
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
+from moe_p2p.integrations.weights.sglang import SglangUpdates
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
 from tests.engines.scenarios import free_port
 from tests.support.weights_fleet import BF16, engine_of
@@ -123,6 +125,66 @@ def test_trainers_hear_that_vllm_refuses_to_set_up(monkeypatch: pytest.MonkeyPat
         errors = [str(each.exception(LONG_S / 2)) for each in trainers]
     assert errors[0] == "422 from the server"
     assert "the set-up failed: vLLM's client: 422 from the server" in errors[1]
+
+
+def test_trainers_hear_that_sglang_refuses_to_set_up() -> None:
+    """SGLang itself, before its ranks are asked; a trainer that begins later hears it, too."""
+    fleet = Fleet(host="127.0.0.1", port=free_port(), timeout_s=LONG_S)
+    store, refused = fleet.store(serves=True), threading.Event()
+    layout = WeightLayout([Param("w", (8, 8), BF16, (0, 1))], 2)
+    updates = SglangUpdates("http://127.0.0.1:1", fleet)
+
+    def refuse(name: str, **fields: Any) -> None:
+        refused.set()
+        raise OSError(f"{name}: 400 from the server")
+
+    updates._call = refuse
+    tensors = {"w": torch.zeros(8, 8, dtype=torch.bfloat16)}
+    text = "the set-up failed: SGLang: pause_generation: 400"
+
+    def sets_up() -> None:
+        with engine_of("trainer", 1) as engine, updates.opening():
+            assert refused.wait(LONG_S)
+            with pytest.raises(AbortedError, match=text):
+                WeightTrainer(engine, store, layout, 1, tensors, timeout_s=LONG_S)
+
+    with pytest.raises(OSError, match="pause_generation: 400 from the server"):
+        sets_up()
+
+
+@pytest.mark.parametrize("of", ["worker 0", "actor 0"])
+def test_ranks_of_verl_hear_that_one_has_no_engine(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU is gone, say: it fails before it makes its end."""
+    waiting = threading.Event()
+
+    def engine(label: str, **how: Any) -> Any:
+        if label == of:
+            assert waiting.wait(LONG_S / 2)
+            raise OSError("no device")
+        return engine_of(label, 1)
+
+    listen = job.SetUp.listen
+
+    def listens(self: job.SetUp, *missing: Any) -> None:
+        waiting.set()
+        listen(self, *missing)
+
+    monkeypatch.setattr(verl_weights, "Engine", engine)
+    monkeypatch.setattr(job.SetUp, "listen", listens)
+    ends = {side: verl_weights.Checkpoint(64, "cpu", LONG_S) for side in ("worker", "actor")}
+    meeting = ends["worker"].prepare() | {"host": "127.0.0.1"}
+    served, ends["worker"]._served = ends["worker"]._served, None
+    with ThreadPoolExecutor(2) as pool:
+        made = {side: pool.submit(each.init_process_group, side, 0, 1, 1, meeting)
+                for side, each in ends.items()}  # fmt: skip
+        for side, each in made.items():
+            wanted = "no device" if side in of else f"the set-up failed: {of}: no device"
+            assert wanted in str(each.exception(LONG_S / 2))
+    for each in ends.values():
+        each.finalize()
+    assert served is not None
 
 
 def test_a_store_that_nobody_serves_is_named() -> None:

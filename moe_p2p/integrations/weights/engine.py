@@ -19,8 +19,8 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -49,6 +49,7 @@ from moe_p2p.weights.job import SetUp, prefix_of, source_of
 Load = Callable[[list[tuple[str, Tensor]]], Any]
 _LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 _NOT_LOADED = "the engine's loader has not ended"
+_SAY_S = 0.25  # until a refusal is said again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,56 @@ class Fleet:
                 return True
             time.sleep(0.02)
         return False
+
+
+@contextmanager
+def beside(
+    who: str, board: Callable[[], Board], set_up: Callable[[], object], timeout_s: float
+) -> Iterator[None]:
+    """Around the set-up of this process's trainer: engines set up meanwhile, by `set_up`, which a
+    thread calls. What that raises is raised at the end, and all trainers that wait hear it, also
+    those that begin later: it is said again until this process's set-up is over. timeout_s: from
+    then on, for `set_up` to end."""
+    failed: list[Exception] = []
+    error: Exception | None = None
+    over = threading.Event()
+
+    def run() -> None:
+        try:
+            set_up()
+        except Exception as error:
+            failed.append(error)
+            while not over.is_set():
+                with suppress(MoeP2pError):
+                    SetUp(board(), who).say(str(error) or repr(error))
+                over.wait(_SAY_S)
+
+    thread = threading.Thread(target=run, name=f"set-up of {who}", daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    finally:
+        over.set()
+    thread.join(timeout_s)
+    if failed or error is not None:
+        raise failed[0] if failed else error from None  # type: ignore[misc]
+    if thread.is_alive():
+        raise make(TimeoutError, f"{who} was not set up {timeout_s:g} s after the trainers were")
+
+
+@contextmanager
+def heard(store: Any, name: str, who: str) -> Iterator[None]:
+    """Around what an adapter does before it makes its trainer or generator, which others wait for:
+    they hear why it failed. store: or a client of it. name: of the fleet."""
+    board = Board(store, prefix_of(name))
+    try:
+        with SetUp(board, who).heard(lambda: None):
+            yield
+    finally:
+        if board.client is not store:
+            board.client.close()
 
 
 def own_address() -> str:
@@ -121,8 +172,10 @@ class EngineWeights:
         store = fleet.store() if store is None else store
         board = Board(store, prefix_of(fleet.name), alone=True)
         deadline, at = Deadline(fleet.timeout_s), f"{fleet.replica}/set-up {set_up}"
-        heard = SetUp(board, f"generator {rank}", heard=not fleet.replica)
-        with heard.heard(lambda: None):
+        others = SetUp(board, f"generator {rank}", heard=not fleet.replica)
+        with others.heard(board.client.close):
+            if rank == 0:
+                _sweep(board, fleet.replica, at)
             source = source_of(board, deadline)
             shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
                       for name, each in source.by_name.items()}  # fmt: skip
@@ -132,15 +185,17 @@ class EngineWeights:
             padding: set[str] = set()
             if direct:
                 params, padding = recorded(model, load, shapes, rank)
-            layout = together(board, at, rank, world_size, params, deadline, heard.listen)
+            layout = together(board, at, rank, world_size, params, deadline, others.listen)
             nowhere = sorted(shapes.keys() - layout.by_name.keys())
             require(
                 not nowhere,
                 f"no worker's loader puts {', '.join(nowhere[:3])} into a tensor of the model; "
                 "leave it out of the trainers' parameters",
             )
-        written = {param.tensor for param in params if not param.finalize}
-        self._live = {n: t for n, t in tensors_of(model).items() if n in written}
+            written = {param.tensor for param in params if not param.finalize}
+            self._live = {n: t for n, t in tensors_of(model).items() if n in written}
+            gpu = self.device.index if self.device.type == "cuda" else None
+            self.engine = Engine(label=f"generator {rank}", gpu=gpu)
         self._addresses = {name: each.data_ptr() for name, each in self._live.items()}
         self._model = model
         fallen = sum(_nbytes(param) for param in params if param.finalize)
@@ -154,8 +209,6 @@ class EngineWeights:
         self._broken = ""
         self._set_up = board  # what workers said in it; only they read that
         agree = _Agreement(board, at, rank, world_size, deadline)
-        gpu = self.device.index if self.device.type == "cuda" else None
-        self.engine = Engine(label=f"generator {rank}", gpu=gpu)
         self.generator = WeightGenerator(
             self.engine,
             store,
@@ -287,10 +340,21 @@ class EngineWeights:
 
     def close(self) -> None:
         with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
-            self._set_up.withdraw()
+            self._set_up.withdraw(leaves=True)
         self._set_up.client.close()
         self.generator.close()
         self.engine.close()
+
+
+def _sweep(board: Board, replica: str, at: str) -> None:
+    """Words of set-ups but for `at`: of workers that were killed."""
+
+    def over(key: str) -> bool:
+        what, _, of = key.partition(" ")
+        ours = what in ("params", "agree") and of.startswith(f"{replica}/set-up ")
+        return ours and not of.startswith((f"{at}/", f"{at} "))
+
+    board.sweep(over)
 
 
 class _Agreement:

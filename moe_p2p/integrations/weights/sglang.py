@@ -4,7 +4,8 @@
 
     updates = SglangUpdates(engine, fleet, tp=8)     beside trainer 0; engine: sglang.Engine, or
                                                      "http://host:port" of a server
-    updates.open()                                   while trainers make their WeightTrainer
+    with updates.opening():                          around the making of trainer 0; others are made
+        trainer = WeightTrainer(...)                 at the same time
     updates.send(version, lambda: trainer.update(version), requests="keep")
 
 What happens in SGLang's scheduler processes happens in `load`, which SGLang calls between forward
@@ -19,20 +20,19 @@ import functools
 import json
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import Tensor
 
 from moe_p2p import log
-from moe_p2p.errors import ProtocolError, TimeoutError, make, require
+from moe_p2p.errors import MoeP2pError, ProtocolError, TimeoutError, make, require
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
-from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
+from moe_p2p.integrations.weights.engine import EngineWeights, Fleet, beside
 from moe_p2p.integrations.weights.sglang_calls import Call, in_process, over_http, payload
 from moe_p2p.weights.job import prefix_of
 
@@ -42,6 +42,7 @@ Requests = Literal["keep", "retract", "abort"]
 PAUSES: dict[str, str] = {"keep": "in_place", "retract": "retract", "abort": "abort"}
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _LOOK_S = 0.002
+_LEAVE_S = 1.0  # for a store that is gone
 
 
 # --- in each scheduler process ---
@@ -68,6 +69,7 @@ def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
 def _answer(model: Any, call: dict[str, Any]) -> None:
     fleet, error = Fleet(**call["fleet"]), ""
     if call["do"] == "open" or id(model) not in _stores:  # trainers may have begun anew
+        _forget(model)
         _stores[id(model)] = fleet.store()
         _answers[id(model)] = _board(fleet, _stores[id(model)])
     store = _stores[id(model)]
@@ -79,6 +81,15 @@ def _answer(model: Any, call: dict[str, Any]) -> None:
     # Not waited for: the scheduler goes on where the store is gone.
     answer = {"number": call["number"], "error": error}
     _answers[id(model)].put(f"{call['id']} {call['rank']}", answer, wait=False)
+
+
+def _forget(model: Any) -> None:
+    """What was answered to who called before."""
+    before = _answers.pop(id(model), None)
+    if before is not None:
+        with contextlib.suppress(MoeP2pError), before.within(Deadline(_LEAVE_S)):
+            before.withdraw(leaves=True)
+        before.client.close()
 
 
 def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
@@ -95,7 +106,7 @@ def _do(model: Any, call: dict[str, Any], fleet: Fleet, store: Any) -> None:
         )  # fmt: skip
         return
     worker = _workers.get(id(model))
-    require(worker is not None, "SglangUpdates.open must be called before")
+    require(worker is not None, "no SglangUpdates has set this engine up: use its opening()")
     assert worker is not None
     step: dict[str, Callable[[], object]] = {
         "begin": worker.begin,
@@ -173,9 +184,14 @@ class SglangUpdates:
             else in_process(engine)
         )
 
-    def open(self) -> None:
-        """Returns when trainers and all ranks of the engine are connected."""
-        self._paused("open")
+    def opening(self) -> AbstractContextManager[None]:
+        """Around the set-up of this process's trainer. At its end trainers and all ranks of the
+        engine are connected; or it raises why SGLang refused, which all trainers have heard."""
+
+        def board() -> Board:
+            return Board(self._answers.client, prefix_of(self.fleet.name))
+
+        return beside("SGLang", board, lambda: self._paused("open"), 2 * self.fleet.timeout_s)
 
     def send(
         self, version: int, update: Callable[[], object], *, requests: Requests = "keep"
@@ -274,17 +290,3 @@ class SglangUpdates:
         errors = [each["error"] for each in found.values() if each["error"]]
         if errors:
             raise make(ProtocolError, f"{do}: {errors[0]}")
-
-
-def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Runs `open` beside the set-up of the trainer in this process, which waits for it."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="SGLang").start()
-    return future

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import Tensor
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
 from moe_p2p.integrations import derived, put, required
-from moe_p2p.integrations.weights.engine import Fleet, own_address
-from moe_p2p.integrations.weights.sglang import SglangUpdates, in_thread
+from moe_p2p.integrations.weights.engine import Fleet, heard, own_address
+from moe_p2p.integrations.weights.sglang import SglangUpdates
 from moe_p2p.weights import Param, WeightLayout, WeightTrainer, dtype_name
 from moe_p2p.weights.layout import everyones
 
@@ -142,28 +143,28 @@ class Updater:
             for number, at in enumerate(trainers)
             for name, shape, dtype in found[at][1]
         ]
-        layout = WeightLayout(tuple(params), len(trainers))
-        cuda = torch.cuda.is_available()
-        self._engine = Engine(
-            label=f"trainer {rank}", gpu=torch.cuda.current_device() if cuda else None
-        )
-        if rank == 0:
-            self._updates = self._updates_of(fleet)
-        opened = [in_thread(each.open) for each in self._updates]
-        try:
+        cuda, number = torch.cuda.is_available(), trainers.index(rank)
+        store = self._store or fleet.store()
+        with heard(store, fleet.name, f"trainer {number}"):
+            layout = WeightLayout(tuple(params), len(trainers))
+            self._engine = Engine(
+                label=f"trainer {rank}", gpu=torch.cuda.current_device() if cuda else None
+            )
+            if rank == 0:
+                self._updates = self._updates_of(fleet)
+        with ExitStack() as stack:
+            for each in self._updates:
+                stack.enter_context(each.opening())
             self._trainer = WeightTrainer(
                 self._engine,
-                self._store or fleet.store(),
+                store,
                 layout,
-                trainers.index(rank),
+                number,
                 self._host,
                 name=fleet.name,
                 timeout_s=fleet.timeout_s,
                 device="cuda" if cuda else None,
             )
-        finally:
-            for each in opened:
-                each.result(2 * fleet.timeout_s)  # its error is the cause
 
     def _updates_of(self, fleet: Fleet) -> list[SglangUpdates]:
         ray = required("ray", "slime")

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import secrets
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import cached_property
 from typing import Any
@@ -29,8 +31,7 @@ from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import optional, required
 from moe_p2p.integrations.kv.worker import split_address
-from moe_p2p.integrations.weights.engine import Fleet
-from moe_p2p.integrations.weights.sglang import in_thread
+from moe_p2p.integrations.weights.engine import Fleet, heard
 from moe_p2p.weights import WeightGenerator, WeightTrainer, layout_of
 from moe_p2p.weights.given import plain
 from moe_p2p.weights.job import prefix_of, source_of
@@ -43,6 +44,20 @@ _TIMEOUT_S = 300.0
 def _fleet() -> Fleet:
     host, port = split_address(env.weights_store())
     return Fleet(host=host, port=port, name="torchtitan", timeout_s=_TIMEOUT_S)
+
+
+def _in_thread(call: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weight update").start()
+    return future
 
 
 def _gpu() -> int | None:
@@ -85,15 +100,17 @@ class Pushes:
         for name, each in given.items():
             self._host[name].copy_(plain(each))
         self._version += 1
-        self._sending = in_thread(lambda: self._trainer.update(self._version))
+        self._sending = _in_thread(lambda: self._trainer.update(self._version))
 
     @cached_property
     def _trainer(self) -> WeightTrainer:
         """Made beside the generator's first pull."""
         rank, fleet, gpu = dist.get_rank(), _fleet(), _gpu()
         self._store = fleet.store(serves=rank == 0)
+        with heard(self._store, fleet.name, f"trainer {rank}"):
+            engine = Engine(label=f"trainer {rank}", gpu=gpu)
         return WeightTrainer(
-            Engine(label=f"trainer {rank}", gpu=gpu),
+            engine,
             self._store,
             self._layout,
             rank,
@@ -132,14 +149,17 @@ class Pulls:
         if board.decide("generator", mine) != mine:
             text = "another generator has the trainers' weights: moe_p2p serves one"
             raise make(UnavailableError, f"{text}; start TorchTitan with one generator")
-        theirs = source_of(board, deadline).by_name
-        given = {name: each for name, each in given.items() if name in theirs}
-        self._landed = {name: torch.empty_like(plain(each)) for name, each in given.items()}
         rank = dist.get_rank()
+        with heard(board.client, fleet.name, f"generator {rank}"):
+            theirs = source_of(board, deadline).by_name
+            given = {name: each for name, each in given.items() if name in theirs}
+            self._landed = {name: torch.empty_like(plain(each)) for name, each in given.items()}
+            layout = layout_of(given)
+            engine = Engine(label=f"generator {rank}", gpu=_gpu())
         self._generator = WeightGenerator(
-            Engine(label=f"generator {rank}", gpu=_gpu()),
+            engine,
             store,
-            layout_of(given),
+            layout,
             rank,
             self._landed,
             mode="in_place",

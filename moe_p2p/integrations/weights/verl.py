@@ -28,7 +28,7 @@ from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.integrations import derived, required
-from moe_p2p.integrations.weights.engine import own_address
+from moe_p2p.integrations.weights.engine import heard, own_address
 from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
 
@@ -97,11 +97,12 @@ class Checkpoint:
         store = TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=limit)
         name = f"verl {meeting['token']}"
         self._board = Board(store, name)
-        bucket = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
-        gpu = self.device.index if self.device.type == "cuda" else None
-        self.engine = Engine(label=f"{side} {rank}", gpu=gpu)
-        count = actors if side == "actor" else workers
-        layout = WeightLayout((Param("bucket", (self.size,), "uint8", range(count)),), count)
+        with heard(self._board.client, name, f"{side} {rank}"):
+            bucket = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+            gpu = self.device.index if self.device.type == "cuda" else None
+            self.engine = Engine(label=f"{side} {rank}", gpu=gpu)
+            count = actors if side == "actor" else workers
+            layout = WeightLayout((Param("bucket", (self.size,), "uint8", range(count)),), count)
         make: Any = WeightTrainer if side == "actor" else WeightGenerator
         self._bucket = bucket
         self._side = make(self.engine, store, layout, rank, {"bucket": bucket}, name=name,

@@ -19,9 +19,9 @@ import contextlib
 import functools
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -30,7 +30,6 @@ from torch import Tensor
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import (
     AbortedError,
-    MoeP2pError,
     ProtocolError,
     TimeoutError,
     make,
@@ -39,14 +38,13 @@ from moe_p2p.errors import (
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.integrations import derived, optional, required
-from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
+from moe_p2p.integrations.weights.engine import EngineWeights, Fleet, beside, heard
 from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
-from moe_p2p.weights.job import SetUp, prefix_of
+from moe_p2p.weights.job import prefix_of
 
 NAME = "moe_p2p"
 _LOOK_S = 0.002
-_SAY_S = 0.25
 PrefixCache = Literal["keep", "reset"]
 _BASE = "vllm.distributed.weight_transfer.base"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -224,12 +222,13 @@ class Sender:
         self._fleet, self.version, self._session = Fleet(**given), 0, 0
         self._store = self._fleet.store(serves=self.is_sender)
         self._board = Board(self._store, f"moe_p2p vllm/{init.name}")
-        self._tensors = {name: tensor.detach().contiguous() for name, tensor in self._parts()}
-        layout = layout_of(self.source, init.world_size)
-        first = next(iter(self._tensors.values()))
-        self.engine = Engine(
-            label=f"trainer {self.rank}", gpu=first.device.index if first.is_cuda else None
-        )
+        with heard(self._board.client, init.name, f"trainer {self.rank}"):
+            self._tensors = {name: tensor.detach().contiguous() for name, tensor in self._parts()}
+            layout = layout_of(self.source, init.world_size)
+            first = next(iter(self._tensors.values()))
+            self.engine = Engine(
+                label=f"trainer {self.rank}", gpu=first.device.index if first.is_cuda else None
+            )
         with self._workers_set_up(given | {"prefix_cache": init.prefix_cache}):
             self.trainer = WeightTrainer(
                 self.engine,
@@ -242,43 +241,20 @@ class Sender:
                 watermark=init.watermark,
             )
 
-    @contextlib.contextmanager
-    def _workers_set_up(self, given: dict[str, Any]) -> Iterator[None]:
+    def _workers_set_up(self, given: dict[str, Any]) -> AbstractContextManager[None]:
         """Workers set up at the same time as trainers: the sender starts them by vLLM's call."""
-        failed: list[Exception] = []
-        over = threading.Event()
+        if not self.is_sender:
+            return contextlib.nullcontext()
 
         def init() -> None:
-            try:
-                more = {
-                    "engines": len(getattr(self.client, "handles", "1")),
-                    "set_up": secrets.token_hex(4),
-                }
-                self.client.init_weight_transfer_engine(given | more)
-            except Exception as error:
-                failed.append(error)
-                board = Board(self._board.client, prefix_of(self._fleet.name))
-                set_up = SetUp(board, "vLLM's client")
-                while not over.is_set():  # trainers, who wait for workers, may begin later
-                    with contextlib.suppress(MoeP2pError):
-                        set_up.say(str(error) or repr(error))
-                    over.wait(_SAY_S)
+            more = {
+                "engines": len(getattr(self.client, "handles", "1")),
+                "set_up": secrets.token_hex(4),
+            }
+            self.client.init_weight_transfer_engine(given | more)
 
-        thread = threading.Thread(target=init, name="init_weight_transfer_engine")
-        if self.is_sender:
-            thread.start()
-        try:
-            yield
-        except Exception as error:
-            over.set()
-            if self.is_sender:
-                thread.join(self._fleet.timeout_s)
-            raise failed[0] if failed else error from None
-        over.set()
-        if self.is_sender:
-            thread.join(self._fleet.timeout_s)
-        if failed:
-            raise failed[0]
+        board = Board(self._board.client, prefix_of(self._fleet.name))
+        return beside("vLLM's client", lambda: board, init, self._fleet.timeout_s)
 
     def _parts(self) -> Iterator[tuple[str, Tensor]]:
         local = self.source.implements_iter_local()
