@@ -152,7 +152,7 @@ def withdraw(board: Board) -> None:
     """By who leaves: all that it has said, but what others go on to read."""
     with suppress(MoeP2pError), board.within(Deadline(_LEAVE_S)):
         board.withdraw(
-            lambda key: key not in (FOUNDED, REFUSED) and not key.startswith(layout_key("")),
+            lambda key: key not in (NOW, FOUNDED, REFUSED) and not key.startswith(layout_key("")),
             leaves=True,
         )
 

@@ -108,7 +108,7 @@ def test_trainers_hear_that_vllm_refuses_to_set_up(monkeypatch: pytest.MonkeyPat
         begun.release()
 
     def refuse(info: dict[str, Any]) -> None:
-        for _ in range(2):  # trainers
+        for _ in range(4):  # trainers, each before it makes its end, and when it does
             assert begun.acquire(timeout=LONG_S / 2)
         raise RuntimeError("422 from the server")
 
@@ -157,7 +157,7 @@ def test_ranks_of_verl_hear_that_one_has_no_engine(
     of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its GPU is gone, say: it fails before it makes its end."""
-    waiting = threading.Event()
+    waiting, heard = threading.Event(), list[str]()
 
     def engine(label: str, **how: Any) -> Any:
         if label == of:
@@ -168,7 +168,9 @@ def test_ranks_of_verl_hear_that_one_has_no_engine(
     listen = job.SetUp.listen
 
     def listens(self: job.SetUp, *missing: Any) -> None:
-        waiting.set()
+        heard.append(self._who)
+        if len(heard) > 1:  # the first time it has not begun to wait
+            waiting.set()
         listen(self, *missing)
 
     monkeypatch.setattr(verl_weights, "Engine", engine)

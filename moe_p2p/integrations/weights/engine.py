@@ -126,11 +126,14 @@ def beside(
 @contextmanager
 def heard(store: Any, name: str, who: str) -> Iterator[None]:
     """Around what an adapter does before it makes its trainer or generator, which others wait for:
-    they hear why it failed. store: or a client of it. name: of the fleet."""
+    they hear why it failed, and it hears who failed meanwhile. store: or a client of it. name: of
+    the fleet."""
     board = Board(store, prefix_of(name))
     try:
-        with SetUp(board, who).heard(lambda: None):
+        set_up = SetUp(board, who)
+        with set_up.heard(lambda: None):
             yield
+            set_up.listen()
     finally:
         if board.client is not store:
             board.client.close()
