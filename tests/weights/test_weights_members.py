@@ -205,8 +205,8 @@ def test_trainers_share_maxima_again_after_a_replica_that_does_not_fit_on_one_of
 
 
 def test_trainers_share_maxima_of_replicas_that_they_met_in_another_order() -> None:
-    """One was away while a replica came and went, and the maxima of two are exchanged together."""
-    blocks = {"x": (4, 8), "y": (6, 12)}
+    """One was away while replicas came and went, and maxima of all are exchanged together."""
+    blocks = {"x": (4, 8), "y": (6, 12), "z": (7, 8)}  # of two neighbours each: one owns two
     layouts = {
         name: WeightLayout([Param("w", (18, 24), FP8, (0,), blocks=Blocks("scale", 0, shape))], 1)
         for name, shape in blocks.items()
@@ -214,7 +214,7 @@ def test_trainers_share_maxima_of_replicas_that_they_met_in_another_order() -> N
     with fleet(MODELS["fp8"], timeout_s=15.0) as found:
         update(found, 1)
         for each in found.trainers:
-            for name in ("xy", "yx")[each.rank % 2]:
+            for name in ("xyz", "zyx")[each.rank % 2]:
                 each._outbox.add(name, layouts[name])
         values = found.model.values(2)["w"]
         maxima = {name: block_amax(values, (0, 0), shape) for name, shape in blocks.items()}
