@@ -18,25 +18,17 @@ from moe_p2p.deep_ep import (
 )
 from moe_p2p.deep_ep.elastic_base import usual_steps
 from moe_p2p.moe import pool
+from tests.support import elastic_cases
 from tests.support import elastic_cases as cases
 from tests.support.deep_ep_oracle import Shape, make_batches
-from tests.support.elastic_cases import (
-    CALLS,
-    SHAPE,
-    Call,
-    Place,
-    check_by_rank,
-    check_combine,
-    dispatch,
-    make_buffer,
-)
+from tests.support.elastic_cases import CALLS, SHAPE, Call, Place
 from tests.support.elastic_order import deep_ep_order
 from tests.support.ranks import Rank, run_processes, run_threads
 
 
 def run(num_ranks: int, check: Callable[..., None], *arguments: Any) -> None:
     def body(rank: Rank) -> None:
-        place = Place(rank, "cpu", make_buffer(rank))
+        place = Place(rank, "cpu", elastic_cases.make_buffer(rank))
         check(place, *arguments)
         place.buffer.destroy()
 
@@ -92,7 +84,7 @@ def stale_slots(place: Place) -> None:
     """A handle looks at no slot of another rank, where a GPU leaves what the memory held."""
     batches = make_batches(3, [12] * 4, SHAPE)
     call = Call(do_expand=True, do_cpu_sync=False)
-    handle = dispatch(place.buffer, batches[place.rank.rank], SHAPE, call)[3]
+    handle = elastic_cases.dispatch(place.buffer, batches[place.rank.rank], SHAPE, call)[3]
     cases.check_handle(handle, batches, place.rank.rank, SHAPE, call)
     wanted = handle.recv_src_metadata
     shape, words = handle.all_to_all._shape, handle.received.call.handle
@@ -191,9 +183,9 @@ def with_gloo(rank: Rank) -> None:
     buffer.barrier()
     buffer.barrier(use_comm_stream=False, with_cpu_sync=True)
     batches = make_batches(1, [12, 8], SHAPE)
-    result = dispatch(buffer, batches[rank.rank], SHAPE, Call())
-    y = check_by_rank(result, batches, rank.rank, SHAPE, Call())
-    check_combine(buffer, y, result, batches[rank.rank], "cpu", Call())
+    result = elastic_cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())
+    y = elastic_cases.check_by_rank(result, batches, rank.rank, SHAPE, Call())
+    elastic_cases.check_combine(buffer, y, result, batches[rank.rank], "cpu", Call())
     buffer.destroy()
     dist.destroy_process_group()
 
@@ -222,9 +214,11 @@ def test_num_bytes_bounds_the_steps() -> None:
     def body(rank: Rank) -> None:
         sizes = []
         for num_bytes in (2 << 20, 64 << 20):
-            buffer = make_buffer(rank, num_max_tokens_per_rank=512, num_bytes=num_bytes)
+            buffer = elastic_cases.make_buffer(
+                rank, num_max_tokens_per_rank=512, num_bytes=num_bytes
+            )
             batches = make_batches(1, [12, 8], SHAPE)
-            handle = dispatch(buffer, batches[rank.rank], SHAPE, Call())[3]
+            handle = elastic_cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())[3]
             config = handle.all_to_all.config
             regions = config.plan(world_size=2, ranks_per_node=2)
             assert sum(regions.values()) <= num_bytes
@@ -237,11 +231,11 @@ def test_num_bytes_bounds_the_steps() -> None:
 
 def test_what_is_refused() -> None:
     def body(rank: Rank) -> None:
-        buffer = make_buffer(rank)
+        buffer = elastic_cases.make_buffer(rank)
         mine = make_batches(1, [3], SHAPE)[0]
-        handle = dispatch(buffer, mine, SHAPE, Call())[3]
+        handle = elastic_cases.dispatch(buffer, mine, SHAPE, Call())[3]
         with pytest.raises(AssertionError, match="give one of them"):
-            dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
+            elastic_cases.dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
         with pytest.raises(AssertionError, match="no CPU sync"):
             buffer.dispatch(mine.x, handle=handle, do_cpu_sync=True)
         with pytest.raises(AssertionError, match="do_expand is True, the handle's is"):
@@ -250,7 +244,7 @@ def test_what_is_refused() -> None:
             with pytest.raises(AssertionError, match=f"{name} is {value}, the handle"):
                 buffer.dispatch(mine.x, handle=handle, **{name: value})
         with pytest.raises(AssertionError, match="needs do_expand"):
-            dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
+            elastic_cases.dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
         with pytest.raises(NotImplementedError, match="engram_fetch"):
             buffer.engram_fetch(mine.topk_idx)
         buffer.destroy()

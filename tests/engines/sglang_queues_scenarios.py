@@ -21,16 +21,7 @@ import torch.distributed as dist
 
 from tests.engines import sglang_kv_scenarios
 from tests.engines.scenarios import Scenarios, free_port
-from tests.engines.sglang_kv_scenarios import (
-    DIM,
-    HEADS,
-    LAYERS,
-    PAGE,
-    SETTINGS,
-    Stages,
-    kv_class,
-    wait,
-)
+from tests.engines.sglang_kv_scenarios import DIM, HEADS, LAYERS, PAGE, SETTINGS, Stages
 
 scenario = Scenarios()
 TOKENS, SLOTS = 128, 8  # of a pool; of requests
@@ -156,7 +147,7 @@ class Servers:
 
         self.port = free_port()
         SETTINGS["disagg"].disaggregation_bootstrap_port = self.port
-        self.bootstrap = kv_class("BOOTSTRAP_SERVER")("127.0.0.1", self.port)
+        self.bootstrap = sglang_kv_scenarios.kv_class("BOOTSTRAP_SERVER")("127.0.0.1", self.port)
         backend = utils.TransferBackend.MOONCAKE
         group, self.prefill = Stages(stages), list[Any]()
         for stage, layers in enumerate(stages):
@@ -236,7 +227,7 @@ class Servers:
             assert len(found) in (0, len(self.prefill))
             return bool(found)
 
-        wait(turn)
+        sglang_kv_scenarios.wait(turn)
 
     def compute(self, requests: list[Any], end: int) -> None:
         """A forward pass of prefill up to a token, as far as its pages are concerned."""
@@ -317,7 +308,7 @@ def transfer(made: Servers, room: int, *ends: int) -> None:
             found.extend(more)
         return len(done) == len(ours) and bool(got)
 
-    wait(complete)
+    sglang_kv_scenarios.wait(complete)
     assert (sorted(done, key=ours.index), got) == (ours, [theirs])
     assert list(theirs.output_ids) == [77 + room]
     for half, *wanted in zip(halves(made.decode), *sent, strict=True):
@@ -354,13 +345,15 @@ def prefill_fails_between_chunks_and_decodes_pages_come_back() -> None:
         assert made.decode.token_to_kv_pool_allocator.available_size() < free
         made.compute(ours, 8)
         ours[0].disagg_kv_sender.abort()
-        wait(lambda: (made.turn(), not made.transferring.queue)[1])
+        sglang_kv_scenarios.wait(lambda: (made.turn(), not made.transferring.queue)[1])
         assert isinstance(theirs.finished_reason, FINISH_ABORT)
         assert made.decode.told == [theirs]
-        wait(lambda: (made.turn(), not made.transferring.has_pending_deferred_releases())[1])
+        sglang_kv_scenarios.wait(
+            lambda: (made.turn(), not made.transferring.has_pending_deferred_releases())[1]
+        )
         assert made.decode.token_to_kv_pool_allocator.available_size() == free
         made.prefill[0].disagg_prefill_inflight_queue.extend(ours)
-        wait(lambda: made.turn()[0] == ours)
+        sglang_kv_scenarios.wait(lambda: made.turn()[0] == ours)
         assert isinstance(ours[0].finished_reason, FINISH_ABORT)
         transfer(made, 8, 8, 12)
 

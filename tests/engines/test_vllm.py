@@ -19,19 +19,8 @@ from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, UnavailableError
 from moe_p2p.integrations.serving_steps import STEPS
-from tests.engines import packages, vllm_ranks
-from tests.engines.vllm_layers import (
-    BLOCKS,
-    HIGH_THROUGHPUT,
-    LOW_LATENCY,
-    V2,
-    begin,
-    make_kernel,
-    make_layer,
-    run_backend,
-    run_kernel,
-    use_quantizer,
-)
+from tests.engines import packages, vllm_layers, vllm_ranks
+from tests.engines.vllm_layers import BLOCKS, HIGH_THROUGHPUT, LOW_LATENCY, V2
 from tests.support import engine_layers as plain
 from tests.support.engine_layers import BF16, EXPERTS, HIDDEN, TOKENS, WORLD
 from tests.support.ranks import Rank, run_processes
@@ -43,9 +32,9 @@ pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(400)]
 
 
 def run_ours(rank: Rank) -> None:
-    begin(rank)
+    vllm_layers.begin(rank)
     for backend in (LOW_LATENCY, HIGH_THROUGHPUT, V2):
-        run_backend(rank, backend, ["none", "blocks", "rows"])
+        vllm_layers.run_backend(rank, backend, ["none", "blocks", "rows"])
         for on_wrong in (False, True):
             weights_on_the_input(rank, backend, on_wrong)
     manager = vllm_ranks.make_manager(LOW_LATENCY)
@@ -61,15 +50,15 @@ def run_ours(rank: Rank) -> None:
 
 
 def weights_on_the_input(rank: Rank, backend: str, wrong: bool) -> None:
-    manager, prepare_finalize, quant_config = make_layer(rank, backend, {})
-    kernel = make_kernel(rank, prepare_finalize, quant_config)
+    manager, prepare_finalize, quant_config = vllm_layers.make_layer(rank, backend, {})
+    kernel = vllm_layers.make_kernel(rank, prepare_finalize, quant_config)
     if wrong:
         x, ids, weights = plain.inputs(rank.rank, 0, torch.bfloat16)
         with pytest.raises(InvalidArgumentError, match="top-3: it is for top-1"):
-            run_kernel(kernel, x, ids, weights, on_input=True)
+            vllm_layers.run_kernel(kernel, x, ids, weights, on_input=True)
     else:
         x, ids, weights = plain.inputs(rank.rank, 1, torch.bfloat16, topk=1)
-        out = run_kernel(kernel, x, ids, weights, on_input=True)
+        out = vllm_layers.run_kernel(kernel, x, ids, weights, on_input=True)
         expected = plain.plain(x * weights.to(x.dtype), ids, torch.ones_like(weights))
         torch.testing.assert_close(out.float(), expected, **BF16)
     manager.destroy()
@@ -77,10 +66,10 @@ def weights_on_the_input(rank: Rank, backend: str, wrong: bool) -> None:
 
 def packed_scales(rank: Rank) -> None:
     """Experts for Blackwell's DeepGEMM take four exponents in a word."""
-    manager, prepare_finalize, quant_config = make_layer(rank, LOW_LATENCY, BLOCKS)
+    manager, prepare_finalize, quant_config = vllm_layers.make_layer(rank, LOW_LATENCY, BLOCKS)
     packing = types.SimpleNamespace(supports_packed_ue8m0_act_scales=lambda: True)
     prepare_finalize.post_init_setup(packing)
-    kernel = make_kernel(rank, prepare_finalize, quant_config)
+    kernel = vllm_layers.make_kernel(rank, prepare_finalize, quant_config)
     inner = kernel.fused_experts.run
 
     def run(rows: Tensor, scales: Tensor, *rest: Any) -> Tensor:
@@ -93,7 +82,7 @@ def packed_scales(rank: Rank) -> None:
 
     kernel.fused_experts.run = run
     x, ids, weights = plain.inputs(rank.rank, 0, torch.bfloat16)
-    out = run_kernel(kernel, x, ids, weights)
+    out = vllm_layers.run_kernel(kernel, x, ids, weights)
     torch.testing.assert_close(out.float(), plain.plain(rounded_up(x), ids, weights), **BF16)
     manager.destroy()
 
@@ -109,12 +98,14 @@ def other_order_of_experts(rank: Rank) -> None:
     from moe_p2p.integrations.moe import vllm
 
     batched, _ = vllm.prepare_and_finalize_classes()
-    manager, _, quant_config = make_layer(rank, LOW_LATENCY, {})
+    manager, _, quant_config = vllm_layers.make_layer(rank, LOW_LATENCY, {})
     handle = manager.get_handle({"max_num_tokens_per_dp_rank": TOKENS})
     physical = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(1))
     layer = batched(handle, num_dispatchers=WORLD, global_to_physical=physical)
     x, ids, weights = plain.inputs(rank.rank, 0, torch.bfloat16)
-    out = run_kernel(make_kernel(rank, layer, quant_config), x, ids, weights)
+    out = vllm_layers.run_kernel(
+        vllm_layers.make_kernel(rank, layer, quant_config), x, ids, weights
+    )
     torch.testing.assert_close(out.float(), plain.plain(x, physical[ids], weights), **BF16)
     manager.destroy()
 
@@ -126,8 +117,8 @@ def scales_of_other_formats(rank: Rank) -> None:
 
     x, ids, weights = plain.inputs(rank.rank, 0, torch.bfloat16)
     x *= 3  # scales of a power of two differ from others
-    manager, prepare_finalize, quant_config = make_layer(rank, HIGH_THROUGHPUT, BLOCKS)
-    kernel = make_kernel(rank, prepare_finalize, quant_config)
+    manager, prepare_finalize, quant_config = vllm_layers.make_layer(rank, HIGH_THROUGHPUT, BLOCKS)
+    kernel = vllm_layers.make_kernel(rank, prepare_finalize, quant_config)
     before, deep_gemm.is_deep_gemm_e8m0_used = deep_gemm.is_deep_gemm_e8m0_used, lambda: True
     rows, scales, *rest = kernel._prepare(x, weights, ids, EXPERTS, None, False)
     deep_gemm.is_deep_gemm_e8m0_used = before
@@ -146,9 +137,9 @@ def scales_of_other_formats(rank: Rank) -> None:
     gscale = torch.tensor([2.0])
     for dtype, swizzled in (("nvfp4", False), ("nvfp4", True), ("mxfp8", False)):
         config = {"quant_dtype": dtype, "a1_gscale": gscale, "is_scale_swizzled": swizzled}
-        _, layer, quant_config = make_layer(rank, HIGH_THROUGHPUT, config)
-        kernel = make_kernel(rank, layer, quant_config)
-        run_kernel(kernel, x, ids, weights)
+        _, layer, quant_config = vllm_layers.make_layer(rank, HIGH_THROUGHPUT, config)
+        kernel = vllm_layers.make_kernel(rank, layer, quant_config)
+        vllm_layers.run_kernel(kernel, x, ids, weights)
         if asked:  # not where no row arrived
             scale, options = asked.pop()
             assert scale is (gscale if dtype == "nvfp4" else None)
@@ -191,9 +182,9 @@ def overlapping_batches(rank: Rank, stack: contextlib.ExitStack) -> None:
     patch.setattr(torch.cuda, "set_stream", lambda s: at.__setitem__(threading.get_ident(), s))
     patch.setattr(torch, "Event", Event)
     for backend in (LOW_LATENCY, HIGH_THROUGHPUT, V2):
-        manager, prepare_finalize, quant_config = make_layer(rank, backend, {})
+        manager, prepare_finalize, quant_config = vllm_layers.make_layer(rank, backend, {})
         assert prepare_finalize.supports_dbo()
-        kernel = make_kernel(rank, prepare_finalize, quant_config)
+        kernel = vllm_layers.make_kernel(rank, prepare_finalize, quant_config)
         batches = [plain.inputs(rank.rank, step, torch.bfloat16) for step in (0, 1)]
         for out, (x, ids, weights) in zip(in_turns(kernel, batches), batches, strict=True):
             torch.testing.assert_close(out.float(), plain.plain(x, ids, weights), **BF16)
@@ -211,7 +202,7 @@ def in_turns(kernel: Any, batches: list[tuple[Tensor, Tensor, Tensor]]) -> list[
     def run(index: int) -> None:
         try:
             with contexts[index]:
-                outs[index] = run_kernel(kernel, *batches[index])
+                outs[index] = vllm_layers.run_kernel(kernel, *batches[index])
         except BaseException as error:
             outs[index] = error
 
@@ -238,22 +229,22 @@ def test_layers_over_all_to_all_compute_a_plain_moe() -> None:
 
 def run_masking(rank: Rank) -> None:
     """A rank that is late is masked; clean_buffers takes it back, on one host in place."""
-    begin(rank, fault_tolerance=True)
+    vllm_layers.begin(rank, fault_tolerance=True)
     from moe_p2p.integrations.moe import vllm_managers
 
     vllm_managers.TIMEOUT_S = 10.0
     plainly = vllm_ranks.make_manager(HIGH_THROUGHPUT)
     with pytest.raises(NotImplementedError):
         plainly.query_active_mask()
-    manager, prepare_finalize, quant_config = make_layer(rank, LOW_LATENCY, {})
+    manager, prepare_finalize, quant_config = vllm_layers.make_layer(rank, LOW_LATENCY, {})
     assert manager.support_fault_tolerance
-    kernel = make_kernel(rank, prepare_finalize, quant_config)
+    kernel = vllm_layers.make_kernel(rank, prepare_finalize, quant_config)
     x, ids, weights = plain.inputs(0, 0, torch.bfloat16)
     owner = ids // (EXPERTS // rank.world_size)
 
     def compare(masked: int | None) -> None:
         """Experts of a masked rank add nothing."""
-        out = run_kernel(kernel, x, ids, weights)
+        out = vllm_layers.run_kernel(kernel, x, ids, weights)
         kept = weights if masked is None else torch.where(owner == masked, 0.0, weights)
         torch.testing.assert_close(out.float(), plain.plain(x, ids, kept), **BF16)
 
@@ -312,7 +303,7 @@ def run_shim(rank: Rank) -> None:
     assert import_utils.has_deep_ep_v2()
     assert os.environ["EP_DISABLE_GIN"] == "1"
     vllm_ranks.use(vllm_ranks.config())
-    use_quantizer()
+    vllm_layers.use_quantizer()
     patch = pytest.MonkeyPatch()
     from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ll
 
@@ -324,7 +315,7 @@ def run_shim(rank: Rank) -> None:
     # It sums a number over NCCL first, and then leaves the check out.
     patch.setattr(all2all.DeepEPV2All2AllManager, "_check_gin_support", lambda *_: None)
     for backend in (LOW_LATENCY, HIGH_THROUGHPUT, V2):
-        run_backend(rank, backend, ["none", "blocks"])
+        vllm_layers.run_backend(rank, backend, ["none", "blocks"])
     patch.undo()
 
 

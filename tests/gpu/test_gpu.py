@@ -15,18 +15,9 @@ import torch
 
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens
+from tests.support import gpu_ranks
 from tests.support.cases import TOPK, Wanted, expect, make_tokens, run_step
-from tests.support.gpu_ranks import (
-    HIDDEN_DIM,
-    MAX_TOKENS,
-    Payload,
-    World,
-    compile_ahead,
-    make,
-    prepare,
-    run,
-    worlds,
-)
+from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, Payload, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
@@ -60,8 +51,8 @@ Change = Callable[[Tokens, int], Tokens]  # (tokens, rank) -> tokens
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    compile_ahead([(World(*shape), {}) for shape in ALL_WORLDS])
-    compile_ahead(SHAPES.values(), [Payload(torch.float32), Payload(torch.float32, True)])
+    gpu_ranks.compile_ahead([(World(*shape), {}) for shape in ALL_WORLDS])
+    gpu_ranks.compile_ahead(SHAPES.values(), [Payload(torch.float32), Payload(torch.float32, True)])
 
 
 def call(world: World, seed: int, change: Change | None = None, **options: Any) -> Wanted:
@@ -140,40 +131,40 @@ def every_format(world: World) -> list[Wanted]:
 
 def steps(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]) -> None:
     """All of `wanted`, one after the other."""
-    with make(rank, world, **config) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world, **config) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
             run_step(comm, step)
 
 
-@pytest.mark.parametrize("world", worlds(*ALL_WORLDS))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*ALL_WORLDS))
 def test_every_format_is_the_reference_bit_for_bit(world: World) -> None:
-    run(world, steps, every_format(world), {"transport_settings": f"seed={world.ranks}"})
+    gpu_ranks.run(world, steps, every_format(world), {"transport_settings": f"seed={world.ranks}"})
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_a_hostile_network_changes_nothing(seed: int) -> None:
     world = World(4, 2) if seed % 2 else World(3, 1)
     wanted = [call(world, step, dtype=torch.float32) for step in range(15)]
-    run(world, steps, wanted, {"transport_settings": f"seed={seed}", "nics_per_rank": 3})
+    gpu_ranks.run(world, steps, wanted, {"transport_settings": f"seed={seed}", "nics_per_rank": 3})
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 2)))
 def test_two_hundred_steps_of_changing_counts(world: World) -> None:
     wanted = []
     for step in range(200):
         counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
         change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
         wanted.append(call(world, step, change, counts=counts, layout="grouped"))
-    run(world, steps, wanted, {})
+    gpu_ranks.run(world, steps, wanted, {})
 
 
-@pytest.mark.parametrize("world", worlds(*FEW_WORLDS))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*FEW_WORLDS))
 def test_rows_of_seven_thousand_values(world: World) -> None:
     wide = {"hidden_dim": 7168, "layout": "grouped", "dtype": torch.bfloat16}
     wanted = [call(world, step, **wide, quantize=step % 2 == 1) for step in range(4)]
     config = {"hidden_dim": 7168, "dtype": torch.bfloat16, "extra_bytes": 0}
-    run(world, steps, wanted, config)
+    gpu_ranks.run(world, steps, wanted, config)
 
 
 def of_calls(config: dict[str, Any]) -> dict[str, Any]:
@@ -191,13 +182,13 @@ def test_shape(name: str) -> None:
         call(world, 0, quantize=True, **fields),
         call(world, 3, layout="grouped", alignment=8, **fields),
     ]
-    run(world, steps, wanted, config)
+    gpu_ranks.run(world, steps, wanted, config)
 
 
 def counts_on_the_device(
     rank: Rank, world: World, wanted: list[Wanted], dtype: torch.dtype | None
 ) -> None:
-    with make(rank, world) as comm:
+    with gpu_ranks.make(rank, world) as comm:
         for step in wanted:
             count = step.tokens[rank.rank].num_tokens
             given = (
@@ -208,18 +199,18 @@ def counts_on_the_device(
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 2)))
 def test_counts_only_the_first_rows(world: World, dtype: torch.dtype | None) -> None:
     def count(step: int) -> Change:
         return lambda t, rank: replace(t, num_tokens=(5 * step + 3 * rank) % (len(t.x) + 1))
 
     wanted = [call(world, step, count(step), counts=[9] * 8) for step in range(6)]
-    run(world, counts_on_the_device, wanted, dtype)
+    gpu_ranks.run(world, counts_on_the_device, wanted, dtype)
 
 
 def padding(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
             got, _ = run_step(comm, step, zero_padding=True)
             theirs = step.received[rank.rank]
@@ -227,7 +218,7 @@ def padding(rank: Rank, world: World, wanted: list[Wanted]) -> None:
             assert torch.equal(got.row_weights, theirs.row_weights)
 
 
-@pytest.mark.parametrize("world", worlds(*FEW_WORLDS))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*FEW_WORLDS))
 def test_empty_padding_is_zero_when_asked(world: World) -> None:
     wanted = [
         call(world, 2),
@@ -235,4 +226,4 @@ def test_empty_padding_is_zero_when_asked(world: World) -> None:
         call(world, 0, layout="grouped", alignment=8),
         call(world, 1, layout="grouped"),
     ]
-    run(world, padding, wanted)
+    gpu_ranks.run(world, padding, wanted)

@@ -19,35 +19,15 @@ from tests.gpu.test_gpu import call, every_format, in_fp8, steps, to_one_expert
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
 from tests.gpu.test_gpu_failures import SOON_S, settle
 from tests.gpu.test_gpu_layouts import BY_RANK, columns, rows_of_every_type
-from tests.support.cases import (
-    Wanted,
-    assert_combined,
-    combine_arguments,
-    dispatch_arguments,
-    finish,
-    negative_zeros,
-    on_cpu,
-    with_no_numbers,
-)
-from tests.support.gpu_ranks import (
-    DEVICE,
-    MAX_TOKENS,
-    PAYLOADS,
-    Payload,
-    World,
-    compile_ahead,
-    make,
-    meet,
-    prepare,
-    run,
-    worlds,
-)
+from tests.support import cases, gpu_ranks
+from tests.support.cases import Wanted
+from tests.support.gpu_ranks import DEVICE, MAX_TOKENS, PAYLOADS, Payload, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = ((1, 1), (2, 2), (3, 3), (4, 4), (8, 8))  # of one node
-WORLDS = worlds(*SHAPES)
+WORLDS = gpu_ranks.worlds(*SHAPES)
 WIDE = {"hidden_dim": 7168, "dtype": torch.bfloat16, "extra_bytes": 0}
 
 
@@ -56,8 +36,8 @@ def _every_step_in_bulk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_shape, "BULK_STEP", 0)
         by_rank = [payload._replace(by_rank=True) for payload in PAYLOADS]
-        compile_ahead([(World(*shape), {}) for shape in SHAPES], [*PAYLOADS, *by_rank])
-        compile_ahead(
+        gpu_ranks.compile_ahead([(World(*shape), {}) for shape in SHAPES], [*PAYLOADS, *by_rank])
+        gpu_ranks.compile_ahead(
             [(World(*shape), CHUNKED) for shape in SHAPES],
             [Payload(torch.float32, by_rank=by_rank) for by_rank in (False, True)],
         )
@@ -66,23 +46,23 @@ def _every_step_in_bulk() -> Iterator[None]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_format_is_the_reference_bit_for_bit(world: World) -> None:
-    run(world, steps, every_format(world), {})
+    gpu_ranks.run(world, steps, every_format(world), {})
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_rows_by_rank_are_the_reference_bit_for_bit(world: World) -> None:
-    run(world, steps, rows_of_every_type(world), {})
+    gpu_ranks.run(world, steps, rows_of_every_type(world), {})
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
 def test_rows_of_seven_thousand_values(world: World) -> None:
     wide = {"hidden_dim": 7168, "layout": "grouped", "dtype": torch.bfloat16}
     wanted = [call(world, step // 2 * 2, **wide, quantize=step % 2 == 1) for step in range(4)]
     assert all(t.x.shape[0] for w in wanted for t in w.tokens[:2])
-    run(world, steps, wanted, WIDE)
+    gpu_ranks.run(world, steps, wanted, WIDE)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
 def test_rows_by_rank_of_seven_thousand_values(world: World) -> None:
     """With scales, without, and quantized inside."""
     wide: dict[str, Any] = {"hidden_dim": 7168, "dtype": torch.bfloat16, **BY_RANK}
@@ -94,10 +74,10 @@ def test_rows_by_rank_of_seven_thousand_values(world: World) -> None:
         call(world, 0, in_fp8(True), counts=[1] * world.ranks, **wide),
         call(world, 2, in_fp8(True), counts=counts, **wide | {"layout": "grouped"}),
     ]
-    run(world, steps, wanted, WIDE)
+    gpu_ranks.run(world, steps, wanted, WIDE)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2)))
 def test_scales_in_columns_and_of_one_byte(world: World) -> None:
     fields: dict[str, Any] = {"capacity": MAX_TOKENS * world.ranks + 1, **BY_RANK}
     quantized = fields | {"dtype": torch.bfloat16, "quantize": True}
@@ -106,7 +86,7 @@ def test_scales_in_columns_and_of_one_byte(world: World) -> None:
         call(world, 2, **quantized, scale_format="power_of_two"),
         call(world, 0, **quantized, scale_format="ue8m0"),
     ]
-    run(world, columns, wanted, False)
+    gpu_ranks.run(world, columns, wanted, False)
 
 
 # A warp routes 32 tokens at once, and no block has 22 warps.
@@ -119,22 +99,22 @@ LONGER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("world", worlds((2, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2)))
 def test_more_tokens_than_a_block_routes_at_once(world: World) -> None:
     longer = {"hidden_dim": 16, "max_tokens": LONGER["max_tokens"], "dtype": torch.bfloat16}
     for counts in ([704, 690], [5, 700]):
         wanted = [call(world, 0, counts=counts, **layout, **longer) for layout in (BY_RANK, {})]
-        run(world, steps, wanted, LONGER)
+        gpu_ranks.run(world, steps, wanted, LONGER)
 
 
 MANY = {"max_tokens": 128, "num_sms": 2}  # for each worker more than Progress::kItems
 
 
-@pytest.mark.parametrize("world", worlds((2, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2)))
 def test_a_worker_waits_for_room_for_flags(world: World) -> None:
     many: dict[str, Any] = {"max_tokens": MANY["max_tokens"], "counts": [MANY["max_tokens"]] * 2}
     wanted = [call(world, 0, **many), call(world, 1, quantize=True, layout="grouped", **many)]
-    run(world, steps, wanted, MANY)
+    gpu_ranks.run(world, steps, wanted, MANY)
 
 
 def with_weights_of_one(t: Tokens, rank: int) -> Tokens:
@@ -143,17 +123,19 @@ def with_weights_of_one(t: Tokens, rank: int) -> Tokens:
 
 def unweighted(rank: Rank, world: World, wanted: list[Wanted]) -> None:
     """Through one block for each half, so that a worker has many sums."""
-    with make(rank, world, **WIDE, topk=6, num_sms=2) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world, **WIDE, topk=6, num_sms=2) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
-            live = comm.dispatch(**dispatch_arguments(comm, step))
-            finish(comm)  # copies to the device wait for each other, across ranks
-            out = comm.combine(dispatched=live, weighted=False, **combine_arguments(comm, step))
-            finish(comm)
-            assert_combined(out.cpu(), step.out[comm.rank])
+            live = comm.dispatch(**cases.dispatch_arguments(comm, step))
+            cases.finish(comm)  # copies to the device wait for each other, across ranks
+            out = comm.combine(
+                dispatched=live, weighted=False, **cases.combine_arguments(comm, step)
+            )
+            cases.finish(comm)
+            cases.assert_combined(out.cpu(), step.out[comm.rank])
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
 def test_rows_that_need_no_sum_between_sums(world: World) -> None:
     wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6}
     wide["counts"] = [MAX_TOKENS] * world.ranks
@@ -165,30 +147,30 @@ def test_rows_that_need_no_sum_between_sums(world: World) -> None:
     owners = torch.cat([t.topk_idx for t in wanted[0].tokens]) // 4
     alone = [(owners == rank).sum(1) == 1 for rank in range(world.ranks)]
     assert all(0 < slots.sum() < (owners == rank).any(1).sum() for rank, slots in enumerate(alone))
-    run(world, unweighted, wanted)
+    gpu_ranks.run(world, unweighted, wanted)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
 def test_sums_of_negative_zeros_are_zeros(world: World) -> None:
     """Also where the row of a token is the only one: a copy of it would have another sign."""
-    wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6, "experts": negative_zeros}
+    wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6, "experts": cases.negative_zeros}
     wide["counts"] = [MAX_TOKENS] * world.ranks
     wanted = [
         call(world, 0, with_weights_of_one, layout="grouped", **wide),
         call(world, 1, to_one_expert(0), **BY_RANK, **wide),
     ]
-    run(world, unweighted, wanted)
+    gpu_ranks.run(world, unweighted, wanted)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (3, 3)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (3, 3)))
 def test_no_number_comes_of_what_is_none(world: World) -> None:
     common: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": True}
     wanted = [
-        call(world, 2, with_no_numbers, scale_format=scale_format, **common)
+        call(world, 2, cases.with_no_numbers, scale_format=scale_format, **common)
         for scale_format in SCALE_FORMATS
     ]
-    wanted.append(call(world, 2, with_no_numbers, quantize=True, **BY_RANK))
-    run(world, steps, wanted, {})
+    wanted.append(call(world, 2, cases.with_no_numbers, quantize=True, **BY_RANK))
+    gpu_ranks.run(world, steps, wanted, {})
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -200,32 +182,32 @@ def test_long_calls_run_in_chunks(world: World) -> None:
         call(world, 3, max_tokens=LONG, counts=[0] * 8),
         call(world, 4, to_one_expert(2), max_tokens=LONG, counts=LONG_COUNTS, layout="grouped"),
     ]
-    run(world, chunks, wanted)
+    gpu_ranks.run(world, chunks, wanted)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (3, 3)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (3, 3)))
 def test_halves_of_two_steps_overlap(world: World) -> None:
-    run(world, halves, [[call(world, 2 * i), call(world, 2 * i + 1)] for i in range(4)])
+    gpu_ranks.run(world, halves, [[call(world, 2 * i), call(world, 2 * i + 1)] for i in range(4)])
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
 def test_a_hundred_steps_of_changing_counts(world: World) -> None:
     wanted = []
     for step in range(100):
         counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
         change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
         wanted.append(call(world, step, change, counts=counts, layout="grouped"))
-    run(world, steps, wanted, {}, deadline_s=100.0)
+    gpu_ranks.run(world, steps, wanted, {}, deadline_s=100.0)
 
 
 def without_a_flag(rank: Rank, world: World, wanted: Wanted) -> None:
     """Rank 0 gets counts of all ranks, and the slots of the last one but for one flag."""
-    with make(rank, world, timeout_s=SOON_S) as comm:
-        prepare(rank, comm, [wanted])
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
+        gpu_ranks.prepare(rank, comm, [wanted])
         assert comm._device is not None
-        pending = comm.dispatch_send(**dispatch_arguments(comm, wanted))
+        pending = comm.dispatch_send(**cases.dispatch_arguments(comm, wanted))
         settle(comm)
-        meet(rank, "sent")
+        gpu_ranks.meet(rank, "sent")
         if rank.rank == 0:
             plan = comm.config.plan(world_size=world.ranks, ranks_per_node=world.per_node)
             regions, slots = world.ranks * 2, comm.config.steps_in_flight
@@ -240,13 +222,13 @@ def without_a_flag(rank: Rank, world: World, wanted: Wanted) -> None:
         text = settle(comm)
         if rank.rank == 0:
             assert f"rank {world.ranks - 1}" in text
-            rows = on_cpu(got)
+            rows = cases.on_cpu(got)
             assert torch.equal(rows.counts, wanted.received[0].counts)
             assert rows.x.isnan().all()
-        meet(rank, "received")
+        gpu_ranks.meet(rank, "received")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs memory of the device that the host can write")
-@pytest.mark.parametrize("world", worlds((2, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2)))
 def test_a_slot_that_does_not_arrive_is_named(world: World) -> None:
-    run(world, without_a_flag, call(world, 2, **BY_RANK))
+    gpu_ranks.run(world, without_a_flag, call(world, 2, **BY_RANK))

@@ -20,25 +20,9 @@ import torch.distributed as dist
 import moe_p2p
 from moe_p2p import AllToAll, DispatchOptions
 from tests.gpu.test_gpu import call
-from tests.support.cases import (
-    Wanted,
-    dispatch_arguments,
-    make_tokens,
-    on_device,
-    run_step,
-)
-from tests.support.gpu_ranks import (
-    HIDDEN_DIM,
-    MAX_TOKENS,
-    World,
-    assert_device_usable,
-    compile_ahead,
-    make,
-    meet,
-    run,
-    run_apart,
-    worlds,
-)
+from tests.support import cases, gpu_ranks
+from tests.support.cases import Wanted
+from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World
 from tests.support.ranks import DiedError, Rank
 
 pytestmark = pytest.mark.gpu
@@ -62,8 +46,8 @@ def error_of(comm: AllToAll, launch: Callable[[], Any]) -> str:
     except moe_p2p.MoeP2pError as error:
         text = str(error)
     assert text, "no error came"
-    tokens = make_tokens(0, 0, 1, num_experts=comm.config.num_experts, hidden_dim=HIDDEN_DIM)
-    given = on_device(comm, tokens.x), on_device(comm, tokens.topk_idx)
+    tokens = cases.make_tokens(0, 0, 1, num_experts=comm.config.num_experts, hidden_dim=HIDDEN_DIM)
+    given = cases.on_device(comm, tokens.x), cases.on_device(comm, tokens.topk_idx)
     with pytest.raises(moe_p2p.MoeP2pError) as again:
         comm.dispatch(*given)
     assert comm.broken in str(again.value)
@@ -72,34 +56,34 @@ def error_of(comm: AllToAll, launch: Callable[[], Any]) -> str:
 
 def absent(rank: Rank, world: World, wanted: list[Wanted]) -> str:
     lost = world.ranks - 1
-    with make(rank, world, timeout_s=SOON_S) as comm:
-        run_step(comm, wanted[0])
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
+        cases.run_step(comm, wanted[0])
         text = ""
         if rank.rank != lost:
-            arguments = dispatch_arguments(comm, wanted[1])
+            arguments = cases.dispatch_arguments(comm, wanted[1])
             began = time.monotonic()
             text = error_of(comm, lambda: comm.dispatch(**arguments))
             assert time.monotonic() - began < IN_TIME_S
-        meet(rank, "reported")  # a rank that closes would be noticed sooner
-        assert_device_usable()
+        gpu_ranks.meet(rank, "reported")  # a rank that closes would be noticed sooner
+        gpu_ranks.assert_device_usable()
         return text
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2), (3, 3)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 2), (3, 3)))
 def test_a_rank_that_does_not_come_is_named(world: World) -> None:
-    texts = run(world, absent, [call(world, 0), call(world, 2)])[:-1]
+    texts = gpu_ranks.run(world, absent, [call(world, 0), call(world, 2)])[:-1]
     assert any(f"rank {world.ranks - 1}" in text for text in texts), texts
     for text in texts:
         assert f"rank {world.ranks - 1}" in text or "gave up" in text, texts
 
 
 def run_until_killed(rank: Rank, world: World, num_steps: int) -> tuple[float, str]:
-    comm = make(rank, world, timeout_s=6.0)
+    comm = gpu_ranks.make(rank, world, timeout_s=6.0)
     for seed in range(num_steps):
         counts = random.Random(seed).choices(range(MAX_TOKENS + 1), k=world.ranks)
-        run_step(comm, call(world, seed, counts=counts))
-    arguments = dispatch_arguments(comm, call(world, 0))
-    meet(rank, "ready")
+        cases.run_step(comm, call(world, seed, counts=counts))
+    arguments = cases.dispatch_arguments(comm, call(world, 0))
+    gpu_ranks.meet(rank, "ready")
     comm.dispatch(**arguments)
     if rank.rank == world.ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,18 +97,18 @@ def run_until_killed(rank: Rank, world: World, num_steps: int) -> tuple[float, s
 
     text = error_of(comm, more)
     took = time.monotonic() - began
-    assert_device_usable()
+    gpu_ranks.assert_device_usable()
     comm.close()
     # A new communicator of a rank alone works: what was lost is not the context.
     alone = World(1, 1)
-    with make(Rank(0, 1, dist.HashStore()), alone) as comm:
-        run_step(comm, call(alone, 0))
+    with gpu_ranks.make(Rank(0, 1, dist.HashStore()), alone) as comm:
+        cases.run_step(comm, call(alone, 0))
     return took, text
 
 
 def run_with_a_killed_rank(world: World, num_steps: int) -> None:
     lost = world.ranks - 1
-    results = run(world, run_until_killed, num_steps, processes=True, return_errors=True)
+    results = gpu_ranks.run(world, run_until_killed, num_steps, processes=True, return_errors=True)
     assert isinstance(results[lost], DiedError), results
     texts = results[:lost]
     assert all(isinstance(text, tuple) for text in texts), texts
@@ -135,36 +119,38 @@ def run_with_a_killed_rank(world: World, num_steps: int) -> None:
 
 
 # Without a device for each, processes take turns on one.
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
+@pytest.mark.parametrize(
+    "world", gpu_ranks.worlds((2, 2), (2, 1)) + gpu_ranks.worlds((4, 2), devices=True)
+)
 def test_a_process_that_is_killed_within_a_step(world: World) -> None:
     run_with_a_killed_rank(world, 3)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 4), (4, 2), (8, 8), devices=True))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4), (4, 2), (8, 8), devices=True))
 def test_many_steps_of_changing_counts_before_one_is_killed(world: World) -> None:
     run_with_a_killed_rank(world, 200)
 
 
 def failing_nic(rank: Rank, world: World, wanted: list[Wanted]) -> str:
     # One write for each NIC and phase: the third is the dispatch of the second step.
-    with make(rank, world, timeout_s=SOON_S, transport_settings="fail_nth=3") as comm:
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S, transport_settings="fail_nth=3") as comm:
 
         def until_it_fails() -> None:
             for step in wanted:
-                comm.dispatch(**dispatch_arguments(comm, step, solo=True))
+                comm.dispatch(**cases.dispatch_arguments(comm, step, solo=True))
                 if settle(comm):
                     return
 
         text = error_of(comm, until_it_fails)
-        meet(rank, "reported")
-        assert_device_usable()
+        gpu_ranks.meet(rank, "reported")
+        gpu_ranks.assert_device_usable()
         return text
 
 
 def test_a_failing_nic_names_the_peer() -> None:
     world = World(2, 1)
-    texts = run(world, failing_nic, [call(world, seed) for seed in range(6)])
+    texts = gpu_ranks.run(world, failing_nic, [call(world, seed) for seed in range(6)])
     assert any("failed" in s and "transport" in s for s in texts), texts
     for rank, text in enumerate(texts):
         assert f"rank {1 - rank}" in text, texts
@@ -235,17 +221,17 @@ def bad_call(
     rank: Rank, world: World, name: str, wanted: Wanted, layout: str
 ) -> tuple[str, type[Exception]]:
     change, _, _ = BAD[name]
-    with make(rank, world, timeout_s=SOON_S) as comm:
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
         mine = wanted.tokens[rank.rank]
         arguments: dict[str, Any] = {"x": mine.x, "topk_idx": mine.topk_idx.clone()}
         arguments["layout"] = layout
         if rank.rank == 0:
             change(arguments)
-        arguments = {name: on_device(comm, value) for name, value in arguments.items()}
+        arguments = {name: cases.on_device(comm, value) for name, value in arguments.items()}
         if comm._device is not None:
             variant = DispatchOptions(layout=arguments["layout"]).number
             comm._device.prepare_dispatch(arguments["x"].dtype, variant)
-        meet(rank, "prepared")
+        gpu_ranks.meet(rank, "prepared")
         try:
             comm.dispatch(**arguments)
             settle(comm)
@@ -255,8 +241,8 @@ def bad_call(
         else:
             result = settle(comm), type(None)
         settle(comm)
-        meet(rank, "reported")
-        assert_device_usable()
+        gpu_ranks.meet(rank, "reported")
+        gpu_ranks.assert_device_usable()
         return result
 
 
@@ -268,7 +254,7 @@ def bad_call(
 )
 def test_a_bad_call_gives_a_typed_error(world: World, layout: str, name: str) -> None:
     wanted = call(world, 2)
-    results = run(world, bad_call, name, wanted, layout)
+    results = gpu_ranks.run(world, bad_call, name, wanted, layout)
     _, kind, match = BAD[name]
     # A wrong header is seen by whoever reads it; the rest by the rank that makes the call.
     seen_by = results if name.startswith("another") else results[:1]
@@ -276,10 +262,10 @@ def test_a_bad_call_gives_a_typed_error(world: World, layout: str, name: str) ->
 
 
 def in_isolation(rank: Rank, world: World, wanted: list[Wanted], settings: str) -> str:
-    with make(rank, world, timeout_s=SOON_S, transport_settings=settings) as comm:
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S, transport_settings=settings) as comm:
         try:
             for step in wanted:
-                run_step(comm, step)
+                cases.run_step(comm, step)
         except (AssertionError, moe_p2p.MoeP2pError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -288,9 +274,9 @@ def in_isolation(rank: Rank, world: World, wanted: list[Wanted], settings: str) 
 
 
 def early_immediates(world: World, settings: str) -> list[str]:
-    compile_ahead([(world, {})])  # or the deadline would contain it
+    gpu_ranks.compile_ahead([(world, {})])  # or the deadline would contain it
     wanted = [call(world, seed) for seed in range(10)]
-    texts: list[str] = run_apart(world, in_isolation, wanted, settings, deadline_s=50.0)
+    texts: list[str] = gpu_ranks.run_apart(world, in_isolation, wanted, settings, deadline_s=50.0)
     return texts
 
 

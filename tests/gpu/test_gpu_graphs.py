@@ -18,23 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moe_p2p import AllToAll, Dispatched, DispatchOptions, MoeP2pError
 from moe_p2p.moe.options import RowLayout
 from moe_p2p.moe.reference import Received, Tokens, Topology
+from tests.support import gpu_ranks
 from tests.support.cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu
-from tests.support.gpu_ranks import (
-    DEVICE,
-    HIDDEN_DIM,
-    MAX_TOKENS,
-    World,
-    in_turn,
-    make,
-    meet,
-    run,
-    worlds,
-)
+from tests.support.gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
-WORLDS = worlds((1, 1), (2, 2), (2, 1), (4, 2), (4, 4), (6, 2))
+WORLDS = gpu_ranks.worlds((1, 1), (2, 2), (2, 1), (4, 2), (4, 4), (6, 2))
 
 
 def doubled(topology: Topology, rank: int, received: Received) -> Tensor:
@@ -121,7 +112,7 @@ def record(rank: Rank, name: str, body: Callable[[], Any]) -> tuple[Any, Any]:
         from tests.support import emulated_gpu
 
         emulated = emulated_gpu.Graph()
-        return emulated, in_turn(rank, name, lambda: emulated.record(body))
+        return emulated, gpu_ranks.in_turn(rank, name, lambda: emulated.record(body))
     graph = torch.cuda.CUDAGraph()
 
     def captured() -> Any:
@@ -129,7 +120,7 @@ def record(rank: Rank, name: str, body: Callable[[], Any]) -> tuple[Any, Any]:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             return body()
 
-    return graph, in_turn(rank, name, captured)
+    return graph, gpu_ranks.in_turn(rank, name, captured)
 
 
 def replay(
@@ -149,11 +140,11 @@ def replay(
         for (got, out), wanted in zip(results, step, strict=True):
             assert_received(on_cpu(got), wanted.received[rank.rank])
             assert torch.equal(out.cpu(), wanted.out[rank.rank])
-    meet(rank, "replayed")
+    gpu_ranks.meet(rank, "replayed")
 
 
 def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int, layout: str) -> None:
-    with make(rank, world, chunk_tokens=MAX_TOKENS, max_tokens=max_tokens) as comm:
+    with gpu_ranks.make(rank, world, chunk_tokens=MAX_TOKENS, max_tokens=max_tokens) as comm:
         comm_inputs = Inputs.make(max_tokens)
 
         def body() -> list[Result]:
@@ -166,7 +157,7 @@ def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int, l
 
 def without_one(rank: Rank, world: World, wanted: Wanted, layout: str) -> None:
     """The last rank replays once, the others again and again: no call of theirs could raise."""
-    with make(rank, world, timeout_s=2.0, chunk_tokens=MAX_TOKENS) as comm:
+    with gpu_ranks.make(rank, world, timeout_s=2.0, chunk_tokens=MAX_TOKENS) as comm:
         place = Inputs.make(MAX_TOKENS)
 
         def body() -> list[Result]:
@@ -180,7 +171,7 @@ def without_one(rank: Rank, world: World, wanted: Wanted, layout: str) -> None:
         finish(comm)
         comm.check()
         assert torch.equal(out.cpu(), wanted.out[rank.rank])
-        meet(rank, "replayed together")
+        gpu_ranks.meet(rank, "replayed together")
         if rank.rank + 1 < world.ranks:
             for _ in range(3):
                 graph.replay()
@@ -193,15 +184,15 @@ def without_one(rank: Rank, world: World, wanted: Wanted, layout: str) -> None:
             with pytest.raises(MoeP2pError, match=f"rank {world.ranks - 1}|gave up") as error:
                 comm.check()
             assert str(error.value) == comm.broken
-        meet(rank, "reported")
+        gpu_ranks.meet(rank, "reported")
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1)))
 def test_replays_without_a_rank_give_nothing_that_passes_for_a_result(
     world: World, layout: str
 ) -> None:
-    run(world, without_one, call(world, 2, layout=layout), layout)
+    gpu_ranks.run(world, without_one, call(world, 2, layout=layout), layout)
 
 
 def prepare_bf16(rank: Rank, comm: AllToAll, *, by_rank: bool = False) -> None:
@@ -209,26 +200,28 @@ def prepare_bf16(rank: Rank, comm: AllToAll, *, by_rank: bool = False) -> None:
         layout: RowLayout = "by_rank" if by_rank else "padded"
         comm._device.prepare_dispatch(torch.bfloat16, DispatchOptions(layout=layout).number)
         comm._device.prepare_combine(torch.bfloat16, torch.bfloat16)
-    meet(rank, "prepared")
+    gpu_ranks.meet(rank, "prepared")
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_captured_graph_follows_inputs_and_counts(world: World, layout: str) -> None:
     steps = [[call(world, seed, layout=layout)] for seed in range(20)]
-    run(world, pair, steps, MAX_TOKENS, layout)
+    gpu_ranks.run(world, pair, steps, MAX_TOKENS, layout)
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 2)))
 def test_a_captured_call_of_several_chunks(world: World, layout: str) -> None:
     long = 3 * MAX_TOKENS + 1
-    run(world, pair, [[call(world, seed, long, layout)] for seed in range(8)], long, layout)
+    gpu_ranks.run(
+        world, pair, [[call(world, seed, long, layout)] for seed in range(8)], long, layout
+    )
 
 
 def micro_batches(rank: Rank, world: World, steps: list[list[Wanted]], apart: bool) -> None:
     """apart: the compute runs on a stream of its own."""
-    with make(rank, world) as comm:
+    with gpu_ranks.make(rank, world) as comm:
         inputs = [Inputs.make(MAX_TOKENS) for _ in range(2)]
         weights = torch.eye(256, device=DEVICE)
         side = torch.cuda.Stream() if apart else torch.cuda.current_stream()
@@ -254,7 +247,9 @@ def micro_batches(rank: Rank, world: World, steps: list[list[Wanted]], apart: bo
             torch.cuda.current_stream().wait_stream(side)
             return list(zip(got, outs, strict=True))
 
-        in_turn(rank, "product", compute)  # cuBLAS allocates at its first call on a stream
+        gpu_ranks.in_turn(
+            rank, "product", compute
+        )  # cuBLAS allocates at its first call on a stream
         torch.cuda.current_stream().wait_stream(side)
         prepare_bf16(rank, comm)
         replay(rank, comm, body, inputs, steps)
@@ -262,10 +257,10 @@ def micro_batches(rank: Rank, world: World, steps: list[list[Wanted]], apart: bo
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["same stream", "side stream"])
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 2)))
 def test_two_micro_batches_in_flight_within_a_graph(world: World, apart: bool) -> None:
     steps = [[call(world, 2 * seed + i) for i in range(2)] for seed in range(10)]
-    run(world, micro_batches, steps, apart)
+    gpu_ranks.run(world, micro_batches, steps, apart)
 
 
 # --- graphs of a part of a step: what is in which graph is nothing that a kernel could see ---
@@ -349,21 +344,21 @@ PARTS = {
 
 
 def in_parts(rank: Rank, world: World, layers: list[str], steps: list[Wanted]) -> None:
-    with make(rank, world) as comm:
+    with gpu_ranks.make(rank, world) as comm:
         prepare_bf16(rank, comm)
         made = [Layer(rank, comm, f"{i}", parts.split()) for i, parts in enumerate(layers)]
         for wanted in steps:
             for layer in made:
                 layer.run(rank, wanted)
-        meet(rank, "done")
+        gpu_ranks.meet(rank, "done")
 
 
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1)))
 def test_a_part_of_a_step_in_a_graph(world: World, parts: str) -> None:
     """More steps than may be open: whether a combine closes one is found out on the device."""
     steps = [call(world, seed, all_count=True) for seed in range(4)]
-    run(world, in_parts, PARTS[parts], steps)
+    gpu_ranks.run(world, in_parts, PARTS[parts], steps)
 
 
 def between(step: Callable[[], object]) -> None:
@@ -378,7 +373,7 @@ def between(step: Callable[[], object]) -> None:
 
 def pieces(rank: Rank, world: World, steps: list[tuple[Wanted, Wanted]]) -> None:
     """Two layers as vLLM captures them: what is between the experts is replayed, they are not."""
-    with make(rank, world) as comm:
+    with gpu_ranks.make(rank, world) as comm:
         prepare_bf16(rank, comm)
         inputs = [Inputs.make(MAX_TOKENS) for _ in range(2)]
         given = [place.arguments(MAX_TOKENS) | {"num_tokens": None} for place in inputs]
@@ -408,10 +403,10 @@ def pieces(rank: Rank, world: World, steps: list[tuple[Wanted, Wanted]]) -> None
             finish(comm)
             for wanted, result in zip(step, (out, out_next), strict=True):
                 assert torch.equal(result.cpu(), wanted.out[rank.rank])
-        meet(rank, "done")
+        gpu_ranks.meet(rank, "done")
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1)))
 def test_graphs_of_pieces_with_experts_between(world: World) -> None:
     def both(seed: int) -> tuple[Wanted, Wanted]:
         before, after = (call(world, 2 * seed + i, all_count=True) for i in range(2))
@@ -422,4 +417,4 @@ def test_graphs_of_pieces_with_experts_between(world: World) -> None:
             world.topology(), tokens, max_tokens=MAX_TOKENS, experts=doubled, layout="grouped"
         )
 
-    run(world, pieces, [both(seed) for seed in range(4)])
+    gpu_ranks.run(world, pieces, [both(seed) for seed in range(4)])

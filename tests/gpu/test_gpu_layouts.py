@@ -33,38 +33,16 @@ from tests.gpu.test_gpu import (
     with_extras,
 )
 from tests.gpu.test_gpu_calls import CHUNKED, CHUNKED_WORLDS, LONG, LONG_COUNTS, chunks, halves
-from tests.support.cases import (
-    Wanted,
-    assert_received,
-    dispatch_arguments,
-    finish,
-    in_options,
-    make_tokens,
-    on_cpu,
-    on_device,
-    run_step,
-    with_no_numbers,
-)
-from tests.support.gpu_ranks import (
-    FLOATS,
-    HIDDEN_DIM,
-    MAX_TOKENS,
-    Payload,
-    World,
-    compile_ahead,
-    make,
-    meet,
-    prepare,
-    run,
-    worlds,
-)
+from tests.support import cases, gpu_ranks
+from tests.support.cases import Wanted
+from tests.support.gpu_ranks import FLOATS, HIDDEN_DIM, MAX_TOKENS, Payload, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
 BY_RANK: dict[str, Any] = {"layout": "by_rank"}
 RANK_WORLDS = [*ALL_WORLDS, (8, 1)]
-FEW_WORLDS = worlds((2, 2), (2, 1), (4, 2), (3, 3))
+FEW_WORLDS = gpu_ranks.worlds((2, 2), (2, 1), (4, 2), (3, 3))
 FORMATS = range(len(SCALE_FORMATS))
 PAYLOADS = [
     Payload(torch.float32),
@@ -81,13 +59,15 @@ WIDE: dict[str, Any] = {"hidden_dim": 7168, "dtype": torch.bfloat16}
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    compile_ahead([(World(*shape), {}) for shape in RANK_WORLDS], PAYLOADS)
-    compile_ahead(SHAPES.values(), FEW_PAYLOADS)
+    gpu_ranks.compile_ahead([(World(*shape), {}) for shape in RANK_WORLDS], PAYLOADS)
+    gpu_ranks.compile_ahead(SHAPES.values(), FEW_PAYLOADS)
     few: list[World] = [param.values[0] for param in FEW_WORLDS]
-    compile_ahead([(world, {}) for world in few], [*ROUNDED, Payload(torch.float8_e4m3fn)])
-    compile_ahead([(World(4, 2), WIDE | {"extra_bytes": 0})], ROUNDED)
+    gpu_ranks.compile_ahead(
+        [(world, {}) for world in few], [*ROUNDED, Payload(torch.float8_e4m3fn)]
+    )
+    gpu_ranks.compile_ahead([(World(4, 2), WIDE | {"extra_bytes": 0})], ROUNDED)
     chunked = [(World(*shape), CHUNKED) for shape in CHUNKED_WORLDS]
-    compile_ahead(chunked, [*FEW_PAYLOADS, Payload(torch.bfloat16, by_rank=True)])
+    gpu_ranks.compile_ahead(chunked, [*FEW_PAYLOADS, Payload(torch.bfloat16, by_rank=True)])
 
 
 # --- rows by rank ---
@@ -110,10 +90,10 @@ def rows_of_every_type(world: World) -> list[Wanted]:
     ]
 
 
-@pytest.mark.parametrize("world", worlds(*RANK_WORLDS))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*RANK_WORLDS))
 def test_rows_by_rank_are_the_reference_bit_for_bit(world: World) -> None:
     settings = {"transport_settings": f"seed={world.ranks}"}
-    run(world, steps, rows_of_every_type(world), settings)
+    gpu_ranks.run(world, steps, rows_of_every_type(world), settings)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -121,10 +101,10 @@ def test_rows_by_rank_of_shape(name: str) -> None:
     world, config = SHAPES[name]
     fields = of_calls(config) | BY_RANK
     wanted = [call(world, seed, **fields) for seed in range(3)]
-    run(world, steps, [*wanted, call(world, 2, quantize=True, **fields)], config)
+    gpu_ranks.run(world, steps, [*wanted, call(world, 2, quantize=True, **fields)], config)
 
 
-@pytest.mark.parametrize("world", worlds(*CHUNKED_WORLDS))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*CHUNKED_WORLDS))
 def test_long_calls_by_rank_run_in_chunks(world: World) -> None:
     wanted = [
         call(world, 0, max_tokens=LONG, counts=LONG_COUNTS, **BY_RANK),
@@ -134,24 +114,24 @@ def test_long_calls_by_rank_run_in_chunks(world: World) -> None:
         call(world, 4, max_tokens=LONG, counts=[0] * 8, **BY_RANK),
         call(world, 5, to_one_expert(2), max_tokens=LONG, counts=LONG_COUNTS, **BY_RANK),
     ]
-    run(world, chunks, wanted)
+    gpu_ranks.run(world, chunks, wanted)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 2)))
 def test_halves_by_rank_of_two_steps_overlap(world: World) -> None:
     pairs = [[call(world, 2 * i + j, **BY_RANK) for j in range(2)] for i in range(4)]
-    run(world, halves, pairs)
+    gpu_ranks.run(world, halves, pairs)
 
 
 def two_hundred(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for _ in range(40):
             for step in wanted:
-                run_step(comm, step)
+                cases.run_step(comm, step)
 
 
-@pytest.mark.parametrize("world", worlds((4, 4), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((4, 4), (4, 2)))
 def test_two_hundred_steps_by_rank(world: World) -> None:
     wanted = [
         call(
@@ -162,14 +142,14 @@ def test_two_hundred_steps_by_rank(world: World) -> None:
         )
         for seed in range(5)
     ]
-    run(world, two_hundred, wanted)
+    gpu_ranks.run(world, two_hundred, wanted)
 
 
 def entries_past_the_last_row(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
-            got, _ = run_step(comm, step)
+            got, _ = cases.run_step(comm, step)
             theirs = step.received[rank.rank]
             assert got.row_topk is not None
             assert theirs.row_topk is not None
@@ -185,13 +165,13 @@ def test_rows_past_the_last_name_no_expert(world: World) -> None:
         call(world, 0, int32_ids, **BY_RANK),
         call(world, 1, **BY_RANK),
     ]
-    run(world, entries_past_the_last_row, wanted)
+    gpu_ranks.run(world, entries_past_the_last_row, wanted)
 
 
 @pytest.mark.parametrize("world", FEW_WORLDS)
 def test_empty_padding_by_rank_is_zero_when_asked(world: World) -> None:
     wanted = [call(world, 2, **BY_RANK), call(world, 0, dtype=torch.bfloat16, **BY_RANK)]
-    run(world, padding, wanted)
+    gpu_ranks.run(world, padding, wanted)
 
 
 # --- scales ---
@@ -205,7 +185,7 @@ def test_scales_of_every_format_in_every_layout(world: World) -> None:
         call(world, seed % 2 * 2, **common, scale_format=name, **layout)
         for seed, (name, layout) in enumerate(itertools.product(SCALE_FORMATS, layouts))
     ]
-    run(world, steps, wanted, {})
+    gpu_ranks.run(world, steps, wanted, {})
 
 
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
@@ -213,7 +193,7 @@ def test_scales_of_seven_thousand_values(scale_format: str) -> None:
     world = World(4, 2)
     options = WIDE | {"quantize": True, "scale_format": scale_format}
     wanted = [call(world, 2, **options), call(world, 2, **options, **BY_RANK)]
-    run(world, steps, wanted, WIDE | {"extra_bytes": 0})
+    gpu_ranks.run(world, steps, wanted, WIDE | {"extra_bytes": 0})
 
 
 def beside_powers_of_two(t: Tokens, rank: int) -> Tokens:
@@ -228,13 +208,13 @@ def test_scales_beside_powers_of_two() -> None:
     world, formats = World(2, 2), ("power_of_two", "ue8m0")
     options: list[dict[str, Any]] = [{"quantize": True, "scale_format": name} for name in formats]
     wanted = [call(world, 2, beside_powers_of_two, **option) for option in options]
-    run(world, steps, wanted, {})
+    gpu_ranks.run(world, steps, wanted, {})
 
 
 @pytest.mark.parametrize("world", FEW_WORLDS)
 def test_no_number_comes_of_what_is_none(world: World) -> None:
     wanted = [
-        call(world, 2, with_no_numbers, dtype=dtype, layout=layout, **options)
+        call(world, 2, cases.with_no_numbers, dtype=dtype, layout=layout, **options)
         for dtype, layout, options in [
             *[
                 (torch.bfloat16, "grouped", {"quantize": True, "scale_format": f})
@@ -249,7 +229,7 @@ def test_no_number_comes_of_what_is_none(world: World) -> None:
     assert not any(
         step.out[rank].isfinite().all() for step in wanted for rank in range(world.ranks)
     )
-    run(world, steps, wanted, {})
+    gpu_ranks.run(world, steps, wanted, {})
 
 
 def assert_columns(got: Dispatched, capacity: int) -> None:
@@ -261,16 +241,16 @@ def assert_columns(got: Dispatched, capacity: int) -> None:
 
 
 def columns(rank: Rank, world: World, wanted: list[Wanted], padded: bool) -> None:
-    with make(rank, world) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
             how = {"zero_padding": padded, "column_scales": True, "solo": True}
-            live = comm.dispatch(**dispatch_arguments(comm, step, **how))
-            finish(comm)
+            live = comm.dispatch(**cases.dispatch_arguments(comm, step, **how))
+            cases.finish(comm)
             assert_columns(live, live.call.capacity)
             theirs = step.received[rank.rank]
-            got = on_cpu(live)
-            assert_received(got, theirs)
+            got = cases.on_cpu(live)
+            cases.assert_received(got, theirs)
             if padded:
                 assert got.scales is not None
                 assert theirs.scales is not None
@@ -290,14 +270,14 @@ def test_column_scales_in_every_layout(world: World, padded: bool) -> None:
         call(world, 2, **quantized | {"capacity": 3 * odd}, scale_format="ue8m0", layout="grouped"),
         call(world, 0, in_fp8(True), capacity=odd),
     ]
-    run(world, columns, wanted, padded)
+    gpu_ranks.run(world, columns, wanted, padded)
 
 
 def opaque(world: World, seed: int, num_scales: int, dtype: torch.dtype) -> list[Tokens]:
     """fp8 tokens with P words of any bits."""
 
     def tokens(rank: int) -> Tokens:
-        made = make_tokens(
+        made = cases.make_tokens(
             seed, rank, 1 + 2 * rank, num_experts=world.num_experts, hidden_dim=HIDDEN_DIM
         )
         generator = torch.Generator().manual_seed(rank)
@@ -313,25 +293,25 @@ Expected = tuple[list[Tokens], dict[str, Any], list[Received]]
 
 
 def opaque_scales(rank: Rank, world: World, wanted: Sequence[Expected]) -> None:
-    with make(rank, world) as comm:
+    with gpu_ranks.make(rank, world) as comm:
         if comm._device is not None:
             for by_rank in (False, True):
                 layout: RowLayout = "by_rank" if by_rank else "padded"
                 variant = DispatchOptions(layout=layout).number
                 comm._device.prepare_dispatch(torch.float8_e4m3fn, variant)
-        meet(rank, "prepared")
+        gpu_ranks.meet(rank, "prepared")
         for tokens, options, received in wanted:
             mine = tokens[rank.rank]
             live = comm.dispatch(
-                on_device(comm, mine.x),
-                on_device(comm, mine.topk_idx),
-                on_device(comm, mine.topk_weights),
-                scales=on_device(comm, mine.scales),
-                **in_options(**options, solo=True),
+                cases.on_device(comm, mine.x),
+                cases.on_device(comm, mine.topk_idx),
+                cases.on_device(comm, mine.topk_weights),
+                scales=cases.on_device(comm, mine.scales),
+                **cases.in_options(**options, solo=True),
             )
-            finish(comm)
-            got = on_cpu(live)
-            assert_received(got, received[rank.rank])
+            cases.finish(comm)
+            got = cases.on_cpu(live)
+            cases.assert_received(got, received[rank.rank])
             assert got.scales is not None
             assert mine.scales is not None
             assert got.scales.dtype == mine.scales.dtype
@@ -348,17 +328,17 @@ def test_given_scales_travel_as_they_are(world: World) -> None:
         routing = reference.route(world.topology(), tokens, **layout, max_tokens=MAX_TOKENS)
         received = [reference.dispatch(routing, rank) for rank in range(world.ranks)]
         wanted.append((tokens, layout | {"column_scales": column}, received))
-    run(world, opaque_scales, wanted)
+    gpu_ranks.run(world, opaque_scales, wanted)
 
 
 # --- what else dispatch returns ---
 
 
 def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
-            got, _ = run_step(comm, step, with_ranges=True)
+            got, _ = cases.run_step(comm, step, with_ranges=True)
             assert got.ranges is not None
             assert got.source is not None
             first, count = got.ranges >> 32, got.ranges & 0xFFFFFFFF
@@ -369,35 +349,35 @@ def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:
                 assert (sources[e, begin : begin + rows] == source).all()
 
 
-@pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (8, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (8, 2)))
 def test_ranges_are_the_rows_of_each_source(world: World) -> None:
-    run(world, ranges, [call(world, seed) for seed in range(5)])
+    gpu_ranks.run(world, ranges, [call(world, seed) for seed in range(5)])
 
 
 def late_rank(rank: Rank, world: World, wanted: Wanted, late: int) -> list[int]:
-    with make(rank, world) as comm:
-        prepare(rank, comm, [wanted])
-        run_step(comm, wanted)
-        arguments = dispatch_arguments(comm, wanted, with_wait_ticks=True)
-        meet(rank, "ready")
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, [wanted])
+        cases.run_step(comm, wanted)
+        arguments = cases.dispatch_arguments(comm, wanted, with_wait_ticks=True)
+        gpu_ranks.meet(rank, "ready")
         if rank.rank == late:
-            meet(rank, "all others wait")
+            gpu_ranks.meet(rank, "all others wait")
             time.sleep(0.2)  # their kernels are launched; other processes may have the GPU
         got = comm.dispatch(**arguments)
         if rank.rank != late:
-            meet(rank, "all others wait")
-        finish(comm)
+            gpu_ranks.meet(rank, "all others wait")
+        cases.finish(comm)
         comm.release(got)
-        finish(comm)
+        cases.finish(comm)
         assert got.wait_ticks is not None
         ticks: list[int] = got.wait_ticks.tolist()
         return ticks
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 4), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 4), (4, 2)))
 def test_wait_ticks_name_the_rank_that_comes_late(world: World) -> None:
     late = world.ranks - 1
-    results = run(world, late_rank, call(world, 0), late)
+    results = gpu_ranks.run(world, late_rank, call(world, 0), late)
     for rank, ticks in enumerate(results):
         assert len(ticks) == world.ranks
         assert min(ticks) >= 0
@@ -408,25 +388,25 @@ def test_wait_ticks_name_the_rank_that_comes_late(world: World) -> None:
 def several_outputs(comm: AllToAll, step: Wanted) -> Dispatched:
     wanted = {"with_ranges": True, "with_wait_ticks": True, "copy_topk": True}
     how = {"column_scales": True, "solo": True}
-    arguments = dispatch_arguments(comm, step, **wanted, **how)
+    arguments = cases.dispatch_arguments(comm, step, **wanted, **how)
     got = comm.dispatch(**arguments)
     assert got.topk_idx is not arguments["topk_idx"]
     return got
 
 
 def outputs(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
             got = several_outputs(comm, step)
-            finish(comm)
-            assert_received(on_cpu(got), step.received[rank.rank])
+            cases.finish(comm)
+            cases.assert_received(cases.on_cpu(got), step.received[rank.rank])
             assert got.ranges is not None
             assert torch.equal(got.ranges.cpu(), step.received[rank.rank].ranges)
             assert torch.equal(got.topk_idx.cpu(), step.tokens[rank.rank].topk_idx)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 2)))
 def test_all_outputs_of_one_call(world: World) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": True, "scale_format": "ue8m0"}
-    run(world, outputs, [call(world, seed, with_extras, **options) for seed in range(3)])
+    gpu_ranks.run(world, outputs, [call(world, seed, with_extras, **options) for seed in range(3)])

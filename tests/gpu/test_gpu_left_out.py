@@ -18,25 +18,9 @@ import moe_p2p
 from moe_p2p import AllToAll, Dispatched
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_failures import SOON_S, settle
-from tests.support.cases import (
-    Wanted,
-    bits,
-    combine_arguments,
-    dispatch_arguments,
-    on_cpu,
-    on_device,
-    run_step,
-)
-from tests.support.gpu_ranks import (
-    HIDDEN_DIM,
-    World,
-    assert_device_usable,
-    make,
-    meet,
-    prepare,
-    run,
-    worlds,
-)
+from tests.support import cases, gpu_ranks
+from tests.support.cases import Wanted
+from tests.support.gpu_ranks import HIDDEN_DIM, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
@@ -55,12 +39,12 @@ def unasked(comm: AllToAll) -> Iterator[None]:
 
 def assert_nothing_known(got: Dispatched) -> None:
     """Nothing of it can be taken for a row, or for a number of rows."""
-    got = on_cpu(got)
+    got = cases.on_cpu(got)
     assert (got.counts == -1).all()
     assert (got.offsets == 0).all()
     floats = [got.x, got.row_weights] + ([] if got.scales is None else [got.scales])
     assert all(values.float().isnan().all() for values in floats)
-    assert all((bits(extra) == 255).all() for extra in got.extras)
+    assert all((cases.bits(extra) == 255).all() for extra in got.extras)
     assert got.source is not None
     assert (got.source == -1).all()
     assert got.row_topk is None or (got.row_topk == -1).all()
@@ -70,7 +54,7 @@ def assert_nothing_known(got: Dispatched) -> None:
 
 def combined(comm: AllToAll, got: Dispatched, wanted: Wanted) -> Tensor:
     y = torch.ones_like(wanted.y[comm.rank])
-    out = comm.combine(y=on_device(comm, y), dispatched=got, out_dtype=wanted.out_dtype)
+    out = comm.combine(y=cases.on_device(comm, y), dispatched=got, out_dtype=wanted.out_dtype)
     assert isinstance(out, Tensor)
     settle(comm)
     return out.cpu()
@@ -87,21 +71,21 @@ def assert_raises_it_all(comm: AllToAll, text: str) -> None:
 def without_one(rank: Rank, world: World, wanted: list[Wanted]) -> None:
     """Rank 0 goes on without the last, which comes when it is too late."""
     lost = world.ranks - 1
-    with make(rank, world, timeout_s=SOON_S) as comm:
-        prepare(rank, comm, wanted)
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
+        gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted[:-1]:
-            run_step(comm, step)
+            cases.run_step(comm, step)
         comm.check()
-        arguments = dispatch_arguments(comm, wanted[-1])
+        arguments = cases.dispatch_arguments(comm, wanted[-1])
         if rank.rank != lost:
             got = comm.dispatch(**arguments)
             settle(comm)
             assert_nothing_known(got)
-        meet(rank, "given up")
+        gpu_ranks.meet(rank, "given up")
         if rank.rank == lost:
             comm.dispatch(**arguments)
             settle(comm)
-        meet(rank, "too late")
+        gpu_ranks.meet(rank, "too late")
         if rank.rank != lost:
             with unasked(comm):
                 assert combined(comm, got, wanted[-1]).isnan().all()
@@ -111,8 +95,8 @@ def without_one(rank: Rank, world: World, wanted: list[Wanted]) -> None:
                     assert_nothing_known(again)
                     assert combined(comm, again, wanted[-1]).isnan().all()
             assert_raises_it_all(comm, "rank ")
-        meet(rank, "reported")
-        assert_device_usable()
+        gpu_ranks.meet(rank, "reported")
+        gpu_ranks.assert_device_usable()
 
 
 LOST_FORMATS: dict[str, dict[str, Any]] = {
@@ -123,9 +107,9 @@ LOST_FORMATS: dict[str, dict[str, Any]] = {
 
 
 def beside_another(rank: Rank, world: World, wanted: Wanted) -> None:
-    with make(rank, world, timeout_s=SOON_S) as comm:
-        prepare(rank, comm, [wanted])
-        run_step(comm, wanted)
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
+        gpu_ranks.prepare(rank, comm, [wanted])
+        cases.run_step(comm, wanted)
         assert comm._device is not None
         state = comm._device._state  # kernels/abi/params.h, DeviceState
         # As another kernel leaves it, all blocks of which have begun, and which has not ended. All
@@ -133,42 +117,42 @@ def beside_another(rank: Rank, world: World, wanted: Wanted) -> None:
         state[0] += 65536  # launches: kLaunch more
         state[1:3] = state[1:3].max()  # the step behind its own
         with unasked(comm):
-            got = comm.dispatch(**dispatch_arguments(comm, wanted))
+            got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
             settle(comm)
             assert_nothing_known(got)
             assert combined(comm, got, wanted).isnan().all()
         assert comm.broken == ""
         # begun: 1 more; not aborted, as the combine of what is no handle has left it.
         state[3] += (1 << 32) - (state[3] & 1)
-        comm.dispatch(**dispatch_arguments(comm, wanted))
+        comm.dispatch(**cases.dispatch_arguments(comm, wanted))
         settle(comm)
         assert_raises_it_all(comm, "began while another call of this communicator was running")
-        assert_device_usable()
+        gpu_ranks.assert_device_usable()
 
 
 @pytest.mark.parametrize("form", ["padded", "by_rank"])
 def test_a_call_beside_another_one_is_poisoned(form: str) -> None:
     world = World(1, 1)
-    run(world, beside_another, call(world, 0, **LOST_FORMATS[form]))
+    gpu_ranks.run(world, beside_another, call(world, 0, **LOST_FORMATS[form]))
 
 
 @pytest.mark.parametrize("form", LOST_FORMATS)
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1)))
 def test_what_a_lost_rank_leaves_out_is_poisoned(world: World, form: str) -> None:
     options = LOST_FORMATS[form]
-    run(world, without_one, [call(world, 0, **options), call(world, 2, **options)])
+    gpu_ranks.run(world, without_one, [call(world, 0, **options), call(world, 2, **options)])
 
 
 def combines_never(rank: Rank, world: World, wanted: Wanted) -> None:
     """The last rank stops between dispatch and combine: sums with its rows are lost, others not."""
     lost = world.ranks - 1
-    with make(rank, world, timeout_s=SOON_S) as comm:
-        prepare(rank, comm, [wanted])
-        run_step(comm, wanted)
-        got = comm.dispatch(**dispatch_arguments(comm, wanted))
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
+        gpu_ranks.prepare(rank, comm, [wanted])
+        cases.run_step(comm, wanted)
+        got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
         settle(comm)
         if rank.rank != lost:
-            out = comm.combine(dispatched=got, **combine_arguments(comm, wanted))
+            out = comm.combine(dispatched=got, **cases.combine_arguments(comm, wanted))
             settle(comm)
             mine, expected = wanted.tokens[rank.rank], wanted.out[rank.rank]
             first = lost * world.num_experts // world.ranks
@@ -178,13 +162,13 @@ def combines_never(rank: Rank, world: World, wanted: Wanted) -> None:
             assert out.cpu()[needs].isnan().any(dim=1).all()
             assert torch.equal(out.cpu()[~needs], expected[~needs])
             assert_raises_it_all(comm, f"rank {lost}")
-        meet(rank, "reported")
-        assert_device_usable()
+        gpu_ranks.meet(rank, "reported")
+        gpu_ranks.assert_device_usable()
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1)))
 def test_sums_with_rows_of_a_lost_rank_are_poisoned(world: World) -> None:
-    run(world, combines_never, call(world, 2))
+    gpu_ranks.run(world, combines_never, call(world, 2))
 
 
 def overflows(rank: Rank, world: World, wanted: Wanted, capacity: int) -> None:
@@ -193,16 +177,16 @@ def overflows(rank: Rank, world: World, wanted: Wanted, capacity: int) -> None:
     padded = wanted.options.get("layout", "padded") == "padded"
     needed = int(expected.counts.max() if padded else expected.offsets[-1])
     assert needed > capacity
-    with make(rank, world, timeout_s=SOON_S) as comm:
-        prepare(rank, comm, [wanted])
-        run_step(comm, wanted)
-        arguments = dispatch_arguments(comm, wanted)
+    with gpu_ranks.make(rank, world, timeout_s=SOON_S) as comm:
+        gpu_ranks.prepare(rank, comm, [wanted])
+        cases.run_step(comm, wanted)
+        arguments = cases.dispatch_arguments(comm, wanted)
         if rank.rank == 0:
             arguments["capacity"] = capacity
         live = comm.dispatch(**arguments)
         settle(comm)
         if rank.rank == 0:
-            got = on_cpu(live)
+            got = cases.on_cpu(live)
             rows = got.x.shape[0] * (got.x.shape[1] if padded else 1)
             assert (got.counts >= 0).all()
             assert (got.counts <= capacity).all()
@@ -215,7 +199,7 @@ def overflows(rank: Rank, world: World, wanted: Wanted, capacity: int) -> None:
                 assert (begin + count <= capacity).all()
             with unasked(comm):
                 y = torch.ones(rows, HIDDEN_DIM, dtype=wanted.out_dtype)
-                out = comm.combine(on_device(comm, y), live)
+                out = comm.combine(cases.on_device(comm, y), live)
                 assert isinstance(out, Tensor)
                 settle(comm)
                 assert out.cpu().isnan().all()
@@ -223,12 +207,12 @@ def overflows(rank: Rank, world: World, wanted: Wanted, capacity: int) -> None:
                 settle(comm)
                 assert_nothing_known(again)
             assert_raises_it_all(comm, f" needs {needed} rows, capacity is {capacity}")
-        meet(rank, "reported")
-        assert_device_usable()
+        gpu_ranks.meet(rank, "reported")
+        gpu_ranks.assert_device_usable()
 
 
 @pytest.mark.parametrize("layout", ["padded", "grouped", "by_rank"])
 def test_too_little_capacity_is_never_exceeded(layout: str) -> None:
     world = World(2, 2)
     options = {"with_ranges": True} if layout == "padded" else {}
-    run(world, overflows, call(world, 2, layout=layout, **options), 2)
+    gpu_ranks.run(world, overflows, call(world, 2, layout=layout, **options), 2)

@@ -18,26 +18,10 @@ import torch
 from moe_p2p import AllToAll, DispatchOptions
 from moe_p2p.moe.gpu.kernels import _NO_REGIONS
 from tests.gpu.test_gpu import call
-from tests.support.cases import (
-    Wanted,
-    assert_received,
-    combine_arguments,
-    finish,
-    on_cpu,
-    run_step,
-)
+from tests.support import cases, gpu_ranks
+from tests.support.cases import Wanted
 from tests.support.emulated_gpu import EmulatedDevice
-from tests.support.gpu_ranks import (
-    DEADLINE_S,
-    Payload,
-    World,
-    assert_device_usable,
-    compile_ahead,
-    make,
-    prepare,
-    run,
-    worlds,
-)
+from tests.support.gpu_ranks import DEADLINE_S, Payload, World
 from tests.support.mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
 from tests.support.ranks import DiedError, Rank
 
@@ -55,12 +39,14 @@ PAYLOADS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    compile_ahead([(World(*shape), {"mask_lost_ranks": True}) for shape in SHAPES], PAYLOADS)
+    gpu_ranks.compile_ahead(
+        [(World(*shape), {"mask_lost_ranks": True}) for shape in SHAPES], PAYLOADS
+    )
 
 
 def masking(rank: Rank, world: World, **overrides: Any) -> AllToAll:
     """With the kernels of mask_cases.step loaded: later that would wait for ranks that wait."""
-    comm = make(rank, world, mask_lost_ranks=True, **overrides)
+    comm = gpu_ranks.make(rank, world, mask_lost_ranks=True, **overrides)
     if comm._device is not None:
         comm._device.prepare_dispatch(torch.float32, DispatchOptions(layout="by_rank").number)
     meet(rank, "made", world.ranks)
@@ -76,20 +62,20 @@ def meet(rank: Rank, name: str, ranks: int) -> None:
 
 def all_there(rank: Rank, world: World, wanted: list[Wanted]) -> None:
     with masking(rank, world) as comm:
-        prepare(rank, comm, wanted)
+        gpu_ranks.prepare(rank, comm, wanted)
         for each in wanted:
-            run_step(comm, each)
+            cases.run_step(comm, each)
         for seed in range(8):
             step(comm, seed, [])
         assert masks_of(comm) == []
         meet(rank, "done", world.ranks)
 
 
-@pytest.mark.parametrize("world", worlds(*SHAPES))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*SHAPES))
 def test_nothing_changes_while_all_are_there(world: World) -> None:
     options: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16, "quantize": True}]
     wanted = [call(world, seed, **each) for each in options for seed in range(3)]
-    run(world, all_there, wanted)
+    gpu_ranks.run(world, all_there, wanted)
 
 
 def by_hand(rank: Rank, world: World) -> None:
@@ -106,9 +92,9 @@ def by_hand(rank: Rank, world: World) -> None:
         meet(rank, "done", world.ranks)
 
 
-@pytest.mark.parametrize("world", worlds(*SHAPES))
+@pytest.mark.parametrize("world", gpu_ranks.worlds(*SHAPES))
 def test_masks_set_by_hand_are_not_waited_for(world: World) -> None:
-    run(world, by_hand)
+    gpu_ranks.run(world, by_hand)
 
 
 def slow(rank: Rank, world: World) -> None:
@@ -130,12 +116,12 @@ def slow(rank: Rank, world: World) -> None:
             step(comm, seed, gone)
         assert masks_of(comm) == gone
         meet(rank, "done", world.ranks)
-    assert_device_usable()
+    gpu_ranks.assert_device_usable()
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 4), (4, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 4), (4, 1)))
 def test_a_slow_rank_is_masked_and_masks_the_others(world: World) -> None:
-    run(world, slow)
+    gpu_ranks.run(world, slow)
 
 
 def stops(rank: Rank, world: World, last_half: str) -> None:
@@ -157,15 +143,15 @@ def stops(rank: Rank, world: World, last_half: str) -> None:
         else:
             got = comm.dispatch(**given_by(comm, 8))
             if last_half == "combine_send":
-                comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+                comm.combine_send(dispatched=got, **cases.combine_arguments(comm, wanted))
         meet(rank, "done", world.ranks)
-    assert_device_usable()
+    gpu_ranks.assert_device_usable()
 
 
 @pytest.mark.parametrize("last_half", ["dispatch_send", "dispatch", "combine_send"])
-@pytest.mark.parametrize("world", worlds((3, 3), (4, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((3, 3), (4, 1)))
 def test_a_rank_stops_behind_a_half(world: World, last_half: str) -> None:
-    run(world, stops, last_half)
+    gpu_ranks.run(world, stops, last_half)
 
 
 def halves(rank: Rank, world: World) -> None:
@@ -183,9 +169,9 @@ def halves(rank: Rank, world: World) -> None:
         meet(rank, "done", world.ranks)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (3, 3), (4, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (3, 3), (4, 1)))
 def test_halves_in_flight_and_releases(world: World) -> None:
-    run(world, halves)
+    gpu_ranks.run(world, halves)
 
 
 def masked_after_sending(rank: Rank, world: World) -> None:
@@ -194,20 +180,20 @@ def masked_after_sending(rank: Rank, world: World) -> None:
     with masking(rank, world, timeout_s=DEADLINE_S) as comm:
         step(comm, 0, [])
         pending = comm.dispatch_send(**given_by(comm, 2))
-        finish(comm)
+        cases.finish(comm)
         meet(rank, "sent", world.ranks)
         comm.mask_ranks([other])
         live = comm.dispatch_recv(pending)
-        finish(comm)
+        cases.finish(comm)
         wanted = expect_without(comm, 2, [other])
-        assert_received(on_cpu(live), wanted.received[rank.rank])
+        cases.assert_received(cases.on_cpu(live), wanted.received[rank.rank])
         check_sums(comm, live, wanted, 2)
         meet(rank, "done", world.ranks)
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+@pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1)))
 def test_what_a_masked_rank_has_sent_is_left_out(world: World) -> None:
-    run(world, masked_after_sending)
+    gpu_ranks.run(world, masked_after_sending)
 
 
 def header_alone(rank: Rank, world: World) -> None:
@@ -237,7 +223,7 @@ def header_alone(rank: Rank, world: World) -> None:
     "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
 )
 def test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole() -> None:
-    run(World(3, 3), header_alone)
+    gpu_ranks.run(World(3, 3), header_alone)
 
 
 def regions_of(comm: AllToAll, region: str) -> int:
@@ -257,9 +243,9 @@ def compile_halves(rank: Rank, world: World) -> None:
     with masking(rank, world, timeout_s=60.0) as comm:
         step(comm, 12, [])
         got = comm.dispatch(**given_by(comm, 1))
-        arguments = combine_arguments(comm, expect_without(comm, 1, []))
+        arguments = cases.combine_arguments(comm, expect_without(comm, 1, []))
         comm.combine_recv(comm.combine_send(dispatched=got, **arguments))
-        finish(comm)
+        cases.finish(comm)
         meet(rank, "compiled", world.ranks)
 
 
@@ -274,11 +260,11 @@ def impatient(rank: Rank, world: World) -> None:
     with masking(rank, world, timeout_s=timeout_s) as comm:
         try:
             got = comm.dispatch(**given_by(comm, 1))  # no tokens
-            finish(comm)
+            cases.finish(comm)
             if rank.rank != 2:
                 wanted = expect_without(comm, 1, [2])
-                pending = comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
-                finish(comm)
+                pending = comm.combine_send(dispatched=got, **cases.combine_arguments(comm, wanted))
+                cases.finish(comm)
             meet(rank, "sent", world.ranks)
             if rank.rank == 0:
                 size = comm.config.plan(world_size=3, ranks_per_node=3)["partial_inbox"]
@@ -289,7 +275,7 @@ def impatient(rank: Rank, world: World) -> None:
                 time.sleep(timeout_s / 4)
             if rank.rank != 2:
                 comm.combine_recv(pending)
-                finish(comm)
+                cases.finish(comm)
                 step(comm, 12, [2])
                 assert masks_of(comm) == [2]
         finally:  # rank 2 waits for the others, also when one of them has failed
@@ -300,7 +286,7 @@ def impatient(rank: Rank, world: World) -> None:
     "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
 )
 def test_a_rank_that_waits_for_a_lost_one_is_not_masked() -> None:
-    run(World(3, 3), impatient)
+    gpu_ranks.run(World(3, 3), impatient)
 
 
 def killed(rank: Rank, world: World) -> float:
@@ -320,16 +306,17 @@ def killed(rank: Rank, world: World) -> float:
     took = time.monotonic() - began
     meet(rank, "done", lost)
     comm.close()
-    assert_device_usable()
+    gpu_ranks.assert_device_usable()
     return took
 
 
 # Without a device for each, processes take turns on one.
 @pytest.mark.parametrize(
-    "world", worlds((2, 2), (2, 1)) + worlds((4, 4), (4, 1), (8, 8), devices=True)
+    "world",
+    gpu_ranks.worlds((2, 2), (2, 1)) + gpu_ranks.worlds((4, 4), (4, 1), (8, 8), devices=True),
 )
 def test_a_process_that_is_killed_is_masked(world: World) -> None:
     lost = world.ranks - 1
-    results = run(world, killed, processes=True, return_errors=True)
+    results = gpu_ranks.run(world, killed, processes=True, return_errors=True)
     assert isinstance(results[lost], DiedError), results
     assert all(isinstance(took, float) for took in results[:lost]), results

@@ -15,14 +15,8 @@ from torch import Tensor
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens
 from tests.gpu.test_gpu import call, steps
-from tests.support.cases import (
-    Wanted,
-    combine_arguments,
-    dispatch_arguments,
-    finish,
-    on_cpu,
-    run_step,
-)
+from tests.support import cases
+from tests.support.cases import Wanted
 from tests.support.gpu_ranks import World, make, prepare, run, worlds
 from tests.support.ranks import Rank
 
@@ -56,16 +50,16 @@ def nan_steps(rank: Rank, world: World, wanted: list[Wanted], after: list[Wanted
     with make(rank, world) as comm:
         prepare(rank, comm, [*wanted, *after])
         for step in wanted:
-            live = comm.dispatch(**dispatch_arguments(comm, step))
-            finish(comm)
-            got, theirs = on_cpu(live), step.received[rank.rank]
+            live = comm.dispatch(**cases.dispatch_arguments(comm, step))
+            cases.finish(comm)
+            got, theirs = cases.on_cpu(live), step.received[rank.rank]
             filled = theirs.row_weights != 0
             assert_same(got.x[: len(theirs.x)][filled], theirs.x[filled])
-            out = comm.combine(dispatched=live, **combine_arguments(comm, step))
-            finish(comm)
+            out = comm.combine(dispatched=live, **cases.combine_arguments(comm, step))
+            cases.finish(comm)
             assert_same(out.cpu(), step.out[rank.rank])
         for step in after:
-            run_step(comm, step)
+            cases.run_step(comm, step)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -85,18 +79,18 @@ def opaque_scales(rank: Rank, world: World, wanted: list[Wanted]) -> None:
     with make(rank, world) as comm:
         prepare(rank, comm, wanted)
         for i, step in enumerate(wanted):
-            given = dispatch_arguments(comm, step)
+            given = cases.dispatch_arguments(comm, step)
             ones = torch.full_like(given["scales"], -1, dtype=torch.int32)
             got = comm.dispatch(**(given | {"scales": ones}))
-            finish(comm)
+            cases.finish(comm)
             filled = step.received[rank.rank].row_weights != 0
-            scales = on_cpu(got).scales
+            scales = cases.on_cpu(got).scales
             assert scales is not None
             assert scales.dtype == torch.int32
             assert bool((scales[: len(filled)][filled] == -1).all())
-            comm.combine(dispatched=got, **combine_arguments(comm, step))
-            finish(comm)
-            run_step(comm, wanted[i - 1])  # words were left as the next ones need them
+            comm.combine(dispatched=got, **cases.combine_arguments(comm, step))
+            cases.finish(comm)
+            cases.run_step(comm, wanted[i - 1])  # words were left as the next ones need them
 
 
 @pytest.mark.parametrize("world", WORLDS)

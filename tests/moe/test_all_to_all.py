@@ -18,23 +18,8 @@ import torch.distributed as dist
 import moe_p2p
 from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineConfig
 from moe_p2p.moe import reference
-from tests.support.cases import (
-    GROUPS,
-    HIDDEN_DIM,
-    LAYOUTS,
-    TOPK,
-    assert_received,
-    check_step,
-    combine_arguments,
-    dispatch_arguments,
-    expect,
-    in_options,
-    make,
-    make_tokens,
-    run_steps,
-    steps,
-    topology_of,
-)
+from tests.support import cases
+from tests.support.cases import GROUPS, HIDDEN_DIM, LAYOUTS, TOPK
 from tests.support.ranks import Rank, run_processes, run_threads
 
 
@@ -43,14 +28,14 @@ from tests.support.ranks import Rank, run_processes, run_threads
 def test_matches_the_reference(world_size: int, ranks_per_node: int, layout: str) -> None:
     config = {"ranks_per_node": ranks_per_node, "num_experts": max(4, 2 * world_size)}
     options = {"layout": layout, "with_ranges": layout == "padded"}
-    run_threads(world_size, run_steps, config, options)
+    run_threads(world_size, cases.run_steps, config, options)
 
 
 @pytest.mark.parametrize("kind", ["int", "int32", "int64"])
 def test_counts_only_the_first_rows(kind: str) -> None:
     def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            full = [make_tokens(3, r, 9) for r in range(2)]
+        with cases.make(rank) as comm:
+            full = [cases.make_tokens(3, r, 9) for r in range(2)]
             count = 4 + rank.rank
             given: Any = count
             if kind != "int":
@@ -61,7 +46,7 @@ def test_counts_only_the_first_rows(kind: str) -> None:
             )
             out = comm.combine(received.x, received)
             counted = [replace(t, num_tokens=4 + r) for r, t in enumerate(full)]
-            routing = reference.route(topology_of(comm), counted, max_tokens=12)
+            routing = reference.route(cases.topology_of(comm), counted, max_tokens=12)
             rows = [reference.dispatch(routing, r) for r in range(2)]
             assert torch.equal(received.counts, rows[rank.rank].counts)
             want = reference.combine(
@@ -76,7 +61,7 @@ def test_counts_only_the_first_rows(kind: str) -> None:
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])
 def test_long_calls_run_in_chunks(layout: str) -> None:
     config = {"ranks_per_node": 2, "chunk_tokens": 3, "max_tokens": 12}
-    run_threads(4, run_steps, config, {"layout": layout})
+    run_threads(4, cases.run_steps, config, {"layout": layout})
 
 
 def test_what_a_step_sends_leaves_in_parts() -> None:
@@ -84,8 +69,8 @@ def test_what_a_step_sends_leaves_in_parts() -> None:
 
     def count_writes(rank: Rank, part_bytes: int) -> int:
         with Engine(EngineConfig(transport="loopback", nics_per_rank=1)) as engine:
-            with make(rank, engine=engine, ranks_per_node=1, part_bytes=part_bytes) as comm:
-                check_step(comm, [make_tokens(2, r, 12) for r in range(2)])
+            with cases.make(rank, engine=engine, ranks_per_node=1, part_bytes=part_bytes) as comm:
+                cases.check_step(comm, [cases.make_tokens(2, r, 12) for r in range(2)])
             return sum(nic["writes"] for nic in engine.counters())  # closing waits for them
 
     def body(rank: Rank) -> list[int]:
@@ -100,8 +85,8 @@ def test_what_a_step_sends_leaves_in_parts() -> None:
 @pytest.mark.parametrize(("ranks_per_node", "part_bytes"), [(1, 1), (2, 1), (2, 500)])
 def test_parts_change_no_result(ranks_per_node: int, part_bytes: int) -> None:
     config = {"ranks_per_node": ranks_per_node, "part_bytes": part_bytes, "max_tokens": 12}
-    run_threads(4, run_steps, config | {"transport_settings": "seed=3"}, {})
-    run_threads(4, run_steps, config | {"chunk_tokens": 5}, {"layout": "grouped"})
+    run_threads(4, cases.run_steps, config | {"transport_settings": "seed=3"}, {})
+    run_threads(4, cases.run_steps, config | {"chunk_tokens": 5}, {"layout": "grouped"})
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])
@@ -112,12 +97,12 @@ def test_experts_may_be_anywhere(layout: str) -> None:
         "topk": TOPK,
         "expert_rank": (2, 0, 0, 2, 0, 2, 0),
     }
-    run_threads(3, run_steps, config, {"layout": layout})
+    run_threads(3, cases.run_steps, config, {"layout": layout})
 
 
 def test_one_configuration_many_nics_and_a_hostile_network() -> None:
     config = {"ranks_per_node": 1, "nics_per_rank": 3, "transport_settings": "seed=11"}
-    run_threads(3, run_steps, config | {"num_experts": 6}, {})
+    run_threads(3, cases.run_steps, config | {"num_experts": 6}, {})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -126,25 +111,27 @@ def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
     options = {"layout": layout, "quantize": True, "scale_format": "ue8m0", "column_scales": True}
 
     def body(rank: Rank) -> None:
-        with make(rank, **config) as comm:
+        with cases.make(rank, **config) as comm:
             reused = None
             for seed in range(3):
                 tokens = []
                 for r in range(2):
-                    t = make_tokens(seed, r, 3 + seed + r, dtype=torch.bfloat16)
+                    t = cases.make_tokens(seed, r, 3 + seed + r, dtype=torch.bfloat16)
                     number = torch.arange(t.x.shape[0]).reshape(-1, 1) + 100 * r
                     tokens.append(replace(t, topk_idx=t.topk_idx.int(), extras=(number,)))
-                wanted = expect(topology_of(comm), tokens, max_tokens=12, **options)
+                wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12, **options)
                 sent = comm.dispatch_send(
-                    **dispatch_arguments(
+                    **cases.dispatch_arguments(
                         comm, wanted, with_ranges=layout == "padded", with_wait_ticks=True
                     )
                 )
                 reused = comm.dispatch_recv(sent, out=reused)
-                assert_received(reused, wanted.received[rank.rank])
+                cases.assert_received(reused, wanted.received[rank.rank])
                 assert reused.wait_ticks is not None
                 assert bool((reused.wait_ticks >= 0).all())
-                pending = comm.combine_send(dispatched=reused, **combine_arguments(comm, wanted))
+                pending = comm.combine_send(
+                    dispatched=reused, **cases.combine_arguments(comm, wanted)
+                )
                 out = comm.combine_recv(pending)
                 assert isinstance(out, torch.Tensor)
                 assert torch.equal(out, wanted.out[rank.rank])
@@ -155,11 +142,11 @@ def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
 @pytest.mark.parametrize("halves", [False, True])
 def test_topk_may_be_written_over_once_it_is_copied(halves: bool) -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            tokens = [make_tokens(0, r, 5 + r) for r in range(2)]
-            wanted = expect(topology_of(comm), tokens, max_tokens=12)
+        with cases.make(rank, ranks_per_node=1) as comm:
+            tokens = [cases.make_tokens(0, r, 5 + r) for r in range(2)]
+            wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12)
             mine = tokens[rank.rank]
-            given = dispatch_arguments(comm, wanted, copy_topk=True)
+            given = cases.dispatch_arguments(comm, wanted, copy_topk=True)
             given["topk_idx"] = mine.topk_idx.clone()
             if halves:
                 received = comm.dispatch_recv(comm.dispatch_send(**given))
@@ -168,7 +155,7 @@ def test_topk_may_be_written_over_once_it_is_copied(halves: bool) -> None:
             given["topk_idx"].fill_(-1)
             assert torch.equal(received.topk_idx, mine.topk_idx)
             late = {"topk_weights": mine.topk_weights}  # by the experts of topk_idx
-            out = comm.combine(dispatched=received, **late, **combine_arguments(comm, wanted))
+            out = comm.combine(dispatched=received, **late, **cases.combine_arguments(comm, wanted))
             assert torch.equal(out, wanted.out[rank.rank])
 
     run_threads(2, body)
@@ -177,16 +164,16 @@ def test_topk_may_be_written_over_once_it_is_copied(halves: bool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
+        with cases.make(rank, ranks_per_node=1) as comm:
             for seed in range(3):
-                tokens = [make_tokens(seed, r, 3 + seed + r) for r in range(2)]
-                wanted = expect(topology_of(comm), tokens, max_tokens=12, layout=layout)
-                received = comm.dispatch(**dispatch_arguments(comm, wanted))
+                tokens = [cases.make_tokens(seed, r, 3 + seed + r) for r in range(2)]
+                wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12, layout=layout)
+                received = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
                 memory = torch.full((20, HIDDEN_DIM), 7.0)
                 out = memory[2 : 2 + 3 + seed + rank.rank]
                 sums, ticks = comm.combine(
                     dispatched=received,
-                    **combine_arguments(comm, wanted),
+                    **cases.combine_arguments(comm, wanted),
                     out=out,
                     with_wait_ticks=True,
                 )
@@ -213,14 +200,14 @@ def test_what_an_engine_has_is_refused_beside_it(name: str, value: object) -> No
     rank = Rank(0, 1, torch.distributed.HashStore())
     with Engine(EngineConfig(transport="loopback")) as engine:
         with pytest.raises(moe_p2p.InvalidArgumentError, match=f"{name} is .*an engine is given"):
-            make(rank, engine=engine, **{name: value})
-        make(rank, engine=engine, timeout_s=5.0, wait="yield").close()
+            cases.make(rank, engine=engine, **{name: value})
+        cases.make(rank, engine=engine, timeout_s=5.0, wait="yield").close()
 
 
 def test_ranks_may_pin_their_threads_to_different_cores() -> None:
     def body(rank: Rank) -> None:
         settings = "seed=1" + (",proxy_cpu=0" if rank.rank else "")
-        make(rank, ranks_per_node=1, transport_settings=settings).close()
+        cases.make(rank, ranks_per_node=1, transport_settings=settings).close()
 
     run_threads(2, body)
 
@@ -229,12 +216,12 @@ def test_reports_how_long_it_waited_for_each_source() -> None:
     late = threading.Event()
 
     def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            t = make_tokens(1, rank.rank, 4)
+        with cases.make(rank) as comm:
+            t = cases.make_tokens(1, rank.rank, 4)
             if rank.rank == 1:
                 assert late.wait(20)
             if rank.rank == 0:
-                sent = comm.dispatch_send(t.x, t.topk_idx, **in_options(with_wait_ticks=True))
+                sent = comm.dispatch_send(t.x, t.topk_idx, **cases.in_options(with_wait_ticks=True))
                 threading.Timer(0.2, late.set).start()
                 began = time.monotonic_ns()
                 received = comm.dispatch_recv(sent)
@@ -251,9 +238,9 @@ def test_reports_how_long_it_waited_for_each_source() -> None:
 
 def test_halves_of_two_batches_overlap() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            topology = topology_of(comm)
-            batches = [[make_tokens(s, r, 6 + s) for r in range(2)] for s in range(2)]
+        with cases.make(rank, ranks_per_node=1) as comm:
+            topology = cases.topology_of(comm)
+            batches = [[cases.make_tokens(s, r, 6 + s) for r in range(2)] for s in range(2)]
             reused = None
             for _ in range(3):
                 pending = []
@@ -277,26 +264,26 @@ def test_halves_of_two_batches_overlap() -> None:
 
 def test_a_dispatch_without_combine_is_released() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            t = make_tokens(0, rank.rank, 5)
+        with cases.make(rank, ranks_per_node=1) as comm:
+            t = cases.make_tokens(0, rank.rank, 5)
             for step in range(6):
                 if step % 2:
                     comm.release(comm.dispatch_send(t.x, t.topk_idx))
                 else:
                     comm.release(comm.dispatch(t.x, t.topk_idx))
-            steps(comm)
+            cases.steps(comm)
 
     run_threads(2, body)
 
 
 def test_one_handle_serves_several_combines() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            t = make_tokens(2, rank.rank, 7)
+        with cases.make(rank, ranks_per_node=1) as comm:
+            t = cases.make_tokens(2, rank.rank, 7)
             received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
             first = comm.combine(received.x, received)
             assert torch.equal(comm.combine(received.x, received), first)
-            steps(comm)
+            cases.steps(comm)
 
     run_threads(2, body)
 
@@ -324,9 +311,9 @@ def test_two_communicators_share_an_engine() -> None:
                 for _ in range(2)
             ]
             for comm in comms:
-                steps(comm)
+                cases.steps(comm)
             comms[0].close()
-            steps(comms[1])
+            cases.steps(comms[1])
             comms[1].close()
             written = sum(nic["bytes_written"] for nic in engine.counters())
             assert written > 0
@@ -336,8 +323,8 @@ def test_two_communicators_share_an_engine() -> None:
 
 def test_counts_what_its_nics_wrote() -> None:
     def body(rank: Rank) -> list[moe_p2p.engine.transfers.NicCounters]:
-        with make(rank, ranks_per_node=2) as comm:
-            steps(comm)
+        with cases.make(rank, ranks_per_node=2) as comm:
+            cases.steps(comm)
             return comm.counters()
 
     # One node: nothing crosses a NIC.
@@ -347,7 +334,7 @@ def test_counts_what_its_nics_wrote() -> None:
 
 def test_repr_names_rank_node_and_state() -> None:
     def body(rank: Rank) -> None:
-        comm = make(rank)
+        comm = cases.make(rank)
         assert repr(comm) == (
             f"AllToAll(rank {rank.rank} of 2, 2 per node, 4 of 8 experts here, usable)"
         )
@@ -403,11 +390,11 @@ def run_in_process_group(rank: Rank, config: dict[str, Any]) -> int:
     # The default group, then halves of it: (0, 2) and (1, 3).
     with AllToAll(None, small) as comm:
         found = comm.ranks_per_node
-        steps(comm)
+        cases.steps(comm)
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     with AllToAll(groups[rank.rank % 2], small) as comm:
         assert (comm.rank, comm.world_size) == (rank.rank // 2, 2)
-        steps(comm)
+        cases.steps(comm)
     dist.destroy_process_group()
     return found
 
@@ -417,15 +404,17 @@ def test_processes_of_a_process_group() -> None:
 
 
 def test_processes_as_nodes_of_their_own() -> None:
-    run_processes(3, run_steps, {"ranks_per_node": 1, "num_experts": 6}, {"layout": "grouped"})
+    run_processes(
+        3, cases.run_steps, {"ranks_per_node": 1, "num_experts": 6}, {"layout": "grouped"}
+    )
 
 
 def test_combines_of_solo_dispatches_keep_their_own_sums() -> None:
     """Their handles name no step, so one combine once took the place of the other."""
 
     def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            step = [make_tokens(5, r, 6) for r in range(2)][rank.rank]
+        with cases.make(rank) as comm:
+            step = [cases.make_tokens(5, r, 6) for r in range(2)][rank.rank]
             given = (step.topk_idx.int(), step.topk_weights)
             solo = DispatchOptions(solo=True)
             both = (step.x, 2 * step.x)

@@ -14,16 +14,8 @@ from moe_p2p.moe import reference
 from moe_p2p.moe.options import CombineDtype
 from moe_p2p.moe.reference import Topology, int10
 from tests.moe.test_late_weights import biases_of
-from tests.support.cases import (
-    Wanted,
-    combine_arguments,
-    dispatch_arguments,
-    expect,
-    finish,
-    make,
-    make_tokens,
-    on_device,
-)
+from tests.support import cases
+from tests.support.cases import Wanted
 from tests.support.ranks import Rank, run_threads
 
 HIDDEN_DIM = 544  # two units of 256, and a unit of one block
@@ -71,15 +63,15 @@ def run_int10(
     comm: AllToAll, wanted: Wanted, want: list[Tensor], kind: CombineDtype, num_biases: int
 ) -> None:
     """The whole call with and without scalars, then halves."""
-    got = comm.dispatch(**dispatch_arguments(comm, wanted))
+    got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
     more: dict[str, Any] = {}
     if num_biases:
-        bias = [on_device(comm, b) for b in biases_of(comm.rank, want[comm.rank], num_biases)]
+        bias = [cases.on_device(comm, b) for b in biases_of(comm.rank, want[comm.rank], num_biases)]
         more["bias"] = bias[0] if num_biases == 1 else tuple(bias)
-    finish(comm)
-    back = combine_arguments(comm, wanted) | {"dispatched": got, "combine_dtype": kind}
+    cases.finish(comm)
+    back = cases.combine_arguments(comm, wanted) | {"dispatched": got, "combine_dtype": kind}
     out = comm.combine(**back, **more)
-    finish(comm)
+    cases.finish(comm)
     assert same(out, want[comm.rank])
     mine = wanted.tokens[comm.rank]
     assert mine.topk_weights is not None
@@ -87,18 +79,18 @@ def run_int10(
     if got.row_topk is not None:
         scalars = scalars.where(got.row_topk >= 0, 0.0)
     out, found = comm.combine(**back, **more, row_scalars=scalars)
-    finish(comm)
+    cases.finish(comm)
     assert same(out, want[comm.rank])
     assert torch.equal(found.cpu(), mine.topk_weights.where(mine.topk_idx >= 0, 0.0))
     into = torch.empty_like(out)
     assert comm.combine(**back | {"out_dtype": None}, **more, out=into) is into
-    finish(comm)
+    cases.finish(comm)
     assert same(into, want[comm.rank])
     if wanted.options["max_tokens"] > comm.config.step_tokens * comm.config.steps_in_flight:
         return  # halves take no more steps
     sent = comm.combine_send(**back)
     out = comm.combine_recv(sent, **more)
-    finish(comm)
+    cases.finish(comm)
     assert same(out, want[comm.rank])
 
 
@@ -106,20 +98,20 @@ def steps_of(topology: Topology, dtype: torch.dtype, max_tokens: int = 12) -> li
     made = []
     for seed, counts in enumerate(COUNTS):
         tokens = [
-            make_tokens(seed, rank, counts[rank], dtype=dtype, hidden_dim=HIDDEN_DIM)
+            cases.make_tokens(seed, rank, counts[rank], dtype=dtype, hidden_dim=HIDDEN_DIM)
             for rank in range(topology.world_size)
         ]
         if seed == 3:
             tokens = [with_specials(each, rank) for rank, each in enumerate(tokens)]
         layout = LAYOUTS[seed % len(LAYOUTS)]
-        made.append(expect(topology, tokens, max_tokens=max_tokens, layout=layout))
+        made.append(cases.expect(topology, tokens, max_tokens=max_tokens, layout=layout))
     return made
 
 
 def int10_steps(
     rank: Rank, wanted: list[Wanted], wants: list[list[Tensor]], kind: CombineDtype, config: Any
 ) -> None:
-    with make(rank, hidden_dim=HIDDEN_DIM, **config) as comm:
+    with cases.make(rank, hidden_dim=HIDDEN_DIM, **config) as comm:
         for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
             run_int10(comm, step, want, kind, i % 3)
 
@@ -166,10 +158,10 @@ def test_no_number_comes_of_what_is_none(value: float) -> None:
 
 
 def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
-    tokens = make_tokens(0, 0, 3, hidden_dim=HIDDEN_DIM)
+    tokens = cases.make_tokens(0, 0, 3, hidden_dim=HIDDEN_DIM)
 
     def refused(rank: Rank) -> None:
-        with make(rank, hidden_dim=HIDDEN_DIM) as comm:
+        with cases.make(rank, hidden_dim=HIDDEN_DIM) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx, layout="grouped")
             with pytest.raises(InvalidArgumentError, match="combine_dtype is 'int9', must be one"):
                 comm.combine(got.x, got, combine_dtype="int9")  # type: ignore[call-overload]
@@ -180,13 +172,13 @@ def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
                 comm.combine(y, got, combine_dtype="int10")
             sent = comm.combine_send(got.x, got, combine_dtype="int10")
             comm.combine_recv(sent)
-        with make(rank, hidden_dim=272) as comm:
+        with cases.make(rank, hidden_dim=272) as comm:
             x = tokens.x[:, :272].contiguous()
             got = comm.dispatch(x, tokens.topk_idx)
             with pytest.raises(InvalidArgumentError, match="272, must be a multiple of 32"):
                 comm.combine(got.x, got, combine_dtype="int10")
             comm.combine(got.x, got)
-        with make(rank, hidden_dim=32) as comm:
+        with cases.make(rank, hidden_dim=32) as comm:
             x = tokens.x[:, :32].contiguous()
             got = comm.dispatch(x, tokens.topk_idx)
             with pytest.raises(InvalidArgumentError, match="a combined row is 384 bytes"):
@@ -198,8 +190,8 @@ def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
 
 def test_ranks_that_differ_are_named() -> None:
     def body(rank: Rank) -> None:
-        tokens = make_tokens(0, rank.rank, 3, hidden_dim=HIDDEN_DIM)
-        with make(rank, hidden_dim=HIDDEN_DIM) as comm:
+        tokens = cases.make_tokens(0, rank.rank, 3, hidden_dim=HIDDEN_DIM)
+        with cases.make(rank, hidden_dim=HIDDEN_DIM) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx)
             kind: CombineDtype | None = "int10" if rank.rank else None
             with pytest.raises(Exception, match=r"10-bit integer rows"):

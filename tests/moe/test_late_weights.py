@@ -18,18 +18,8 @@ from torch import Tensor
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens, Topology
-from tests.support.cases import (
-    TOPK,
-    Wanted,
-    combine_arguments,
-    dispatch_arguments,
-    expect,
-    make,
-    make_tokens,
-    on_device,
-    run_step,
-    topology_of,
-)
+from tests.support import cases
+from tests.support.cases import TOPK, Wanted
 from tests.support.ranks import Rank, run_processes, run_threads
 
 GROUPS = [(1, 1), (2, 2), (2, 1), (3, 1), (4, 2), (4, 1), (4, 4)]
@@ -45,11 +35,11 @@ def wanted_steps(world_size: int, ranks_per_node: int, **options: Any) -> list[W
     num_tokens = options.pop("num_tokens", 12)
 
     def tokens(seed: int, rank: int, count: int) -> Tokens:
-        made = make_tokens(seed, rank, count, dtype=dtype, num_experts=NUM_EXPERTS)
+        made = cases.make_tokens(seed, rank, count, dtype=dtype, num_experts=NUM_EXPERTS)
         return replace(made, num_tokens=min(count, num_tokens))
 
     return [
-        expect(
+        cases.expect(
             topology,
             [tokens(seed, rank, counts[rank]) for rank in range(world_size)],
             max_tokens=12,
@@ -60,12 +50,12 @@ def wanted_steps(world_size: int, ranks_per_node: int, **options: Any) -> list[W
 
 
 def late_dispatch(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
-    return dispatch_arguments(comm, wanted) | {"topk_weights": None}
+    return cases.dispatch_arguments(comm, wanted) | {"topk_weights": None}
 
 
 def late_combine(comm: AllToAll, wanted: Wanted, got: Dispatched) -> dict[str, Any]:
-    weights = on_device(comm, wanted.tokens[comm.rank].topk_weights)
-    return combine_arguments(comm, wanted) | {"dispatched": got, "topk_weights": weights}
+    weights = cases.on_device(comm, wanted.tokens[comm.rank].topk_weights)
+    return cases.combine_arguments(comm, wanted) | {"dispatched": got, "topk_weights": weights}
 
 
 def run_late(comm: AllToAll, wanted: Wanted) -> None:
@@ -75,10 +65,10 @@ def run_late(comm: AllToAll, wanted: Wanted) -> None:
 
 
 def mixed_steps(rank: Rank, wanted: list[Wanted], config: dict[str, Any]) -> None:
-    with make(rank, num_experts=NUM_EXPERTS, **config) as comm:
+    with cases.make(rank, num_experts=NUM_EXPERTS, **config) as comm:
         for i, step in enumerate([*wanted, *wanted[::-1]]):
             if i % 3 == 2:
-                run_step(
+                cases.run_step(
                     comm, step
                 )  # no late weights: the slot's next ones must not be taken for it
             else:
@@ -122,7 +112,7 @@ def test_late_weights_in_halves_of_two_steps_in_flight(
     wanted = wanted_steps(world_size, ranks_per_node)
 
     def body(rank: Rank) -> None:
-        with make(rank, num_experts=NUM_EXPERTS, ranks_per_node=ranks_per_node) as comm:
+        with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=ranks_per_node) as comm:
             for pair in zip(wanted[::2], wanted[1::2], strict=True):
                 sent = [comm.dispatch_send(**late_dispatch(comm, step)) for step in pair]
                 got = [comm.dispatch_recv(pending) for pending in sent]
@@ -140,15 +130,15 @@ def test_one_handle_takes_other_late_weights_each_time() -> None:
     wanted = wanted_steps(4, 2)[0]
 
     def body(rank: Rank) -> None:
-        with make(rank, num_experts=NUM_EXPERTS, ranks_per_node=2) as comm:
-            got = comm.dispatch(**dispatch_arguments(comm, wanted))
+        with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=2) as comm:
+            got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
             late = late_combine(comm, wanted, got)
             for factor in (1.0, 0.5, 0.0):  # the first closes the step, the others open their own
                 out = comm.combine(**late | {"topk_weights": late["topk_weights"] * factor})
                 # A power of two scales every product and sum exactly.
                 assert torch.equal(out, wanted.out[rank.rank] * factor)
             assert torch.equal(
-                comm.combine(dispatched=got, **combine_arguments(comm, wanted)),
+                comm.combine(dispatched=got, **cases.combine_arguments(comm, wanted)),
                 wanted.out[rank.rank],
             )
 
@@ -157,12 +147,12 @@ def test_one_handle_takes_other_late_weights_each_time() -> None:
 
 def test_rows_past_num_tokens_have_no_weight() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, num_experts=NUM_EXPERTS, ranks_per_node=1) as comm:
+        with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=1) as comm:
             tokens = [
-                replace(make_tokens(3, r, 9, num_experts=NUM_EXPERTS), num_tokens=4 + r)
+                replace(cases.make_tokens(3, r, 9, num_experts=NUM_EXPERTS), num_tokens=4 + r)
                 for r in range(2)
             ]
-            wanted = expect(topology_of(comm), tokens, max_tokens=12)
+            wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12)
             weights = tokens[rank.rank].topk_weights
             assert weights is not None
             weights[4 + rank.rank :] = float("nan")
@@ -187,8 +177,8 @@ def refused(comm: AllToAll, got: Dispatched, tokens: Any) -> None:
 
 def test_late_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            tokens = make_tokens(0, rank.rank, 6)
+        with cases.make(rank, ranks_per_node=1) as comm:
+            tokens = cases.make_tokens(0, rank.rank, 6)
             got = comm.dispatch(tokens.x, tokens.topk_idx)
             refused(comm, got, tokens)
             comm.combine(got.x, got, topk_weights=tokens.topk_weights)
@@ -200,8 +190,8 @@ def test_late_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> N
 def test_weights_that_do_not_come_are_missed_by_name(ranks_per_node: int) -> None:
     def body(rank: Rank) -> str:
         timeout_s = 1.0 if rank.rank == 0 else 20.0
-        with make(rank, ranks_per_node=ranks_per_node, timeout_s=timeout_s) as comm:
-            tokens = make_tokens(0, rank.rank, 6)
+        with cases.make(rank, ranks_per_node=ranks_per_node, timeout_s=timeout_s) as comm:
+            tokens = cases.make_tokens(0, rank.rank, 6)
             got = comm.dispatch(tokens.x, tokens.topk_idx)
             if rank.rank == 0:
                 with pytest.raises(TimeoutError) as raised:
@@ -248,14 +238,14 @@ def test_bias_is_the_first_addend(ranks_per_node: int, dtype: torch.dtype, num_b
 
     def body(rank: Rank) -> None:
         config = {"num_experts": NUM_EXPERTS, "ranks_per_node": ranks_per_node, "dtype": dtype}
-        with make(rank, **config) as comm:
+        with cases.make(rank, **config) as comm:
             for wanted in steps:
                 bias = biases_of(rank.rank, wanted.out[rank.rank], num_biases)
                 given = bias[0] if num_biases == 1 else (bias[0], bias[1])
-                got = comm.dispatch(**dispatch_arguments(comm, wanted))
-                back = combine_arguments(comm, wanted) | {"dispatched": got}
+                got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
+                back = cases.combine_arguments(comm, wanted) | {"dispatched": got}
                 out = comm.combine(**back, bias=given)
-                want = biased(topology_of(comm), wanted, num_biases)[rank.rank]
+                want = biased(cases.topology_of(comm), wanted, num_biases)[rank.rank]
                 assert torch.equal(out, want)
                 # Rows that do not count have nothing but bias.
                 rest = sum((b[5:].float() for b in bias), torch.zeros_like(want[5:]).float())
@@ -268,13 +258,13 @@ def test_bias_goes_with_halves_and_late_weights_and_not_into_scalars() -> None:
     wanted = wanted_steps(4, 2)[0]
 
     def body(rank: Rank) -> None:
-        with make(rank, num_experts=NUM_EXPERTS, ranks_per_node=2) as comm:
+        with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=2) as comm:
             got = comm.dispatch(**late_dispatch(comm, wanted))
             late = late_combine(comm, wanted, got)
             pending = comm.combine_send(**late, row_scalars=torch.ones_like(got.row_weights))
             first, second = biases_of(rank.rank, wanted.out[rank.rank], 2)
             out, ones = comm.combine_recv(pending, bias=(first, second))
-            assert torch.equal(out, biased(topology_of(comm), wanted, 2)[rank.rank])
+            assert torch.equal(out, biased(cases.topology_of(comm), wanted, 2)[rank.rank])
             assert torch.equal(ones, (wanted.tokens[rank.rank].topk_idx >= 0).float())
 
     run_threads(4, body)
@@ -286,8 +276,8 @@ def test_bias_goes_with_halves_and_late_weights_and_not_into_scalars() -> None:
 def waits_of_a_late_rank(rank: Rank, ranks_per_node: int, halves: bool) -> bool:
     """Whether, in one of a few tries, the others saw that they waited for rank 1 and how long."""
     late_s, tries, seen = 0.02, 20, False
-    with make(rank, num_experts=NUM_EXPERTS, ranks_per_node=ranks_per_node) as comm:
-        tokens = make_tokens(0, rank.rank, 5, num_experts=NUM_EXPERTS)
+    with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=ranks_per_node) as comm:
+        tokens = cases.make_tokens(0, rank.rank, 5, num_experts=NUM_EXPERTS)
         for _ in range(tries):  # a machine that is busy may wake the others after rank 1
             got = comm.dispatch(tokens.x, tokens.topk_idx)
             if rank.rank == 1:
@@ -315,7 +305,7 @@ def test_combine_reports_the_sources_it_waited_for(ranks_per_node: int, halves: 
 
 def test_sizes_of_weights_are_in_the_plan() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1, max_tokens=12) as comm:
+        with cases.make(rank, ranks_per_node=1, max_tokens=12) as comm:
             plan = comm.config.plan(world_size=2, ranks_per_node=1)
             # Two steps; a header, then K tagged floats of 12 tokens, in lines of 128 bytes.
             assert plan["weights_outbox"] == 2 * (128 + -(-12 * TOPK * 8 // 128) * 128)

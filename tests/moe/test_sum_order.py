@@ -18,17 +18,8 @@ from moe_p2p.moe import reference
 from moe_p2p.moe.options import SumOrder
 from moe_p2p.moe.reference import Topology
 from tests.moe.test_late_weights import biases_of
-from tests.support.cases import (
-    TOPK,
-    Wanted,
-    combine_arguments,
-    dispatch_arguments,
-    expect,
-    finish,
-    make,
-    make_tokens,
-    on_device,
-)
+from tests.support import cases
+from tests.support.cases import TOPK, Wanted
 from tests.support.ranks import Rank, run_threads
 
 # Four ranks with two experts each: tokens of three experts have one, two or three ranks.
@@ -39,9 +30,12 @@ ROWS = 2  # most rows of a token at one rank
 def wanted_steps(dtype: torch.dtype, layout: str, world_size: int = 4) -> list[Wanted]:
     topology = Topology(world_size=world_size, ranks_per_node=world_size, num_experts=8)
     return [
-        expect(
+        cases.expect(
             topology,
-            [make_tokens(seed, rank, counts[rank], dtype=dtype) for rank in range(world_size)],
+            [
+                cases.make_tokens(seed, rank, counts[rank], dtype=dtype)
+                for rank in range(world_size)
+            ],
             max_tokens=12,
             layout=layout,
         )
@@ -72,20 +66,20 @@ def ordered(topology: Topology, wanted: Wanted, order: SumOrder, num_biases: int
 def run_ordered(
     comm: AllToAll, wanted: Wanted, want: list[Tensor], order: SumOrder, num_biases: int
 ) -> None:
-    got = comm.dispatch(**dispatch_arguments(comm, wanted))
+    got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
     more: dict[str, Any] = {"weighted": False} if order == "rows" else {}
     if num_biases:
         made = biases_of(comm.rank, wanted.out[comm.rank], num_biases)
-        bias = [on_device(comm, b) for b in made]
+        bias = [cases.on_device(comm, b) for b in made]
         more["bias"] = bias[0] if num_biases == 1 else tuple(bias)
-    finish(comm)
-    back = combine_arguments(comm, wanted) | {"dispatched": got, "order": order} | more
+    cases.finish(comm)
+    back = cases.combine_arguments(comm, wanted) | {"dispatched": got, "order": order} | more
     out = comm.combine(**back)
-    finish(comm)
+    cases.finish(comm)
     assert torch.equal(out.cpu(), want[comm.rank])
     scalars, found_want = scalars_of(comm, wanted, got)
     out, found = comm.combine(**back, row_scalars=scalars)
-    finish(comm)
+    cases.finish(comm)
     assert torch.equal(out.cpu(), want[comm.rank])
     assert torch.equal(found.cpu(), found_want)
 
@@ -103,7 +97,7 @@ def scalars_of(comm: AllToAll, wanted: Wanted, got: Dispatched) -> tuple[Tensor,
 def ordered_steps(
     rank: Rank, wanted: list[Wanted], wants: list[list[Tensor]], order: SumOrder, config: Any
 ) -> None:
-    with make(rank, combine_rows=ROWS, **config) as comm:
+    with cases.make(rank, combine_rows=ROWS, **config) as comm:
         for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
             run_ordered(comm, step, want, order, i % 3)
 
@@ -149,11 +143,11 @@ def test_the_reference_adds_row_after_row() -> None:
 
 
 def test_a_lost_rank_is_left_out_of_sums_by_topk() -> None:
-    tokens = [make_tokens(1, rank, 6) for rank in range(2)]
+    tokens = [cases.make_tokens(1, rank, 6) for rank in range(2)]
 
     def body(rank: Rank) -> None:
         config = {"mask_lost_ranks": True, "chunk_tokens": 12, "timeout_s": 20.0}
-        with make(rank, combine_rows=TOPK, **config) as comm:
+        with cases.make(rank, combine_rows=TOPK, **config) as comm:
             mine = tokens[rank.rank]
             comm.mask_ranks([1 - rank.rank])
             got = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout="grouped")
@@ -169,15 +163,15 @@ def test_a_lost_rank_is_left_out_of_sums_by_topk() -> None:
 
 
 def test_what_an_order_needs_is_named() -> None:
-    tokens = replace(make_tokens(0, 0, 3), topk_idx=torch.tensor([[0, 1, 2]] * 3))
+    tokens = replace(cases.make_tokens(0, 0, 3), topk_idx=torch.tensor([[0, 1, 2]] * 3))
 
     def refused(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
+        with cases.make(rank, ranks_per_node=1) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx)
             with pytest.raises(InvalidArgumentError, match="among ranks of one node, these are 2"):
                 comm.combine(got.x, got, weighted=False, order="topk")
             comm.combine(got.x, got)
-        with make(rank) as comm:
+        with cases.make(rank) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx, layout="grouped")
             with pytest.raises(InvalidArgumentError, match=r"set combine_rows .* to 3"):
                 comm.combine(got.x, got, weighted=False, order="rows")
@@ -194,8 +188,8 @@ def test_what_an_order_needs_is_named() -> None:
 
 def test_gradients_do_not_depend_on_the_order() -> None:
     def body(rank: Rank) -> None:
-        with make(rank, combine_rows=TOPK) as comm:
-            mine = make_tokens(3, rank.rank, 6)
+        with cases.make(rank, combine_rows=TOPK) as comm:
+            mine = cases.make_tokens(3, rank.rank, 6)
             grads: list[Tensor] = []
             for order in ("ranks", "topk", "rows"):
                 x = mine.x.clone().requires_grad_()

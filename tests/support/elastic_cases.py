@@ -11,21 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_p2p.deep_ep import ElasticBuffer
-from tests.support.deep_ep_oracle import (
-    BF16_DIFFERENCE,
-    Batch,
-    Shape,
-    combined,
-    difference,
-    expert,
-    gather,
-    host,
-    make_batches,
-    owned,
-    replay,
-    rows_by_rank,
-    rows_of,
-)
+from tests.support import deep_ep_oracle
+from tests.support.deep_ep_oracle import BF16_DIFFERENCE, Batch, Shape
 from tests.support.ranks import Rank, StoreGroup
 
 SHAPE = Shape()
@@ -68,7 +55,9 @@ def packed(x: Tensor, num_packs: int = 3) -> tuple[Tensor, Tensor]:
 def same_bits(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
-    return torch.equal(*(host(t).flatten().contiguous().view(torch.uint8) for t in (a, b)))
+    return torch.equal(
+        *(deep_ep_oracle.host(t).flatten().contiguous().view(torch.uint8) for t in (a, b))
+    )
 
 
 def some_rows(got: Any, rows: slice) -> Any:
@@ -120,8 +109,8 @@ def dispatch(buffer: Any, mine: Batch, shape: Shape, call: Call, **options: Any)
 def check_handle(handle: Any, batches: list[Batch], rank: int, shape: Shape, call: Call) -> None:
     """Counts, and where each received token came from."""
     num_ranks, local = len(batches), shape.num_experts // len(batches)
-    rows = rows_by_rank(batches, rank, shape.num_experts)
-    counts = [rows_of(batches, rank * local + i).shape[0] for i in range(local)]
+    rows = deep_ep_oracle.rows_by_rank(batches, rank, shape.num_experts)
+    counts = [deep_ep_oracle.rows_of(batches, rank * local + i).shape[0] for i in range(local)]
     aligned = [align(count, call.expert_alignment) for count in counts]
     num_rows = rows.shape[0]
     most = num_ranks * shape.max_tokens
@@ -129,20 +118,20 @@ def check_handle(handle: Any, batches: list[Batch], rank: int, shape: Shape, cal
     assert handle.num_recv_tokens_per_expert_list == (aligned if call.do_cpu_sync else [])
     assert handle.num_recv_tokens == (num_rows if call.do_cpu_sync else most)
     assert handle.num_expanded_tokens == (sum(aligned) if call.do_cpu_sync else expanded)
-    by_source = host(handle.psum_num_recv_tokens_per_scaleup_rank)
+    by_source = deep_ep_oracle.host(handle.psum_num_recv_tokens_per_scaleup_rank)
     ends = [int((rows[:, 0] <= source).sum()) for source in range(num_ranks)]
     assert by_source.tolist() == ends
     until = [sum(aligned[: i + 1]) for i in range(local)]
     if call.do_expand:
         until = [sum(aligned[:i]) + counts[i] for i in range(local)]
-    assert host(handle.psum_num_recv_tokens_per_expert).tolist() == until
-    assert host(handle.num_unaligned_recv_tokens_per_expert).tolist() == counts
-    metadata = host(handle.recv_src_metadata)
+    assert deep_ep_oracle.host(handle.psum_num_recv_tokens_per_expert).tolist() == until
+    assert deep_ep_oracle.host(handle.num_unaligned_recv_tokens_per_expert).tolist() == counts
+    metadata = deep_ep_oracle.host(handle.recv_src_metadata)
     assert metadata.shape == (handle.num_recv_tokens, shape.topk + 2)
     metadata = metadata[:num_rows]
     assert torch.equal(metadata[:, 0].long(), rows[:, 0] * shape.max_tokens + rows[:, 1])
-    idx = gather(batches, rows, "topk_idx")
-    here = owned(idx, rank, local)
+    idx = deep_ep_oracle.gather(batches, rows, "topk_idx")
+    here = deep_ep_oracle.owned(idx, rank, local)
     assert torch.equal(metadata[:, 2:] >= 0, here)
     first = rows[:, 0] * shape.topk + here.int().argmax(1)
     assert torch.equal(metadata[:, 1].long(), first)
@@ -154,22 +143,22 @@ def check_by_rank(
     """Returns the rows of combine: sums of this rank's expert outputs for each token."""
     got, recv_idx, recv_weights, handle, _ = result
     local = shape.num_experts // len(batches)
-    rows = rows_by_rank(batches, rank, shape.num_experts)
+    rows = deep_ep_oracle.rows_by_rank(batches, rank, shape.num_experts)
     count = rows.shape[0]
     values = got[0] if call.fp8 else got
     assert values.shape == (handle.num_recv_tokens, shape.hidden_dim)
-    x = gather(batches, rows)
+    x = deep_ep_oracle.gather(batches, rows)
     assert same_bits(some_rows(got, slice(count)), packed(x) if call.fp8 else x)
-    idx = gather(batches, rows, "topk_idx")
-    here = owned(idx, rank, local)
+    idx = deep_ep_oracle.gather(batches, rows, "topk_idx")
+    here = deep_ep_oracle.owned(idx, rank, local)
     wanted = torch.where(here, idx - rank * local, -1)
-    assert torch.equal(host(recv_idx)[:count], wanted)
-    assert (host(recv_idx)[count:] == -1).all()
-    weights = gather(batches, rows, "weights")
-    assert torch.equal(host(recv_weights)[:count], weights.where(here, 0.0))
+    assert torch.equal(deep_ep_oracle.host(recv_idx)[:count], wanted)
+    assert (deep_ep_oracle.host(recv_idx)[count:] == -1).all()
+    weights = deep_ep_oracle.gather(batches, rows, "weights")
+    assert torch.equal(deep_ep_oracle.host(recv_weights)[:count], weights.where(here, 0.0))
     y = torch.full((handle.num_recv_tokens, shape.hidden_dim), 1e4, dtype=torch.bfloat16)
     for row in range(count):
-        terms = [expert(int(e), x[row]).float() for e in idx[row][here[row]]]
+        terms = [deep_ep_oracle.expert(int(e), x[row]).float() for e in idx[row][here[row]]]
         y[row] = torch.stack(terms).sum(0).bfloat16()
     return y
 
@@ -184,25 +173,25 @@ def check_expanded(
     values = got[0] if call.fp8 else got
     assert values.shape == (handle.num_expanded_tokens, shape.hidden_dim)
     assert recv_weights.shape == (handle.num_expanded_tokens,)
-    recv_weights = host(recv_weights)
-    row_of = host(handle.recv_src_metadata)[:, 2:]
-    sources = rows_by_rank(batches, rank, shape.num_experts)
+    recv_weights = deep_ep_oracle.host(recv_weights)
+    row_of = deep_ep_oracle.host(handle.recv_src_metadata)[:, 2:]
+    sources = deep_ep_oracle.rows_by_rank(batches, rank, shape.num_experts)
     y = torch.full((handle.num_expanded_tokens, shape.hidden_dim), 1e4, dtype=torch.bfloat16)
     start = 0
     for i in range(local):
         number = rank * local + i
-        rows = rows_of(batches, number)
+        rows = deep_ep_oracle.rows_of(batches, number)
         end = start + rows.shape[0]
-        x = gather(batches, rows)
+        x = deep_ep_oracle.gather(batches, rows)
         assert same_bits(some_rows(got, slice(start, end)), packed(x) if call.fp8 else x)
-        hit = gather(batches, rows, "topk_idx") == number
-        weights = gather(batches, rows, "weights")[hit]
+        hit = deep_ep_oracle.gather(batches, rows, "topk_idx") == number
+        weights = deep_ep_oracle.gather(batches, rows, "weights")[hit]
         assert torch.equal(recv_weights[start:end], weights)
         for row, (source, token) in enumerate(rows.tolist(), start):
             place = ((sources[:, 0] == source) & (sources[:, 1] == token)).nonzero().item()
             k = (batches[source].topk_idx[token] == number).nonzero().item()
             assert int(row_of[place, k]) == row
-        y[start:end] = expert(number, x)
+        y[start:end] = deep_ep_oracle.expert(number, x)
         start += align(rows.shape[0], call.expert_alignment)
     return y
 
@@ -224,9 +213,9 @@ def check_combine(
             **later(buffer, call.mode),
         ),
     )
-    out, weights = host(out), host(weights)
-    wanted = combined(batch) + sum(term.double() for term in terms[: call.num_bias])
-    assert difference(out, wanted) < BF16_DIFFERENCE
+    out, weights = deep_ep_oracle.host(out), deep_ep_oracle.host(weights)
+    wanted = deep_ep_oracle.combined(batch) + sum(term.double() for term in terms[: call.num_bias])
+    assert deep_ep_oracle.difference(out, wanted) < BF16_DIFFERENCE
     assert torch.equal(weights, batch.weights.where(batch.topk_idx >= 0, 0.0))
     return out, weights
 
@@ -253,7 +242,7 @@ def steps(place: Place, call: Call, shape: Shape = SHAPE, counts: Counts = COUNT
     wanted = torch.zeros(local, dtype=torch.int32)
     check = check_expanded if call.do_expand else check_by_rank
     for seed, of_ranks in enumerate(counts):
-        batches = make_batches(seed, of_ranks[: rank.world_size], shape)
+        batches = deep_ep_oracle.make_batches(seed, of_ranks[: rank.world_size], shape)
         mine = batches[rank.rank].on(device)
         more = {"cumulative_local_expert_recv_stats": stats}
         result = dispatch(buffer, mine, shape, call, **more)
@@ -261,14 +250,14 @@ def steps(place: Place, call: Call, shape: Shape = SHAPE, counts: Counts = COUNT
         check_handle(handle, batches, rank.rank, shape, call)
         y = check(result, batches, rank.rank, shape, call)
         check_combine(buffer, y, result, batches[rank.rank], device, call)
-        wanted += host(handle.num_unaligned_recv_tokens_per_expert)
-    assert torch.equal(host(stats), wanted)
+        wanted += deep_ep_oracle.host(handle.num_unaligned_recv_tokens_per_expert)
+    assert torch.equal(deep_ep_oracle.host(stats), wanted)
 
 
 def any_order(place: Place) -> None:
     """Dispatches without a combine, and several combines of one dispatch, late."""
     rank, device, buffer = place
-    batches = make_batches(5, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(5, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     results = {}
     for call in (Call(), Call(do_expand=True), Call(do_cpu_sync=False), Call()):
@@ -285,21 +274,24 @@ def any_order(place: Place) -> None:
 
 def own_routing(place: Place) -> None:
     rank, device, buffer = place
-    batches = make_batches(6, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(6, SOME[: rank.world_size], SHAPE)
     mine = Batch(*(tensor.clone() for tensor in batches[rank.rank].on(device)))
     copied = dispatch(buffer, mine, SHAPE, Call())[3]
     shared = dispatch(buffer, mine, SHAPE, Call(), do_handle_copy=False)[3]
     assert shared.topk_idx.data_ptr() == mine.topk_idx.data_ptr()
     mine.topk_idx.fill_(-1)
     again = buffer.dispatch(mine.x, handle=copied)
-    assert again[0].shape[0] == rows_by_rank(batches, rank.rank, SHAPE.num_experts).shape[0]
+    assert (
+        again[0].shape[0]
+        == deep_ep_oracle.rows_by_rank(batches, rank.rank, SHAPE.num_experts).shape[0]
+    )
 
 
 def columns(place: Place, num_packs: int, do_expand: bool) -> None:
     """Packs of any width arrive unchanged, stored row by row and column by column."""
     rank, device, _ = place
     buffer = make_buffer(rank, use_fp8_dispatch=True)
-    batches = make_batches(2, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(2, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     values, packs = packed(mine.x, num_packs)
     call = Call(do_expand=do_expand)
@@ -323,7 +315,7 @@ def columns(place: Place, num_packs: int, do_expand: bool) -> None:
 
 def repeats(place: Place, do_expand: bool) -> None:
     rank, device, buffer = place
-    batches = make_batches(9, [12] * rank.world_size, SHAPE)
+    batches = deep_ep_oracle.make_batches(9, [12] * rank.world_size, SHAPE)
     mine = batches[rank.rank].on(device)
     call = Call(do_expand=do_expand)
     check = check_expanded if do_expand else check_by_rank
@@ -338,7 +330,7 @@ def repeats(place: Place, do_expand: bool) -> None:
 
 def cached(place: Place, call: Call) -> None:
     rank, device, buffer = place
-    batches = make_batches(4, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(4, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     first = dispatch(buffer, mine, SHAPE, call)
     handle = first[3]
@@ -362,15 +354,15 @@ def zero_padding(place: Place) -> None:
     call = Call(do_expand=True, expert_alignment=8)
     rank, device, buffer = place
     for seed in range(3):  # later steps reuse memory of earlier ones
-        batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
+        batches = deep_ep_oracle.make_batches(seed, SOME[: rank.world_size], SHAPE)
         mine = batches[rank.rank].on(device)
         result = dispatch(buffer, mine, SHAPE, call, do_zero_padding=True)
         rows, _, weights, handle, _ = result
-        ends = host(handle.psum_num_recv_tokens_per_expert).tolist()
+        ends = deep_ep_oracle.host(handle.psum_num_recv_tokens_per_expert).tolist()
         for end in ends:
             padding = slice(end, align(end, call.expert_alignment))
-            assert not host(rows)[padding].any()
-            assert not host(weights)[padding].any()
+            assert not deep_ep_oracle.host(rows)[padding].any()
+            assert not deep_ep_oracle.host(weights)[padding].any()
         assert any(end % call.expert_alignment for end in ends)
 
 
@@ -395,7 +387,7 @@ def one_rounding(place: Place, do_expand: bool) -> None:
         if rank.rank == large:
             y[: num_ranks if do_expand else None] = 256
         for bias, extra in ((None, 0.0), (torch.full_like(x, 4.0).to(device), 4.0)):
-            out = host(buffer.combine(y, handle, bias=bias)[0])
+            out = deep_ep_oracle.host(buffer.combine(y, handle, bias=bias)[0])
             assert out.dtype == torch.bfloat16
             if not allowed:
                 assert (out == 258 + extra).all()
@@ -413,4 +405,4 @@ def graphs(place: Place, call: Call) -> None:
         out: Tensor = waited(call.mode, place.buffer.combine(y, handle))[0]
         return out
 
-    replay(place.rank, f"ElasticBuffer, expanded: {call.do_expand}", SHAPE, pair)
+    deep_ep_oracle.replay(place.rank, f"ElasticBuffer, expanded: {call.do_expand}", SHAPE, pair)

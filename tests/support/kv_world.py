@@ -14,17 +14,8 @@ import torch
 
 from moe_p2p import kv
 from moe_p2p.errors import MoeP2pError
-from tests.support.kv_fakes import (
-    Clock,
-    FakeCopier,
-    FakeCopy,
-    FakeEngine,
-    FakeNet,
-    FakeVerbs,
-    Link,
-    Row,
-    cache_of,
-)
+from tests.support import kv_fakes
+from tests.support.kv_fakes import Clock, FakeCopier, FakeCopy, FakeEngine, FakeNet, FakeVerbs, Link
 
 PAGES, LAYERS, PAGE_TOKENS = 6, 2, 2
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=2, k_bytes=4, v_bytes=4, page_size=PAGE_TOKENS)
@@ -71,7 +62,7 @@ class World:
         self.net.on_land, self.net.on_copy = self.check_row, self.check_copy
         self.receiver = receiver(
             self._engine(),
-            cache_of(DECODE, 0, PAGES),
+            kv_fakes.cache_of(DECODE, 0, PAGES),
             instance="decode",
             timeouts=TIMEOUTS,
             max_requests=4,
@@ -97,7 +88,7 @@ class World:
     def _sender(self, rank: int) -> kv.KVSender:
         sender = kv.KVSender(
             self._engine(),
-            cache_of(PREFILL, rank, PAGES),
+            kv_fakes.cache_of(PREFILL, rank, PAGES),
             instance="prefill",
             timeouts=TIMEOUTS,
             max_requests=4,
@@ -235,7 +226,7 @@ class World:
         if len(found) != 1:
             raise FaultError(f"rows of requests {found} are copied as one")
 
-    def _check_part(self, row: Row) -> None:
+    def _check_part(self, row: kv_fakes.Row) -> None:
         """A part of the ring belongs to a request from its grant until it was scattered, or the
         sender drained or was fenced. Nothing of another one lands in it."""
         ring = self.receiver.ring
@@ -254,7 +245,7 @@ class World:
         if holders != [value]:
             raise FaultError(f"a row of {value} lands in parts {first} to {last} of {holders}")
 
-    def check_row(self, row: Row) -> None:
+    def check_row(self, row: kv_fakes.Row) -> None:
         """Called when a row is about to land."""
         if row.target.tensor is self.receiver.ring.tensor:
             self._check_part(row)

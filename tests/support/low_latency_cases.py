@@ -13,21 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_p2p.deep_ep import Buffer
-from tests.support.deep_ep_oracle import (
-    BF16_DIFFERENCE,
-    Batch,
-    Shape,
-    assert_quantized,
-    combined,
-    difference,
-    expert,
-    gather,
-    host,
-    largest_of_blocks,
-    make_batches,
-    replay,
-    rows_of,
-)
+from tests.support import deep_ep_oracle
+from tests.support.deep_ep_oracle import BF16_DIFFERENCE, Batch, Shape
 from tests.support.ranks import Rank, StoreGroup
 
 SHAPE = Shape()
@@ -117,7 +104,7 @@ def unpacked(packs: Tensor, num_scales: int) -> Tensor:
 
 def check_scales(x: Tensor, q: Tensor, scales: Tensor, options: dict[str, Any]) -> Tensor:
     """Asserts that q and scales match x, one expert's rows; returns the scales in float32."""
-    smallest = largest_of_blocks(x) / 448
+    smallest = deep_ep_oracle.largest_of_blocks(x) / 448
     if options.get("use_ue8m0"):
         assert scales.dtype == torch.int32
         assert scales.shape[1] == -(-x.shape[1] // 512)
@@ -127,7 +114,7 @@ def check_scales(x: Tensor, q: Tensor, scales: Tensor, options: dict[str, Any]) 
         assert torch.equal(scales, torch.exp2(torch.log2(smallest).ceil()))
     else:
         torch.testing.assert_close(scales, smallest, rtol=1e-6, atol=0.0)
-    assert_quantized(x, q, scales)
+    deep_ep_oracle.assert_quantized(x, q, scales)
     return scales
 
 
@@ -150,19 +137,19 @@ def check_rows(
         assert scales.stride(1) == 1
         assert scales.stride(2) == -(-capacity // 4) * 4
         assert scales.stride(0) == scales.stride(2) * scales.shape[2]
-        scales = host(scales)
-    values, counts = host(values), host(counts)
-    src_info, ranges = host(handle[0]), host(handle[1])
+        scales = deep_ep_oracle.host(scales)
+    values, counts = deep_ep_oracle.host(values), deep_ep_oracle.host(counts)
+    src_info, ranges = deep_ep_oracle.host(handle[0]), deep_ep_oracle.host(handle[1])
     assert handle[2:] == (shape.max_tokens, shape.hidden_dim, shape.num_experts)
     y = torch.full((num_local, capacity, shape.hidden_dim), 1e4, dtype=torch.bfloat16)
     for i in range(num_local):
         number = rank * num_local + i
-        rows = rows_of(batches, number)
+        rows = deep_ep_oracle.rows_of(batches, number)
         count = rows.shape[0]
         assert int(counts[i]) == count
         assert torch.equal(src_info[i, :count].long(), rows[:, 1])
         check_ranges(ranges[i], rows[:, 0], num_ranks)
-        x = gather(batches, rows)
+        x = deep_ep_oracle.gather(batches, rows)
         received = values[i, :count]
         if scales is None:
             assert torch.equal(received, x)
@@ -170,7 +157,7 @@ def check_rows(
             factors = check_scales(x, received, scales[i, :count], options)
             wide = factors.repeat_interleave(128, dim=1)[:, : shape.hidden_dim]
             received = (received.float() * wide).bfloat16()
-        y[i, :count] = expert(number, received)
+        y[i, :count] = deep_ep_oracle.expert(number, received)
     return y
 
 
@@ -193,10 +180,10 @@ def check_step(
     mine = batches[rank.rank].on(device)
     rows, counts, handle = dispatch(buffer, mine, shape, mode, **options)
     y = check_rows(batches, rank.rank, shape, rows, counts, handle, **options)
-    out = host(combine(buffer, y.to(device), mine, handle, mode))
+    out = deep_ep_oracle.host(combine(buffer, y.to(device), mine, handle, mode))
     limit = FP8_DIFFERENCE if options.get("use_fp8", True) else BF16_DIFFERENCE
-    wanted = combined(batches[rank.rank], batches[rank.rank].weights)
-    assert difference(out, wanted) < limit
+    wanted = deep_ep_oracle.combined(batches[rank.rank], batches[rank.rank].weights)
+    assert deep_ep_oracle.difference(out, wanted) < limit
     return counts, out
 
 
@@ -211,29 +198,29 @@ def steps(place: Place, form: str, mode: str = "sync") -> None:
     stats = torch.zeros(num_local, dtype=torch.int32, device=device)
     wanted = torch.zeros(num_local, dtype=torch.int32)
     for seed, counts in enumerate(COUNTS):
-        batches = make_batches(seed, counts[: rank.world_size], shape)
+        batches = deep_ep_oracle.make_batches(seed, counts[: rank.world_size], shape)
         more = {**options, "cumulative_local_expert_recv_stats": stats}
         got, _ = check_step(place, batches, shape, mode, **more)
-        wanted += host(got)
-    assert torch.equal(host(stats), wanted)
+        wanted += deep_ep_oracle.host(got)
+    assert torch.equal(deep_ep_oracle.host(stats), wanted)
 
 
 def one_step(place: Place, shape: Shape, counts: list[int], form: str) -> None:
     rank = place.rank
-    batches = make_batches(1, counts[: rank.world_size], shape)
+    batches = deep_ep_oracle.make_batches(1, counts[: rank.world_size], shape)
     check_step(place, batches, shape, "sync", **FORMATS[form])
 
 
 def narrow_ids(place: Place) -> None:
     rank = place.rank
-    batches = make_batches(3, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(3, SOME[: rank.world_size], SHAPE)
     narrow = [batch._replace(topk_idx=batch.topk_idx.int()) for batch in batches]
     check_step(place, narrow, SHAPE, "sync", use_fp8=False)
 
 
 def repeats(place: Place) -> None:
     rank = place.rank
-    batches = make_batches(7, [12] * rank.world_size, SHAPE)
+    batches = deep_ep_oracle.make_batches(7, [12] * rank.world_size, SHAPE)
     results = [
         check_step(place, batches, SHAPE, mode)[1] for mode in ("sync", "hook", "sync", "async")
     ]
@@ -244,25 +231,25 @@ def repeats(place: Place) -> None:
 def never_or_again(place: Place) -> None:
     """A dispatch may have no combine, or several, late."""
     rank, device, buffer = place
-    batches = make_batches(5, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(5, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     rows, counts, handle = dispatch(buffer, mine, SHAPE)
     y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
-    first = host(combine(buffer, y, mine, handle))
+    first = deep_ep_oracle.host(combine(buffer, y, mine, handle))
     for _ in range(5):
         dispatch(buffer, mine, SHAPE)
-    assert torch.equal(host(combine(buffer, y, mine, handle)), first)
-    assert torch.equal(host(combine(buffer, y, mine, handle, "hook")), first)
+    assert torch.equal(deep_ep_oracle.host(combine(buffer, y, mine, handle)), first)
+    assert torch.equal(deep_ep_oracle.host(combine(buffer, y, mine, handle, "hook")), first)
 
 
 def results_go(place: Place) -> None:
     """Results go to `out`, from rows in the zero-copy buffer; x is ignored."""
     rank, device, buffer = place
-    batches = make_batches(6, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(6, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     rows, counts, handle = dispatch(buffer, mine, SHAPE)
     y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
-    wanted = host(combine(buffer, y, mine, handle))
+    wanted = deep_ep_oracle.host(combine(buffer, y, mine, handle))
     zero_copy = buffer.get_next_low_latency_combine_buffer(handle)
     assert zero_copy.shape == y.shape
     zero_copy.copy_(y)
@@ -270,25 +257,25 @@ def results_go(place: Place) -> None:
         out = torch.empty_like(mine.x)
         given = combine(buffer, torch.zeros_like(y), mine, handle, mode, zero_copy=True, out=out)
         assert given.data_ptr() == out.data_ptr()
-        assert torch.equal(host(out), wanted)
+        assert torch.equal(deep_ep_oracle.host(out), wanted)
 
 
 def ten_bits_travel(place: Place) -> None:
     """use_logfmt: sums of what each rank's partial sums become in 10 bits, in every mode."""
     rank, device, buffer = place
     for seed, counts in enumerate(COUNTS[:3]):
-        batches = make_batches(seed, counts[: rank.world_size], SHAPE)
+        batches = deep_ep_oracle.make_batches(seed, counts[: rank.world_size], SHAPE)
         mine = batches[rank.rank].on(device)
         rows, received, handle = dispatch(buffer, mine, SHAPE)
         y = check_rows(batches, rank.rank, SHAPE, rows, received, handle).to(device)
-        plain = host(combine(buffer, y, mine, handle)).float()
+        plain = deep_ep_oracle.host(combine(buffer, y, mine, handle)).float()
         found = [
-            host(combine(buffer, y, mine, handle, mode, use_logfmt=True)).float()
+            deep_ep_oracle.host(combine(buffer, y, mine, handle, mode, use_logfmt=True)).float()
             for mode in ("sync", "hook", "async")
         ]
         into = torch.empty_like(mine.x)
         combine(buffer, y, mine, handle, use_logfmt=True, out=into)
-        found.append(host(into).float())
+        found.append(deep_ep_oracle.host(into).float())
         assert all(torch.equal(found[0], other) for other in found[1:])
         if not plain.numel():
             continue
@@ -305,9 +292,9 @@ def times_waited(place: Place) -> Tensor:
     late_s = 0.2 * (rank.rank == 1)
     waited = torch.zeros(2, rank.world_size, dtype=torch.int64, device=device)
     for seed, mode in enumerate(("sync", "hook", "sync", "hook")):
-        batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
+        batches = deep_ep_oracle.make_batches(seed, SOME[: rank.world_size], SHAPE)
         mine = batches[rank.rank].on(device)
-        before = host(waited).clone()
+        before = deep_ep_oracle.host(waited).clone()
         time.sleep(late_s)
         rows, counts, handle = dispatch(
             buffer, mine, SHAPE, mode, dispatch_wait_recv_cost_stats=waited[0]
@@ -315,14 +302,14 @@ def times_waited(place: Place) -> Tensor:
         y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
         time.sleep(late_s)
         combine(buffer, y, mine, handle, mode, combine_wait_recv_cost_stats=waited[1])
-        assert (host(waited) >= before).all()
+        assert (deep_ep_oracle.host(waited) >= before).all()
         late_s = 0.0
-    return host(waited)
+    return deep_ep_oracle.host(waited)
 
 
 def two_in_flight(place: Place) -> None:
     rank, device, buffer = place
-    pair = [make_batches(seed, SOME[: rank.world_size], SHAPE) for seed in (1, 2)]
+    pair = [deep_ep_oracle.make_batches(seed, SOME[: rank.world_size], SHAPE) for seed in (1, 2)]
     mine = [batches[rank.rank].on(device) for batches in pair]
     sent = [
         buffer.low_latency_dispatch(
@@ -344,8 +331,13 @@ def two_in_flight(place: Place) -> None:
         assert hook is not None
         hook()
         batch = batches[rank.rank]
-        assert difference(host(out), combined(batch, batch.weights)) < FP8_DIFFERENCE
-    assert host(between).shape[0] == mine[0].x.shape[0]
+        assert (
+            deep_ep_oracle.difference(
+                deep_ep_oracle.host(out), deep_ep_oracle.combined(batch, batch.weights)
+            )
+            < FP8_DIFFERENCE
+        )
+    assert deep_ep_oracle.host(between).shape[0] == mine[0].x.shape[0]
 
 
 def graphs(place: Place, mode: str) -> None:
@@ -353,7 +345,7 @@ def graphs(place: Place, mode: str) -> None:
         rows, _, handle = dispatch(place.buffer, mine, SHAPE, mode, use_fp8=False)
         return combine(place.buffer, rows * 2, mine, handle, mode)
 
-    replay(place.rank, f"low latency, {mode}", SHAPE, pair)
+    deep_ep_oracle.replay(place.rank, f"low latency, {mode}", SHAPE, pair)
 
 
 def without(batches: list[Batch], gone: list[int]) -> list[Batch]:
@@ -370,21 +362,21 @@ def without(batches: list[Batch], gone: list[int]) -> list[Batch]:
 def step_without(place: Place, seed: int, gone: list[int], mode: str = "sync") -> None:
     """Every rank passes all its tokens; only the remaining ranks' tokens arrive."""
     rank, device, buffer = place
-    batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
+    batches = deep_ep_oracle.make_batches(seed, SOME[: rank.world_size], SHAPE)
     seen = without(batches, gone)
     mine = batches[rank.rank].on(device)
     rows, counts, handle = dispatch(buffer, mine, SHAPE, mode, use_fp8=False)
     y = check_rows(seen, rank.rank, SHAPE, rows, counts, handle, use_fp8=False)
-    out = host(combine(buffer, y.to(device), mine, handle, mode))
-    wanted = combined(seen[rank.rank], batches[rank.rank].weights)
-    assert difference(out, wanted) < BF16_DIFFERENCE
+    out = deep_ep_oracle.host(combine(buffer, y.to(device), mine, handle, mode))
+    wanted = deep_ep_oracle.combined(seen[rank.rank], batches[rank.rank].weights)
+    assert deep_ep_oracle.difference(out, wanted) < BF16_DIFFERENCE
 
 
 def check_masks(place: Place, masked: list[int]) -> None:
     ranks = range(place.rank.world_size)
     status = torch.full((len(ranks),), -1, dtype=torch.int32, device=place.device)
     place.buffer.low_latency_query_mask_buffer(status)
-    assert host(status).tolist() == [int(rank in masked) for rank in ranks]
+    assert deep_ep_oracle.host(status).tolist() == [int(rank in masked) for rank in ranks]
 
 
 def masked(place: Place) -> None:

@@ -16,19 +16,8 @@ from torch import Tensor
 
 from moe_p2p import AllToAll
 from moe_p2p.moe.reference import Tokens, Topology
-from tests.support.cases import (
-    COUNTS,
-    Wanted,
-    assert_received,
-    combine_arguments,
-    expect,
-    finish,
-    in_options,
-    make_tokens,
-    on_cpu,
-    on_device,
-    topology_of,
-)
+from tests.support import cases
+from tests.support.cases import COUNTS, Wanted
 
 HOLDING = [{}, {"layout": "grouped"}, {"layout": "by_rank"}, {"solo": True}]  # of dispatch, in turn
 
@@ -36,11 +25,11 @@ HOLDING = [{}, {"layout": "grouped"}, {"layout": "by_rank"}, {"solo": True}]  # 
 def tokens_of(topology: Topology, hidden_dim: int, seed: int) -> list[Tokens]:
     counts = COUNTS[seed % len(COUNTS)] * 2
     shape = {"num_experts": topology.num_experts, "hidden_dim": hidden_dim}
-    return [make_tokens(seed, r, counts[r], **shape) for r in range(topology.world_size)]
+    return [cases.make_tokens(seed, r, counts[r], **shape) for r in range(topology.world_size)]
 
 
 def tokens_by(comm: AllToAll, seed: int) -> Tokens:
-    return tokens_of(topology_of(comm), comm.config.hidden_dim, seed)[comm.rank]
+    return tokens_of(cases.topology_of(comm), comm.config.hidden_dim, seed)[comm.rank]
 
 
 def without(topology: Topology, tokens: list[Tokens], gone: Iterable[int]) -> list[Tokens]:
@@ -51,13 +40,13 @@ def without(topology: Topology, tokens: list[Tokens], gone: Iterable[int]) -> li
         for t in tokens
     ]
     for rank in gone:
-        left[rank] = make_tokens(0, rank, 0, hidden_dim=tokens[rank].x.shape[1])
+        left[rank] = cases.make_tokens(0, rank, 0, hidden_dim=tokens[rank].x.shape[1])
     return left
 
 
 def expect_without(comm: AllToAll, seed: int, gone: Iterable[int], **options: Any) -> Wanted:
     config = comm.config
-    given = topology_of(comm), config.hidden_dim, config.max_tokens
+    given = cases.topology_of(comm), config.hidden_dim, config.max_tokens
     return _expected(*given, seed, tuple(gone), tuple(options.items()))
 
 
@@ -71,15 +60,15 @@ def _expected(
     options: tuple[tuple[str, Any], ...],
 ) -> Wanted:
     tokens = without(topology, tokens_of(topology, hidden_dim, seed), gone)
-    return expect(topology, tokens, max_tokens=max_tokens, **dict(options))
+    return cases.expect(topology, tokens, max_tokens=max_tokens, **dict(options))
 
 
 def given_by(comm: AllToAll, seed: int, **options: Any) -> dict[str, Any]:
     """Returns this rank's arguments of dispatch: all its tokens, also for lost ranks' experts."""
     mine = tokens_by(comm, seed)
     names = ("x", "topk_idx", "topk_weights")
-    arguments = {name: on_device(comm, getattr(mine, name)) for name in names}
-    return in_options(**arguments, with_source=True, **options)
+    arguments = {name: cases.on_device(comm, getattr(mine, name)) for name in names}
+    return cases.in_options(**arguments, with_source=True, **options)
 
 
 def step(comm: AllToAll, seed: int, gone: Iterable[int]) -> None:
@@ -87,19 +76,19 @@ def step(comm: AllToAll, seed: int, gone: Iterable[int]) -> None:
     options = HOLDING[seed % len(HOLDING)]
     wanted = expect_without(comm, seed, gone, **options)
     live = comm.dispatch(**given_by(comm, seed, **options))
-    finish(comm)
-    assert_received(on_cpu(live), wanted.received[comm.rank])
+    cases.finish(comm)
+    cases.assert_received(cases.on_cpu(live), wanted.received[comm.rank])
     check_sums(comm, live, wanted, seed)
 
 
 def check_sums(comm: AllToAll, live: Any, wanted: Wanted, seed: int) -> None:
     """Combines with dispatch's weights, or, in turn, with late weights."""
-    given = combine_arguments(comm, wanted)
+    given = cases.combine_arguments(comm, wanted)
     mine = tokens_by(comm, seed)
     if seed % 3 == 1 and live.row_topk is None:
-        given["topk_weights"] = on_device(comm, mine.topk_weights)
+        given["topk_weights"] = cases.on_device(comm, mine.topk_weights)
     out = comm.combine(dispatched=live, **given)
-    finish(comm)
+    cases.finish(comm)
     assert torch.equal(out.cpu(), wanted.out[comm.rank])
 
 
@@ -108,15 +97,15 @@ def last_step(comm: AllToAll, seed: int, gone: Iterable[int], dying: Iterable[in
     gone, dying = list(gone), list(dying)
     mine = expect_without(comm, seed, [*gone, *dying])
     live = comm.dispatch(**given_by(comm, seed))
-    finish(comm)
-    got = on_cpu(live)
+    cases.finish(comm)
+    got = cases.on_cpu(live)
     came = set(got.source[:, 0].tolist()) & set(dying) if got.source is not None else set()
     here = expect_without(comm, seed, [*gone, *(set(dying) - came)])
-    assert_received(got, here.received[comm.rank])
+    cases.assert_received(got, here.received[comm.rank])
     out = comm.combine(
-        dispatched=live, y=on_device(comm, here.y[comm.rank]), out_dtype=here.out_dtype
+        dispatched=live, y=cases.on_device(comm, here.y[comm.rank]), out_dtype=here.out_dtype
     )
-    finish(comm)
+    cases.finish(comm)
     assert torch.equal(out.cpu(), mine.out[comm.rank])
 
 

@@ -16,22 +16,15 @@ from moe_p2p.weights import (
     WeightTrainer,
     agree_in,
 )
+from tests.support import weights_fleet
 from tests.support.ranks import Rank, run_processes
-from tests.support.weights_fleet import (
-    BF16,
-    FP8,
-    GENERATORS,
-    MODELS,
-    TRAINERS,
-    engine_of,
-    fleet,
-)
+from tests.support.weights_fleet import BF16, FP8, GENERATORS, MODELS, TRAINERS
 
 
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte_of_twenty_updates_equals_the_reference(name: str, mode: str) -> None:
-    with fleet(MODELS[name], mode=mode, poison=True) as found:
+    with weights_fleet.fleet(MODELS[name], mode=mode, poison=True) as found:
         for version in range(1, 21 if mode == "shadow" else 6):
             if mode == "in_place":
                 for generator in found.generators:
@@ -48,7 +41,7 @@ def _of_two_jobs(rank: Rank) -> tuple[int, list[int | None]]:
                             world_size=rank.world_size)  # fmt: skip
     group = dist.new_group(range(TRAINERS, TRAINERS + GENERATORS), backend="gloo")
     store = dist.PrefixStore("two jobs", rank.store)
-    engine = engine_of(f"rank {rank.rank}", rank.rank)
+    engine = weights_fleet.engine_of(f"rank {rank.rank}", rank.rank)
     layouts, seen = model.layouts, []
     if number < 0:
         tensors = model.trainer_tensors(rank.rank, model.values(0))
@@ -80,7 +73,7 @@ def under_a_default_device(rank: Rank) -> int | None:
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     store = dist.PrefixStore("default device", rank.store)
-    engine, host = engine_of(f"rank {rank.rank}", rank.rank), {"device": "cpu"}
+    engine, host = weights_fleet.engine_of(f"rank {rank.rank}", rank.rank), {"device": "cpu"}
     source = WeightLayout([Param("w", (10, 8), BF16, range(2), placements=(Shard(0),))], 2)
     blocks = Blocks("s", shape=(4, 4))
     target = WeightLayout([Param("w", (10, 8), FP8, (0,), tensor="q", blocks=blocks)], 1)
@@ -107,7 +100,7 @@ def test_a_default_device_changes_nothing() -> None:
 
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
 def test_a_trainer_that_has_no_new_weights_fails_the_update_everywhere(mode: str) -> None:
-    with fleet(MODELS["fused"], mode=mode) as found:
+    with weights_fleet.fleet(MODELS["fused"], mode=mode) as found:
 
         def begin() -> None:
             for generator in found.generators if mode == "in_place" else []:
