@@ -13,6 +13,8 @@ import sys
 import types
 from typing import Any
 
+from tests.engines import packages
+
 _SERVING = (
     "aiohttp cbor2 einops fastapi huggingface_hub llguidance openai openai_harmony "
     "partial_json_parser prometheus_client pybase64 requests safetensors transformers urllib3 "
@@ -95,3 +97,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def stand_in(names: str) -> None:
     """From now on importing one of `names`, or what is below it, gives an empty module."""
     sys.meta_path.insert(0, _Finder(names.split()))
+
+
+def importing(project: str, names: str) -> None:
+    """From now on this project's files can be imported, and `names` are empty modules."""
+    sys.path[:0] = [str(packages.where(project)), str(packages.dependencies())]
+    stand_in(names)

@@ -65,6 +65,13 @@ def find(project: str) -> Path | None:
     return found if found.is_dir() and dependencies().is_dir() else None
 
 
+def where(project: str) -> Path:
+    """Returns the folder of a project that is there."""
+    found = find(project)
+    assert found is not None, why_not(project)
+    return found
+
+
 def dependencies() -> Path:
     """Returns the folder of what the engines import; it depends on the Python version."""
     text = _REQUIREMENTS.read_bytes() + repr(sys.version_info[:2]).encode()

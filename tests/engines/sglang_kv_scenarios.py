@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import socket
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tests.engines import absent, packages
+from tests.engines import absent
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.support.blocking_store import Blocking, check_steps, counted
 
@@ -33,11 +32,8 @@ _HTTP = "aiohttp requests urllib3 zmq"
 
 
 def begin() -> None:
-    found = packages.find("sglang")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
     wanted = [name for name in absent.SGLANG.split() if name not in _HTTP.split()]
-    absent.stand_in(" ".join(wanted))
+    absent.importing("sglang", " ".join(wanted))
     os.environ["MOE_P2P_KV_STORE"] = f"127.0.0.1:{free_port()}"
     os.environ["MOE_P2P_ENGINES"] = "1"
     os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = "200"

@@ -6,7 +6,6 @@ process's MoE.
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engines import absent, packages
+from tests.engines import absent
 from tests.support import engine_layers as plain
 from tests.support.engine_layers import BF16, COUNTS, EXPERTS, HIDDEN, TOKENS, TOPK
 from tests.support.ranks import Rank
@@ -24,10 +23,7 @@ MODES = ("normal", "low_latency", "auto")
 
 def begin(rank: Rank, device: str = "cpu", *, real_deep_ep: bool = False) -> None:
     """Imports SGLang, over moe_p2p.deep_ep or after some other deep_ep."""
-    found = packages.find("sglang")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in(absent.SGLANG + (" deep_ep" if real_deep_ep else ""))
+    absent.importing("sglang", absent.SGLANG + (" deep_ep" if real_deep_ep else ""))
     plain.join(rank, device)
     if not real_deep_ep:
         from moe_p2p import deep_ep

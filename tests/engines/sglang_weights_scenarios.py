@@ -8,7 +8,6 @@ import http.server
 import json
 import pickle
 import re
-import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from moe_p2p.integrations.weights import sglang_calls
-from tests.engines import absent, packages
+from tests.engines import absent
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 from tests.support.blocking_store import Blocking, Cost, check_steps
 from tests.support.store_clients import clients_of
@@ -30,10 +29,7 @@ local = threading.local()  # a thread is a scheduler process
 
 
 def begin() -> None:
-    found = packages.find("sglang")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in(f"{absent.SGLANG} setproctitle uvicorn")
+    absent.importing("sglang", f"{absent.SGLANG} setproctitle uvicorn")
     from sglang.srt.managers import scheduler, tp_worker
     from sglang.srt.managers.scheduler_components import weight_updater
     from sglang.srt.model_executor.model_runner_components import weight_updater as of_runner

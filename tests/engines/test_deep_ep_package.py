@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +31,7 @@ REFUSED = ("engram", "pp_", "agrs", "all_gather")  # with NotImplementedError: d
 
 
 def source(path: str) -> ast.Module:
-    folder = packages.find("sgl-deep-ep")
-    assert folder is not None
-    return ast.parse(Path(folder, "deep_ep", path).read_text())
+    return ast.parse((packages.where("sgl-deep-ep") / "deep_ep" / path).read_text())
 
 
 def methods(kind: str) -> dict[str, ast.FunctionDef]:

@@ -44,9 +44,7 @@ CASES = {
 
 def begin(rank: Rank, device: str = "cpu", tensor_ranks: int = 1) -> None:
     """Imports Megatron in a rank's process and makes its groups."""
-    found = packages.find("megatron-core")
-    assert found is not None
-    sys.path.insert(0, str(found))
+    sys.path.insert(0, str(packages.where("megatron-core")))
     plain.join(rank, device)
     megatron_layer.start(device, tensor_ranks)
 

@@ -55,9 +55,7 @@ def run_with(path: Path, *arguments: str) -> Any:
 
 
 def real() -> Path:
-    folder = packages.find(MOONCAKE)
-    assert folder is not None
-    return folder
+    return packages.where(MOONCAKE)
 
 
 @pytest.mark.engine(MOONCAKE)
@@ -109,9 +107,7 @@ print("RESULT " + json.dumps(got), flush=True)
 
 @pytest.mark.engine("sglang")
 def test_sglangs_own_engine_works() -> None:
-    folder = packages.find("sglang")
-    assert folder is not None
-    paths = Path(f"{folder}{os.pathsep}{packages.dependencies()}")
+    paths = Path(f"{packages.where('sglang')}{os.pathsep}{packages.dependencies()}")
     assert run_with(paths, "-c", SGLANG) == [0, 0, 0, 0, 119, -1, 0, 0]
 
 

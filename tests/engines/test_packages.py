@@ -66,13 +66,9 @@ def test_the_newest_are_fetched_beside_the_pinned(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packages, "_pip", newest)
     packages.fetch_all()
     assert set(newest.calls) == set(packages.PINNED)
-    found = packages.find("vllm")
-    assert found is not None
-    assert found.name == "vllm-99.1"
+    assert packages.where("vllm").name == "vllm-99.1"
     monkeypatch.delenv("ENGINES")
-    pinned = packages.find("vllm")
-    assert pinned is not None
-    assert pinned.name == f"vllm-{packages.PINNED['vllm']}"
+    assert packages.where("vllm").name == f"vllm-{packages.PINNED['vllm']}"
 
 
 def test_a_failure_says_so_and_leaves_nothing(

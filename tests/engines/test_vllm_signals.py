@@ -8,7 +8,6 @@ capture here records what ops of the package were called, and a replay calls tho
 from __future__ import annotations
 
 import ast
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -112,10 +111,7 @@ class Model:
 
 
 def run(_: Rank) -> None:
-    found = packages.find("vllm")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in(absent.VLLM.replace("vllm.distributed.kv_transfer", ""))
+    absent.importing("vllm", absent.VLLM.replace("vllm.distributed.kv_transfer", ""))
     for number, connector_class in enumerate(connector_classes()):
         with workers(SAME, SAME) as made, kv.KVSignals(made.senders[0]) as signals:
             check(made, signals, connector_class, captured=number == 1)

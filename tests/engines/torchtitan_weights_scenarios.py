@@ -11,7 +11,6 @@ import asyncio
 import importlib
 import multiprocessing
 import os
-import sys
 import traceback
 import types
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.engines import absent, packages
+from tests.engines import absent
 from tests.engines.scenarios import HANG_S, Scenarios, free_port, refused
 
 scenario = Scenarios()
@@ -35,12 +34,10 @@ FUSED = ("wq", "wk")  # of the generator
 
 
 def begin() -> None:
-    found = packages.find("torchtitan")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in(
+    absent.importing(
+        "torchtitan",
         "monarch spmd_types torch.utils.tensorboard torchstore tyro vllm "
-        "torchtitan.experiments.rl.models torchtitan.experiments.rl.routing"
+        "torchtitan.experiments.rl.models torchtitan.experiments.rl.routing",
     )
     monarch = importlib.import_module("monarch.actor")
     monarch.Actor, monarch.concurrent_endpoint = type("Actor", (), {}), lambda method: method

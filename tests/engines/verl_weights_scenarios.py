@@ -24,12 +24,9 @@ ACTORS = 2
 
 
 def begin() -> None:
-    found = packages.find("verl")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in("ray verl.single_controller verl.utils verl.workers")
+    absent.importing("verl", "ray verl.single_controller verl.utils verl.workers")
     verl = types.ModuleType("verl")  # its __init__ reads a file that is no Python
-    verl.__path__ = [str(found / "verl")]
+    verl.__path__ = [str(packages.where("verl") / "verl")]
     sys.modules["verl"] = verl
     waits = types.ModuleType("verl.utils.ray_utils")
     waits.auto_await = lambda call: call  # verl's runs coroutines where nobody awaits them

@@ -11,7 +11,6 @@ import copy
 import ctypes
 import mmap
 import pickle
-import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.engines import absent, packages
+from tests.engines import absent
 
 HEAD_SIZE = 4
 MEMORIES: list[Any] = []  # that were ever registered with an Engine
@@ -31,10 +30,7 @@ GRAMMARS = types.SimpleNamespace(
 
 def begin() -> None:
     """Makes vLLM's files importable in this process."""
-    found = packages.find("vllm")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in(absent.VLLM.replace("vllm.distributed.kv_transfer", ""))
+    absent.importing("vllm", absent.VLLM.replace("vllm.distributed.kv_transfer", ""))
     import vllm.platforms
     from vllm.platforms import cuda
 

@@ -6,13 +6,12 @@ of a GPU.
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.engines import absent, packages
+from tests.engines import absent
 from tests.support.engine_layers import join
 from tests.support.ranks import Rank
 
@@ -20,10 +19,7 @@ FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
 
 def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True) -> None:
-    found = packages.find("vllm")
-    assert found is not None
-    sys.path[:0] = [str(found), str(packages.dependencies())]
-    absent.stand_in(absent.VLLM)
+    absent.importing("vllm", absent.VLLM)
     join(rank, device)
     if as_deep_ep:
         from moe_p2p import deep_ep
