@@ -9,37 +9,31 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
-from moe_p2p.engine.transfers import Slice
+from moe_p2p.engine.transfers import Memory, Region, Slice
 from tests.support.ranks import Rank, run_processes
 
 
+def loopback(num_nics: int = 2, timeout_s: float = 10, **more: Any) -> EngineConfig:
+    return EngineConfig(transport="loopback", nics_per_rank=num_nics, timeout_s=timeout_s, **more)
+
+
 def pair(num_nics: int = 2, settings: str = "") -> tuple[Engine, Engine]:
-    return (
-        Engine(
-            EngineConfig(
-                transport="loopback",
-                nics_per_rank=num_nics,
-                transport_settings=settings,
-                timeout_s=10,
-            ),
-            label="sender",
-        ),
-        Engine(
-            EngineConfig(
-                transport="loopback",
-                nics_per_rank=num_nics,
-                transport_settings=settings,
-                timeout_s=10,
-            ),
-            label="receiver",
-        ),
-    )
+    config = loopback(num_nics, transport_settings=settings)
+    return Engine(config, label="sender"), Engine(config, label="receiver")
+
+
+def ends(sender: Engine, receiver: Engine, nbytes: int = 64) -> tuple[Memory, Memory, Region]:
+    """Ones at the sender, zeros at the receiver, and these as the sender writes to them."""
+    theirs = receiver.register(torch.zeros(nbytes, dtype=torch.uint8))
+    memory = sender.register(torch.ones(nbytes, dtype=torch.uint8))
+    return memory, theirs, sender.resolve(theirs.descriptor)
 
 
 @pytest.mark.parametrize("settings", ["", "seed=5"])
@@ -103,7 +97,7 @@ def test_scatter_reaches_several_peers(by_bytes: bool) -> None:
     with (
         sender,
         first,
-        Engine(EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=10)) as second,
+        Engine(loopback()) as second,
     ):
         data = torch.arange(64, dtype=torch.int32)
         inboxes = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
@@ -144,7 +138,7 @@ def test_counts_per_nic() -> None:
 
 
 def test_waits_end_at_their_deadline_and_report_what_arrived() -> None:
-    with Engine(EngineConfig(transport="loopback", nics_per_rank=1), label="lonely") as engine:
+    with Engine(loopback(1), label="lonely") as engine:
         began = time.monotonic()
         with pytest.raises(
             moe_p2p.TimeoutError, match=r"lonely.*immediate 4 came 0 times.*expected 2"
@@ -225,11 +219,9 @@ def test_bad_arguments_name_themselves() -> None:
 def test_unregistered_memory_refuses_writes() -> None:
     sender, receiver = pair()
     with sender, receiver:
-        inbox = torch.zeros(64, dtype=torch.uint8)
-        memory = receiver.register(inbox)
-        region = sender.resolve(memory.descriptor)
+        source, memory, region = ends(sender, receiver)
+        inbox = memory.tensor
         memory.unregister()
-        source = sender.register(torch.ones(64, dtype=torch.uint8))
         with pytest.raises(moe_p2p.RemoteAccessError, match=r"sender: write of 64 bytes failed"):
             sender.write(source, region).wait()
         assert not inbox.any()
@@ -251,7 +243,7 @@ def test_disconnected_peer_takes_its_regions_along() -> None:
 
 
 def test_close_wakes_waiters_and_ends_calls() -> None:
-    engine = Engine(EngineConfig(transport="loopback", nics_per_rank=1), label="closing")
+    engine = Engine(loopback(1), label="closing")
     raised: list[BaseException] = []
     waiting = threading.Event()
 
@@ -292,8 +284,7 @@ def test_registration_keeps_the_tensor_and_lets_go() -> None:
 def test_forgotten_requests_do_no_harm() -> None:
     sender, receiver = pair()
     with sender, receiver:
-        region = sender.resolve(receiver.register(torch.zeros(64, dtype=torch.uint8)).descriptor)
-        source = sender.register(torch.ones(64, dtype=torch.uint8))
+        source, _, region = ends(sender, receiver)
         for _ in range(100):
             sender.write(source, region, imm=1)
         receiver.wait_imm(1, 200)
@@ -308,9 +299,7 @@ def exchange(rank: Rank, key: str, mine: bytes, other: int) -> bytes:
 
 
 def run_ping_pong(rank: Rank) -> float:
-    with Engine(
-        EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=10), label=f"rank {rank.rank}"
-    ) as engine:
+    with Engine(loopback(), label=f"rank {rank.rank}") as engine:
         inbox, outbox = torch.zeros(256), torch.zeros(256)
         other = 1 - rank.rank
         descriptor = exchange(rank, "descriptor", engine.register(inbox).descriptor, other)
@@ -332,9 +321,7 @@ def test_processes_write_into_each_other() -> None:
 
 
 def run_lose_peer(rank: Rank) -> str:
-    engine = Engine(
-        EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=10), label=f"rank {rank.rank}"
-    )
+    engine = Engine(loopback(), label=f"rank {rank.rank}")
     inbox = engine.register(torch.zeros(1024, dtype=torch.uint8))
     region = engine.resolve(exchange(rank, "descriptor", inbox.descriptor, 1 - rank.rank))
     if rank.rank == 1:
@@ -358,7 +345,7 @@ def test_killed_peer_fails_writes_in_time() -> None:
 
 def test_values_of_immediates_are_given_back() -> None:
     """One value for each transfer: more of them than an engine counts at a time."""
-    with Engine(EngineConfig(transport="loopback", nics_per_rank=1, timeout_s=20)) as engine:
+    with Engine(loopback(1, 20)) as engine:
         peer = engine.connect(engine.address)
         for value in range(5000):
             engine.send_imm(peer, value)
@@ -370,7 +357,7 @@ def test_values_of_immediates_are_given_back() -> None:
 
 
 def test_immediates_of_too_many_values_are_discarded_and_counted() -> None:
-    with Engine(EngineConfig(transport="loopback", nics_per_rank=1, timeout_s=20)) as engine:
+    with Engine(loopback(1, 20)) as engine:
         peer = engine.connect(engine.address)
         for value in range(4097):
             engine.send_imm(peer, value).wait()

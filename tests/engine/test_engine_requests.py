@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine
 from moe_p2p.engine.transfers import Request
-from tests.engine.test_engine import pair
+from tests.engine.test_engine import ends, loopback, pair
 
 PAGES, PAGE_BYTES = 20_000, 64
 
@@ -64,10 +64,7 @@ def test_a_cancelled_request_says_what_was_posted_and_leaves_the_rest(settings: 
 def test_another_thread_may_cancel_what_one_waits_for() -> None:
     sender, receiver = pair(1, "max_in_flight=4")
     with sender:
-        memory = sender.register(torch.ones(1 << 20, dtype=torch.uint8))
-        region = sender.resolve(
-            receiver.register(torch.zeros(1 << 20, dtype=torch.uint8)).descriptor
-        )
+        memory, _, region = ends(sender, receiver, 1 << 20)
         requests = [sender.write(memory, region, imm=3) for _ in range(50)]
         threads = [threading.Thread(target=request.cancel) for request in requests]
         for thread in threads:
@@ -93,9 +90,7 @@ def test_another_thread_may_cancel_what_one_waits_for() -> None:
 def test_waiting_again_for_a_request_that_failed_fails_again() -> None:
     sender, receiver = pair(1)
     with sender, receiver:
-        memory = sender.register(torch.ones(64, dtype=torch.uint8))
-        theirs = receiver.register(torch.zeros(64, dtype=torch.uint8))
-        region = sender.resolve(theirs.descriptor)
+        memory, theirs, region = ends(sender, receiver)
         theirs.unregister()
         request = sender.write(memory, region)
         for _ in range(2):
@@ -132,10 +127,7 @@ def test_thousands_are_awaited_in_one_event_loop_without_threads() -> None:
 def test_event_loops_of_several_threads_share_an_engine() -> None:
     sender, receiver = pair(1, "seed=3")
     with sender, receiver:
-        memory = sender.register(torch.ones(1 << 16, dtype=torch.uint8))
-        region = sender.resolve(
-            receiver.register(torch.zeros(1 << 16, dtype=torch.uint8)).descriptor
-        )
+        memory, _, region = ends(sender, receiver, 1 << 16)
         together = threading.Barrier(3)
 
         async def some() -> None:
@@ -152,9 +144,7 @@ def test_event_loops_of_several_threads_share_an_engine() -> None:
 def test_an_awaited_request_raises_what_it_ended_with() -> None:
     sender, receiver = pair(1)
     with sender, receiver:
-        memory = sender.register(torch.ones(64, dtype=torch.uint8))
-        theirs = receiver.register(torch.zeros(64, dtype=torch.uint8))
-        region = sender.resolve(theirs.descriptor)
+        memory, theirs, region = ends(sender, receiver)
         theirs.unregister()
 
         async def twice() -> None:
@@ -172,20 +162,9 @@ def test_an_awaited_request_raises_what_it_ended_with() -> None:
 
 def stuck() -> tuple[Engine, Engine, Request]:
     """A request that no one completes: each write takes a second."""
-    sender, receiver = (
-        Engine(
-            EngineConfig(
-                transport="loopback",
-                nics_per_rank=1,
-                timeout_s=0.1,
-                transport_settings="latency_us=1000000",
-            ),
-            label=label,
-        )
-        for label in ("sender", "receiver")
-    )
-    memory = sender.register(torch.ones(64, dtype=torch.uint8))
-    region = sender.resolve(receiver.register(torch.zeros(64, dtype=torch.uint8)).descriptor)
+    config = loopback(1, 0.1, transport_settings="latency_us=1000000")
+    sender, receiver = Engine(config, label="sender"), Engine(config, label="receiver")
+    memory, _, region = ends(sender, receiver)
     return sender, receiver, sender.write(memory, region)
 
 
@@ -228,10 +207,9 @@ def test_closing_the_engine_wakes_who_awaits(inside: bool) -> None:
 def test_watched_requests_are_polled_through_one_descriptor() -> None:
     sender, receiver = pair(1)
     with sender, receiver:
-        memory = sender.register(torch.ones(64, dtype=torch.uint8))
-        theirs = receiver.register(torch.zeros(64, dtype=torch.uint8))
+        memory, _, region = ends(sender, receiver)
         gone = receiver.register(torch.zeros(64, dtype=torch.uint8))
-        region, nowhere = sender.resolve(theirs.descriptor), sender.resolve(gone.descriptor)
+        nowhere = sender.resolve(gone.descriptor)
         gone.unregister()
         assert sender.poll() == []
         early = sender.write(memory, region)

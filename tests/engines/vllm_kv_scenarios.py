@@ -90,6 +90,12 @@ def send_at_once(first: Engine, second: Engine, name: str, tokens: list[int]) ->
     second.add(f"{name} there", tokens, params, max_tokens=2)
 
 
+def begin_first_chunk(first: Engine, second: Engine) -> None:
+    send_at_once(first, second, "a", PROMPT)
+    second.step()
+    first.step()
+
+
 def check_loaded(second: Engine, name: str, tokens: list[int]) -> None:
     """All but the last token, which vLLM computes to sample from; bytes were compared then."""
     assert second.checked[name] == len(tokens) - 1, second.checked
@@ -110,14 +116,19 @@ def routers_of_nixl_work_unchanged() -> None:
         run_until_idle(first, second)
 
 
+def _whole_and_at_once(first: Engine, second: Engine, tokens: list[int]) -> None:
+    """The prompt after it was computed, and its reverse while it is."""
+    send(first, second, "a", tokens)
+    check_loaded(second, "a there", tokens)
+    send_at_once(first, second, "b", tokens[::-1])
+    run(first, second, until=lambda: "b there" in second.finished)
+    check_loaded(second, "b there", tokens[::-1])
+    run_until_idle(first, second)
+
+
 def _layouts(model: Model, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     with pair(prefill, decode, model=model) as (first, second):
-        send(first, second, "a", PROMPT)
-        check_loaded(second, "a there", PROMPT)
-        send_at_once(first, second, "b", PROMPT[::-1])
-        run(first, second, until=lambda: "b there" in second.finished)
-        check_loaded(second, "b there", PROMPT[::-1])
-        run_until_idle(first, second)
+        _whole_and_at_once(first, second, PROMPT)
 
 
 @scenario
@@ -202,13 +213,7 @@ def prefix_hits_on_both_sides_send_the_suffix_only() -> None:
 def sliding_windows_in_chunks() -> None:
     both = {"model": Model(layers=4, window=10)}
     with pair({"max_num_batched_tokens": 8}, **both) as (first, second):
-        tokens = list(range(400, 445))
-        send(first, second, "a", tokens)
-        check_loaded(second, "a there", tokens)
-        send_at_once(first, second, "b", tokens[::-1])
-        run(first, second, until=lambda: "b there" in second.finished)
-        check_loaded(second, "b there", tokens[::-1])
-        run_until_idle(first, second)
+        _whole_and_at_once(first, second, list(range(400, 445)))
 
 
 @scenario
@@ -218,9 +223,7 @@ def prefill_is_preempted_and_its_pages_go_to_others() -> None:
     with pair(small, {"blocks": 64}) as (first, second):
         first.add("other", list(range(900, 914)), max_tokens=12)
         run(first, until=lambda: ("other", 14, 15) in first.computed)
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         rank = first.ranks[0]
         before = set(rank.blocks["a"][0])
         run(first, second, until=lambda: "other" in first.finished)
@@ -281,9 +284,7 @@ def prefill_aborts_between_chunks_and_decode_computes_the_prompt() -> None:
     policy = {"kv_load_failure_policy": "recompute"}
     with pair({"max_num_batched_tokens": 8}, policy) as (first, second):
         send(first, second, "c", PROMPT[:8])  # two pages in the decoder's cache
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         first.abort("a")
         run(first, second, until=lambda: "a there" in second.finished)
         assert second.finished["a there"] == "length"
@@ -296,9 +297,7 @@ def a_failed_load_of_several_groups_is_a_failed_request() -> None:
     both = {"model": Model(layers=4, window=10)}
     policy = {"kv_load_failure_policy": "recompute"}
     with pair({"max_num_batched_tokens": 8}, policy, **both) as (first, second):
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         first.abort("a")
         run(first, second, until=lambda: "a there" in second.finished)
         assert second.finished["a there"] == "length"
@@ -323,9 +322,7 @@ def decode_rejects_and_the_prefiller_has_its_pages_at_once() -> None:
 @scenario
 def decode_aborts_while_layers_arrive() -> None:
     with pair({"max_num_batched_tokens": 8}) as (first, second):
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         second.abort("a there")
         assert second.free_blocks < second.idle, "a write may land in them"
         run(second, first, until=lambda: second.free_blocks == second.idle)
@@ -341,9 +338,7 @@ def blocks_come_back_after_the_fence_where_the_prefiller_does_not_answer() -> No
         worker = first.ranks[0].half.sender
         hears = worker.on_message
         worker.on_message = lambda to, told: None if told.kind == "cancel" else hears(to, told)
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         second.abort("a there")
         began = time.monotonic()
         run(second, until=lambda: second.free_blocks == second.idle)
@@ -367,9 +362,7 @@ def nobody_opens_it() -> None:
 @scenario
 def the_prefiller_ends_while_decode_waits() -> None:
     with pair({"max_num_batched_tokens": 8}) as (first, second):
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         for rank in first.ranks:
             rank.connector.shutdown()
         run(second, until=lambda: "a there" in second.finished)
@@ -560,9 +553,7 @@ def _sleeps_while_layers_arrive(at: int) -> None:
         assert type(sleeps.ranks[0].connector).supports_sleep_mode(None)
         first.add("later", PROMPT, {"do_remote_decode": True})
         run(first, until=lambda: "later" in first.finished)
-        send_at_once(first, second, "a", PROMPT)
-        second.step()
-        first.step()
+        begin_first_chunk(first, second)
         sleeps.sleep()
         sleeps.sleep()  # vLLM's words: idempotent
         for _ in range(3):  # later chunks of the prefiller would land in what is unmapped

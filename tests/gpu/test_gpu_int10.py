@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from moe_p2p.moe.options import CombineDtype, partials_of
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, settle
-from tests.moe.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, sums, with_specials
+from tests.gpu.test_gpu_sum_order import summed_steps
+from tests.moe.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, with_specials
+from tests.support import cases
 from tests.support.cases import Wanted, combine_arguments, dispatch_arguments, finish
 from tests.support.gpu_ranks import World, make, meet, prepare, run, worlds
 from tests.support.ranks import Rank
@@ -20,26 +23,15 @@ from tests.support.ranks import Rank
 pytestmark = pytest.mark.gpu
 
 
-def steps(
-    rank: Rank,
-    world: World,
-    wanted: list[Wanted],
-    wants: list[list[Tensor]],
-    kind: CombineDtype,
-    config: dict[str, Any],
-) -> None:
-    with make(rank, world, hidden_dim=HIDDEN_DIM, **config) as comm:
-        if comm._device is not None:
-            for dtype in dict.fromkeys(w.out_dtype for w in wanted):
-                comm._device.prepare_combine(dtype, dtype, False, partials_of(kind))
-        prepare(rank, comm, wanted)
-        for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
-            run_int10(comm, step, want, kind, i % 3)
+def sums(world: World, wanted: Wanted, kind: CombineDtype, num_biases: int) -> list[Tensor]:
+    return cases.sums_of(world.topology(), wanted, num_biases, combine_dtype=kind)
 
 
 def check(world: World, wanted: list[Wanted], kind: CombineDtype, **config: Any) -> None:
-    wants = [sums(world.topology(), step, kind, i % 3) for i, step in enumerate(wanted)]
-    run(world, steps, wanted, wants, kind, config)
+    wants = [sums(world, step, kind, i % 3) for i, step in enumerate(wanted)]
+    take = functools.partial(run_int10, kind=kind)
+    config["hidden_dim"] = HIDDEN_DIM
+    run(world, summed_steps, wanted, wants, take, (False, partials_of(kind)), config)
 
 
 def calls(world: World, dtype: torch.dtype, num: int = 4, **options: Any) -> list[Wanted]:
@@ -93,7 +85,7 @@ def combines_never(
         if comm._device is not None:
             comm._device.prepare_combine(torch.float32, torch.float32, False, partials_of(kind))
         prepare(rank, comm, [wanted])
-        run_int10(comm, wanted, want, kind, 0)
+        run_int10(comm, wanted, want, kind=kind, num_biases=0)
         got = comm.dispatch(**dispatch_arguments(comm, wanted))
         finish(comm)
         if rank.rank != lost:
@@ -115,4 +107,4 @@ def combines_never(
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_with_rows_of_a_lost_rank_are_poisoned(world: World, kind: CombineDtype) -> None:
     wanted = call(world, 2, hidden_dim=HIDDEN_DIM, layout="grouped")
-    run(world, combines_never, wanted, sums(world.topology(), wanted, kind, 0), kind)
+    run(world, combines_never, wanted, sums(world, wanted, kind, 0), kind)

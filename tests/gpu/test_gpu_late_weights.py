@@ -21,7 +21,7 @@ from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, error_of
 from tests.gpu.test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
-from tests.moe.test_late_weights import biased, biases_of, late_combine, late_dispatch
+from tests.moe.test_late_weights import late_combine, late_dispatch
 from tests.support import cases, gpu_ranks
 from tests.support.cases import TOPK, Wanted
 from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, Payload, World
@@ -178,9 +178,7 @@ def with_bias(
 ) -> None:
     with gpu_ranks.make(rank, world) as comm:
         gpu_ranks.prepare(rank, comm, [wanted])
-        made = biases_of(rank.rank, wanted.out[rank.rank], num_biases)
-        bias = [cases.on_device(comm, b) for b in made]
-        given: Any = bias[0] if num_biases == 1 else tuple(bias)
+        given = cases.given_biases(comm, wanted, num_biases)
         for late in (False, True, True):
             if late:
                 got = comm.dispatch(**late_dispatch(comm, wanted))
@@ -190,7 +188,7 @@ def with_bias(
                 back = cases.combine_arguments(comm, wanted) | {"dispatched": got}
             cases.finish(comm)
             ones = cases.on_device(comm, torch.ones(got.row_weights.shape))
-            out, found = comm.combine(**back, bias=given, row_scalars=ones)
+            out, found = comm.combine(**back, **given, row_scalars=ones)
             cases.finish(comm)
             assert torch.equal(out.cpu(), want[rank.rank])
             named = wanted.tokens[rank.rank].topk_idx >= 0
@@ -203,7 +201,7 @@ def with_bias(
 def test_bias_is_the_first_addend(world: World, num_biases: int, dtype: torch.dtype) -> None:
     wanted = call(world, 0, dtype=dtype)
     gpu_ranks.run(
-        world, with_bias, wanted, biased(world.topology(), wanted, num_biases), num_biases
+        world, with_bias, wanted, cases.sums_of(world.topology(), wanted, num_biases), num_biases
     )
 
 

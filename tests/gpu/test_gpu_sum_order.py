@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +23,23 @@ pytestmark = pytest.mark.gpu
 ORDERS = ["topk", "rows"]
 
 
-def ordered_steps(
+def summed_steps(
     rank: Rank,
     world: World,
     wanted: list[Wanted],
     wants: list[list[Tensor]],
-    order: SumOrder,
+    take: Callable[..., None],
+    kernel: tuple[bool, int],
     config: dict[str, Any],
 ) -> None:
-    with make(rank, world, combine_rows=world_rows(world), **config) as comm:
+    """take: of a step, what it gives and the number of biases. kernel: by_topk and partials."""
+    with make(rank, world, **config) as comm:
         if comm._device is not None:
             for dtype in dict.fromkeys(w.out_dtype for w in wanted):
-                comm._device.prepare_combine(dtype, dtype, True)
+                comm._device.prepare_combine(dtype, dtype, *kernel)
         prepare(rank, comm, wanted)
         for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
-            run_ordered(comm, step, want, order, i % 3)
+            take(comm, step, want, num_biases=i % 3)
 
 
 def world_rows(world: World) -> int:
@@ -45,7 +49,9 @@ def world_rows(world: World) -> int:
 
 def check(world: World, wanted: list[Wanted], order: SumOrder, **config: Any) -> None:
     wants = [ordered(world.topology(), step, order, i % 3) for i, step in enumerate(wanted)]
-    run(world, ordered_steps, wanted, wants, order, config)
+    take = functools.partial(run_ordered, order=order)
+    config["combine_rows"] = world_rows(world)
+    run(world, summed_steps, wanted, wants, take, (True, 0), config)
 
 
 @pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (4, 4)))

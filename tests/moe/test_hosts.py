@@ -34,22 +34,6 @@ TIMEOUT_S = 60.0
 LOSS_TIMEOUT_S = 8.0  # of ranks that lose an interface
 
 
-def why_not() -> str:
-    import moe_p2p
-
-    try:
-        moe_p2p.Engine(
-            moe_p2p.EngineConfig(
-                transport="libfabric",
-                nics_per_rank=1,
-                transport_settings="provider=tcp,interfaces=lo",
-            )
-        ).close()
-    except moe_p2p.UnavailableError as error:
-        return str(error)
-    return hosts.why_not()
-
-
 def _torchrun(host: int) -> list[str]:
     return [
         *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
@@ -92,14 +76,14 @@ def _outcomes(*, is_lossy: bool) -> list[str]:
 
 
 def test_ranks_of_two_hosts_with_two_interfaces_each() -> None:
-    if reason := why_not():
+    if reason := hosts.why_no_tcp():
         pytest.skip(reason)
     assert _outcomes(is_lossy=False) == [f"{NUM_STEPS} steps, nodes of 2"] * 4
 
 
 @pytest.mark.more
 def test_torchrun_across_two_hosts() -> None:
-    if reason := why_not():
+    if reason := hosts.why_no_tcp():
         pytest.skip(reason)
     for host, output in enumerate(_torchrun_outputs(deadline_s=170.0)):
         for rank in (2 * host, 2 * host + 1):
@@ -107,7 +91,7 @@ def test_torchrun_across_two_hosts() -> None:
 
 
 def test_an_interface_that_stays_down_is_reported_on_every_rank() -> None:
-    if reason := why_not():
+    if reason := hosts.why_no_tcp():
         pytest.skip(reason)
     for outcome in _outcomes(is_lossy=True):
         reported = re.search(r"reported after ([\d.]+) s: (.*)", outcome)

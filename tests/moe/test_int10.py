@@ -13,7 +13,6 @@ from moe_p2p import AllToAll, InvalidArgumentError
 from moe_p2p.moe import reference
 from moe_p2p.moe.options import CombineDtype
 from moe_p2p.moe.reference import Topology, int10
-from tests.moe.test_late_weights import biases_of
 from tests.support import cases
 from tests.support.cases import Wanted
 from tests.support.ranks import Rank, run_threads
@@ -35,25 +34,6 @@ def with_specials(tokens: reference.Tokens, rank: int) -> reference.Tokens:
     return replace(tokens, x=x)
 
 
-def sums(
-    topology: Topology, wanted: Wanted, kind: CombineDtype | None, num_biases: int
-) -> list[Tensor]:
-    """What the reference makes of `wanted` with this type, by rank."""
-    layout, most = wanted.options["layout"], wanted.options["max_tokens"]
-    routing = reference.route(topology, wanted.tokens, layout=layout, max_tokens=most)
-    return [
-        reference.combine(
-            routing,
-            rank,
-            wanted.y,
-            out_dtype=wanted.out_dtype,
-            bias=biases_of(rank, wanted.out[rank], num_biases) if num_biases else (),
-            combine_dtype=kind,
-        )
-        for rank in range(topology.world_size)
-    ]
-
-
 def same(got: Tensor, want: Tensor) -> bool:
     """Bit for bit, but for the bits of NaN."""
     return bool(((got.cpu() == want) | (got.cpu().isnan() & want.isnan())).all())
@@ -64,24 +44,17 @@ def run_int10(
 ) -> None:
     """The whole call with and without scalars, then halves."""
     got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
-    more: dict[str, Any] = {}
-    if num_biases:
-        bias = [cases.on_device(comm, b) for b in biases_of(comm.rank, want[comm.rank], num_biases)]
-        more["bias"] = bias[0] if num_biases == 1 else tuple(bias)
+    more = cases.given_biases(comm, wanted, num_biases)
     cases.finish(comm)
     back = cases.combine_arguments(comm, wanted) | {"dispatched": got, "combine_dtype": kind}
     out = comm.combine(**back, **more)
     cases.finish(comm)
     assert same(out, want[comm.rank])
-    mine = wanted.tokens[comm.rank]
-    assert mine.topk_weights is not None
-    scalars = got.row_weights
-    if got.row_topk is not None:
-        scalars = scalars.where(got.row_topk >= 0, 0.0)
+    scalars, found_want = cases.scalars_of(comm, wanted, got)
     out, found = comm.combine(**back, **more, row_scalars=scalars)
     cases.finish(comm)
     assert same(out, want[comm.rank])
-    assert torch.equal(found.cpu(), mine.topk_weights.where(mine.topk_idx >= 0, 0.0))
+    assert torch.equal(found.cpu(), found_want)
     into = torch.empty_like(out)
     assert comm.combine(**back | {"out_dtype": None}, **more, out=into) is into
     cases.finish(comm)
@@ -124,8 +97,8 @@ def test_sums_are_those_of_the_reference(
 ) -> None:
     topology = Topology(world_size=4, ranks_per_node=ranks_per_node, num_experts=8)
     wanted = steps_of(topology, dtype)
-    wants = [sums(topology, step, kind, i % 3) for i, step in enumerate(wanted)]
-    plain = [sums(topology, step, None, i % 3) for i, step in enumerate(wanted)]
+    wants = [cases.sums_of(topology, w, i % 3, combine_dtype=kind) for i, w in enumerate(wanted)]
+    plain = [cases.sums_of(topology, w, i % 3) for i, w in enumerate(wanted)]
     changes = kind == "int10" or ranks_per_node < 4
     assert all(torch.equal(a, b) for a, b in zip(wants[2], plain[2], strict=True)) != changes
     config = {"dtype": dtype, "ranks_per_node": ranks_per_node}

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
-from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens, Topology
 from tests.support import cases
 from tests.support.cases import TOPK, Wanted
@@ -207,29 +205,6 @@ def test_weights_that_do_not_come_are_missed_by_name(ranks_per_node: int) -> Non
 # --- bias ----------------------------------------------------------------------------------------
 
 
-def biases_of(rank: int, like: Tensor, num_biases: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(90 + rank)
-    made = torch.randn(num_biases, *like.shape, generator=generator).to(like.dtype)
-    return list(made.unbind())
-
-
-def biased(topology: Topology, wanted: Wanted, num_biases: int) -> list[Tensor]:
-    """What the reference makes of `wanted` with bias, by rank."""
-    layout = wanted.options.get("layout", "padded")
-    max_tokens = wanted.options["max_tokens"]
-    routing = reference.route(topology, wanted.tokens, layout=layout, max_tokens=max_tokens)
-    return [
-        reference.combine(
-            routing,
-            rank,
-            wanted.y,
-            out_dtype=wanted.out_dtype,
-            bias=biases_of(rank, wanted.out[rank], num_biases),
-        )
-        for rank in range(topology.world_size)
-    ]
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_biases", [1, 2])
@@ -240,12 +215,12 @@ def test_bias_is_the_first_addend(ranks_per_node: int, dtype: torch.dtype, num_b
         config = {"num_experts": NUM_EXPERTS, "ranks_per_node": ranks_per_node, "dtype": dtype}
         with cases.make(rank, **config) as comm:
             for wanted in steps:
-                bias = biases_of(rank.rank, wanted.out[rank.rank], num_biases)
+                bias = cases.biases_of(rank.rank, wanted.out[rank.rank], num_biases)
                 given = bias[0] if num_biases == 1 else (bias[0], bias[1])
                 got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
                 back = cases.combine_arguments(comm, wanted) | {"dispatched": got}
                 out = comm.combine(**back, bias=given)
-                want = biased(cases.topology_of(comm), wanted, num_biases)[rank.rank]
+                want = cases.sums_of(cases.topology_of(comm), wanted, num_biases)[rank.rank]
                 assert torch.equal(out, want)
                 # Rows that do not count have nothing but bias.
                 rest = sum((b[5:].float() for b in bias), torch.zeros_like(want[5:]).float())
@@ -262,9 +237,9 @@ def test_bias_goes_with_halves_and_late_weights_and_not_into_scalars() -> None:
             got = comm.dispatch(**late_dispatch(comm, wanted))
             late = late_combine(comm, wanted, got)
             pending = comm.combine_send(**late, row_scalars=torch.ones_like(got.row_weights))
-            first, second = biases_of(rank.rank, wanted.out[rank.rank], 2)
+            first, second = cases.biases_of(rank.rank, wanted.out[rank.rank], 2)
             out, ones = comm.combine_recv(pending, bias=(first, second))
-            assert torch.equal(out, biased(cases.topology_of(comm), wanted, 2)[rank.rank])
+            assert torch.equal(out, cases.sums_of(cases.topology_of(comm), wanted, 2)[rank.rank])
             assert torch.equal(ones, (wanted.tokens[rank.rank].topk_idx >= 0).float())
 
     run_threads(4, body)

@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, InvalidArgumentError
-from moe_p2p.moe import reference
+from moe_p2p import AllToAll, InvalidArgumentError
 from moe_p2p.moe.options import SumOrder
 from moe_p2p.moe.reference import Topology
-from tests.moe.test_late_weights import biases_of
 from tests.support import cases
 from tests.support.cases import TOPK, Wanted
 from tests.support.ranks import Rank, run_threads
@@ -45,53 +43,27 @@ def wanted_steps(dtype: torch.dtype, layout: str, world_size: int = 4) -> list[W
 
 def ordered(topology: Topology, wanted: Wanted, order: SumOrder, num_biases: int) -> list[Tensor]:
     """What the reference makes of `wanted` in this order, by rank."""
-    layout = wanted.options["layout"]
-    routing = reference.route(
-        topology, wanted.tokens, layout=layout, max_tokens=wanted.options["max_tokens"]
-    )
-    return [
-        reference.combine(
-            routing,
-            rank,
-            wanted.y,
-            out_dtype=wanted.out_dtype,
-            weighted=False if order == "rows" or layout == "by_rank" else None,
-            bias=biases_of(rank, wanted.out[rank], num_biases) if num_biases else (),
-            order=order,
-        )
-        for rank in range(topology.world_size)
-    ]
+    weighted = False if order == "rows" or wanted.options["layout"] == "by_rank" else None
+    return cases.sums_of(topology, wanted, num_biases, order=order, weighted=weighted)
 
 
 def run_ordered(
     comm: AllToAll, wanted: Wanted, want: list[Tensor], order: SumOrder, num_biases: int
 ) -> None:
     got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
-    more: dict[str, Any] = {"weighted": False} if order == "rows" else {}
-    if num_biases:
-        made = biases_of(comm.rank, wanted.out[comm.rank], num_biases)
-        bias = [cases.on_device(comm, b) for b in made]
-        more["bias"] = bias[0] if num_biases == 1 else tuple(bias)
+    more = cases.given_biases(comm, wanted, num_biases)
+    if order == "rows":
+        more["weighted"] = False
     cases.finish(comm)
     back = cases.combine_arguments(comm, wanted) | {"dispatched": got, "order": order} | more
     out = comm.combine(**back)
     cases.finish(comm)
     assert torch.equal(out.cpu(), want[comm.rank])
-    scalars, found_want = scalars_of(comm, wanted, got)
+    scalars, found_want = cases.scalars_of(comm, wanted, got)
     out, found = comm.combine(**back, row_scalars=scalars)
     cases.finish(comm)
     assert torch.equal(out.cpu(), want[comm.rank])
     assert torch.equal(found.cpu(), found_want)
-
-
-def scalars_of(comm: AllToAll, wanted: Wanted, got: Dispatched) -> tuple[Tensor, Tensor]:
-    """Row scalars that are the weights, and what comes back: each (token, k) has its own."""
-    mine = wanted.tokens[comm.rank]
-    assert mine.topk_weights is not None
-    rows = got.row_weights
-    if got.row_topk is not None:
-        rows = rows.where(got.row_topk >= 0, 0.0)
-    return rows, mine.topk_weights.where(mine.topk_idx >= 0, 0.0)
 
 
 def ordered_steps(
@@ -126,7 +98,7 @@ def test_the_reference_adds_row_after_row() -> None:
     topology = Topology(world_size=4, ranks_per_node=4, num_experts=8)
     want = ordered(topology, wanted, "rows", 1)[0]
     tokens, owner = wanted.tokens[0], topology.owner()
-    (bias,) = biases_of(0, wanted.out[0], 1)
+    (bias,) = cases.biases_of(0, wanted.out[0], 1)
     for token in range(5):
         total = bias[token].clone()
         for expert in tokens.topk_idx[token].tolist():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import moe_p2p
 from tests.support import hosts, warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,24 +33,10 @@ def soak(*arguments: str) -> dict[str, Any]:
     return summary
 
 
-def skip_without_hosts() -> None:
-    try:
-        moe_p2p.Engine(
-            moe_p2p.EngineConfig(
-                transport="libfabric",
-                nics_per_rank=1,
-                transport_settings="provider=tcp,interfaces=lo",
-            )
-        ).close()
-    except moe_p2p.UnavailableError as error:
-        pytest.skip(str(error))
-    if reason := hosts.why_not():
-        pytest.skip(reason)
-
-
 @pytest.mark.more  # deaths are the next test's; what a lost link does is tests/moe/test_hosts.py's
 def test_links_flap_and_peers_are_replaced_over_tcp() -> None:
-    skip_without_hosts()
+    if reason := hosts.why_no_tcp():
+        pytest.skip(reason)
     summary = soak(
         *("--minutes=0.1", "--least-deaths=2", "--least-flaps=1"),
         *("--replace-every-s=4", "--flap-every-s=1", "--moments", "dispatch", "combine"),

@@ -212,6 +212,47 @@ def expect(
     return Wanted(tokens, options | {"max_tokens": max_tokens}, received, y, out, out_dtype)
 
 
+def biases_of(rank: int, like: Tensor, num_biases: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(90 + rank)
+    made = torch.randn(num_biases, *like.shape, generator=generator).to(like.dtype)
+    return list(made.unbind())
+
+
+def given_biases(comm: AllToAll, wanted: Wanted, num_biases: int) -> dict[str, Any]:
+    """Arguments of combine: none, one or two biases."""
+    made = biases_of(comm.rank, wanted.out[comm.rank], num_biases) if num_biases else []
+    bias = [on_device(comm, each) for each in made]
+    return {"bias": bias[0] if num_biases == 1 else tuple(bias)} if bias else {}
+
+
+def sums_of(
+    topology: Topology, wanted: Wanted, num_biases: int = 0, **options: Any
+) -> list[Tensor]:
+    """What the reference's combine makes of `wanted` with these options, by rank."""
+    layout, most = wanted.options.get("layout", "padded"), wanted.options["max_tokens"]
+    routing = reference.route(topology, wanted.tokens, layout=layout, max_tokens=most)
+    return [
+        reference.combine(
+            routing,
+            rank,
+            wanted.y,
+            out_dtype=wanted.out_dtype,
+            bias=biases_of(rank, wanted.out[rank], num_biases) if num_biases else (),
+            **options,
+        )
+        for rank in range(topology.world_size)
+    ]
+
+
+def scalars_of(comm: AllToAll, wanted: Wanted, got: Dispatched) -> tuple[Tensor, Tensor]:
+    """Row scalars that are the weights, and what comes back: each (token, k) has its own."""
+    mine, rows = wanted.tokens[comm.rank], got.row_weights
+    assert mine.topk_weights is not None
+    if got.row_topk is not None:
+        rows = rows.where(got.row_topk >= 0, 0.0)
+    return rows, mine.topk_weights.where(mine.topk_idx >= 0, 0.0)
+
+
 def on_device(comm: AllToAll, value: Any) -> Any:
     return value.to(comm.config.device) if isinstance(value, Tensor) else value
 

@@ -41,6 +41,18 @@ def why_not() -> str:
     return ""
 
 
+def why_no_tcp() -> str:
+    """The same for hosts that libfabric's tcp connects."""
+    from moe_p2p import Engine, EngineConfig, UnavailableError
+
+    tcp = {"transport": "libfabric", "transport_settings": "provider=tcp,interfaces=lo"}
+    try:
+        Engine(EngineConfig(**tcp, nics_per_rank=1)).close()
+    except UnavailableError as error:
+        return str(error)
+    return why_not()
+
+
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 

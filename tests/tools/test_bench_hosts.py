@@ -14,7 +14,7 @@ import torch
 
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import options
-from tests.moe.test_hosts import ROOT, why_not
+from tests.moe.test_hosts import ROOT
 from tests.support import hosts, warm
 
 PORT = 29537
@@ -61,7 +61,7 @@ def run_on_two_hosts(module: str, *arguments: str) -> list[tuple[int, str]]:
 def test_two_hosts_meet_before_a_span_and_make_figures_over_two_interfaces_each(
     tmp_path: Path,
 ) -> None:
-    if reason := why_not():
+    if reason := hosts.why_no_tcp():
         pytest.skip(reason)
     out = tmp_path / "rows.json"
     figures = [f"--json={out}", "--plot=", "--seconds=0.1", "--checks=2", "--nics=2"]
@@ -91,7 +91,7 @@ def test_two_hosts_meet_before_a_span_and_make_figures_over_two_interfaces_each(
 @pytest.mark.more  # its lines are test_bench_check.py's, its hosts the test above's
 @pytest.mark.timeout(300)
 def test_a_check_of_two_hosts() -> None:
-    if reason := why_not():
+    if reason := hosts.why_no_tcp():
         pytest.skip(reason)
     arguments = (*SMALL, "--check", "--checks=2", "--ranks-per-node=2", "--nics=2")
     (first, printed), (second, other) = run_on_two_hosts("moe_p2p", "bench", *arguments)
