@@ -23,7 +23,7 @@ from tests.support import elastic_cases as cases
 from tests.support.deep_ep_oracle import Shape, make_batches
 from tests.support.elastic_cases import CALLS, SHAPE, Call, Place
 from tests.support.elastic_order import deep_ep_order
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 
 def run(num_ranks: int, check: Callable[..., None], *arguments: Any) -> None:
@@ -210,43 +210,37 @@ def test_without_num_bytes_a_call_is_one_step_as_far_as_memory_allows() -> None:
     assert usual_steps(made, dataclasses.replace(config, chunk_tokens=100), 100).step_tokens == 100
 
 
-def test_num_bytes_bounds_the_steps() -> None:
-    def body(rank: Rank) -> None:
-        sizes = []
-        for num_bytes in (2 << 20, 64 << 20):
-            buffer = elastic_cases.make_buffer(
-                rank, num_max_tokens_per_rank=512, num_bytes=num_bytes
-            )
-            batches = make_batches(1, [12, 8], SHAPE)
-            handle = elastic_cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())[3]
-            config = handle.all_to_all.config
-            regions = config.plan(world_size=2, ranks_per_node=2)
-            assert sum(regions.values()) <= num_bytes
-            sizes.append(config.step_tokens)
-            buffer.destroy()
-        assert sizes[0] < sizes[1] <= 512
-
-    run_threads(2, body)
-
-
-def test_what_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        buffer = elastic_cases.make_buffer(rank)
-        mine = make_batches(1, [3], SHAPE)[0]
-        handle = elastic_cases.dispatch(buffer, mine, SHAPE, Call())[3]
-        with pytest.raises(AssertionError, match="give one of them"):
-            elastic_cases.dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
-        with pytest.raises(AssertionError, match="no CPU sync"):
-            buffer.dispatch(mine.x, handle=handle, do_cpu_sync=True)
-        with pytest.raises(AssertionError, match="do_expand is True, the handle's is"):
-            buffer.dispatch(mine.x, handle=handle, do_expand=True)
-        for name, value in (("num_experts", 6), ("expert_alignment", 4)):
-            with pytest.raises(AssertionError, match=f"{name} is {value}, the handle"):
-                buffer.dispatch(mine.x, handle=handle, **{name: value})
-        with pytest.raises(AssertionError, match="needs do_expand"):
-            elastic_cases.dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
-        with pytest.raises(NotImplementedError, match="engram_fetch"):
-            buffer.engram_fetch(mine.topk_idx)
+@on_ranks(2)
+def test_num_bytes_bounds_the_steps(rank: Rank) -> None:
+    sizes = []
+    for num_bytes in (2 << 20, 64 << 20):
+        buffer = elastic_cases.make_buffer(rank, num_max_tokens_per_rank=512, num_bytes=num_bytes)
+        batches = make_batches(1, [12, 8], SHAPE)
+        handle = elastic_cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())[3]
+        config = handle.all_to_all.config
+        regions = config.plan(world_size=2, ranks_per_node=2)
+        assert sum(regions.values()) <= num_bytes
+        sizes.append(config.step_tokens)
         buffer.destroy()
+    assert sizes[0] < sizes[1] <= 512
 
-    run_threads(1, body)
+
+@on_ranks(1)
+def test_what_is_refused(rank: Rank) -> None:
+    buffer = elastic_cases.make_buffer(rank)
+    mine = make_batches(1, [3], SHAPE)[0]
+    handle = elastic_cases.dispatch(buffer, mine, SHAPE, Call())[3]
+    with pytest.raises(AssertionError, match="give one of them"):
+        elastic_cases.dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
+    with pytest.raises(AssertionError, match="no CPU sync"):
+        buffer.dispatch(mine.x, handle=handle, do_cpu_sync=True)
+    with pytest.raises(AssertionError, match="do_expand is True, the handle's is"):
+        buffer.dispatch(mine.x, handle=handle, do_expand=True)
+    for name, value in (("num_experts", 6), ("expert_alignment", 4)):
+        with pytest.raises(AssertionError, match=f"{name} is {value}, the handle"):
+            buffer.dispatch(mine.x, handle=handle, **{name: value})
+    with pytest.raises(AssertionError, match="needs do_expand"):
+        elastic_cases.dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
+    with pytest.raises(NotImplementedError, match="engram_fetch"):
+        buffer.engram_fetch(mine.topk_idx)
+    buffer.destroy()

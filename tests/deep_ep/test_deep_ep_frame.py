@@ -24,7 +24,7 @@ from moe_p2p.deep_ep import Buffer, Config, EventHandle, EventOverlap, installat
 from moe_p2p.deep_ep.__main__ import main
 from tests.support import deep_ep_cases as cases
 from tests.support import warm
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH_SPELLINGS = """
@@ -339,7 +339,8 @@ def test_takes_a_communicator_of_mpi() -> None:
     run_threads(3, _over_mpi, [], threading.Barrier(3))
 
 
-def _attributes(rank: Rank) -> None:
+@on_ranks(2)
+def test_has_the_attributes_that_users_read_until_it_is_destroyed(rank: Rank) -> None:
     place = cases.open_buffer(rank, "cpu", num_nvl_bytes=1 << 20, low_latency_mode=True)
     buffer = place.buffer
     assert (buffer.rank, buffer.group_size) == (rank.rank, rank.world_size)
@@ -360,11 +361,8 @@ def _attributes(rank: Rank) -> None:
     buffer.destroy()  # again does nothing
 
 
-def test_has_the_attributes_that_users_read_until_it_is_destroyed() -> None:
-    run_threads(2, _attributes)
-
-
-def _implicit(rank: Rank) -> None:
+@on_ranks(1)
+def test_without_destroy_everything_is_released(rank: Rank) -> None:
     place = cases.open_buffer(rank, "cpu", explicitly_destroy=False)
     with pytest.raises(AssertionError, match="explicitly_destroy=True"):
         place.buffer.destroy()
@@ -372,10 +370,6 @@ def _implicit(rank: Rank) -> None:
     del place
     gc.collect()
     assert communicator() is None
-
-
-def test_without_destroy_everything_is_released() -> None:
-    run_threads(1, _implicit)
 
 
 def _leaves_first(rank: Rank) -> str:

@@ -15,7 +15,7 @@ from moe_p2p.moe import pool
 from tests.support import low_latency_cases as cases
 from tests.support.deep_ep_oracle import make_batches
 from tests.support.low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
-from tests.support.ranks import Rank, StoreGroup, run_threads
+from tests.support.ranks import Rank, StoreGroup, on_ranks, run_threads
 
 
 def run(num_ranks: int, check: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -132,50 +132,44 @@ def test_a_rank_that_is_gone_is_masked(per_node: int, monkeypatch: pytest.Monkey
     run_threads(3, body)
 
 
-def test_masks_must_be_enabled() -> None:
-    def body(rank: Rank) -> None:
-        buffer = make_buffer(rank)
-        with pytest.raises(AssertionError, match="enable_shrink"):
-            buffer.low_latency_clean_mask_buffer()
-        buffer.destroy()
-
-    run_threads(1, body)
+@on_ranks(1)
+def test_masks_must_be_enabled(rank: Rank) -> None:
+    buffer = make_buffer(rank)
+    with pytest.raises(AssertionError, match="enable_shrink"):
+        buffer.low_latency_clean_mask_buffer()
+    buffer.destroy()
 
 
 # --- what is refused, and sizes ---
 
 
-def test_arguments_that_exclude_each_other() -> None:
-    def body(rank: Rank) -> None:
-        buffer: Any = make_buffer(rank)
-        mine = make_batches(1, [3], SHAPE)[0]
-        arguments: Any = (mine.x, mine.topk_idx, SHAPE.max_tokens, SHAPE.num_experts)
-        with pytest.raises(AssertionError, match="exclude each other"):
-            buffer.low_latency_dispatch(*arguments, async_finish=True, return_recv_hook=True)
-        with pytest.raises(AssertionError, match="needs round_scale"):
-            buffer.low_latency_dispatch(*arguments, use_ue8m0=True)
-        with pytest.raises(AssertionError, match="needs use_fp8"):
-            buffer.low_latency_dispatch(*arguments, use_fp8=False, round_scale=True)
-        with pytest.raises(InvalidArgumentError, match="max_tokens of this call is 2"):
-            buffer.low_latency_dispatch(mine.x, mine.topk_idx, 2, SHAPE.num_experts)
-        rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
-        with pytest.raises(AssertionError, match="pass the object itself"):
-            buffer.low_latency_combine(rows, mine.topk_idx, mine.weights, tuple(handle))
-        buffer.destroy()
-
-    run_threads(1, body)
+@on_ranks(1)
+def test_arguments_that_exclude_each_other(rank: Rank) -> None:
+    buffer: Any = make_buffer(rank)
+    mine = make_batches(1, [3], SHAPE)[0]
+    arguments: Any = (mine.x, mine.topk_idx, SHAPE.max_tokens, SHAPE.num_experts)
+    with pytest.raises(AssertionError, match="exclude each other"):
+        buffer.low_latency_dispatch(*arguments, async_finish=True, return_recv_hook=True)
+    with pytest.raises(AssertionError, match="needs round_scale"):
+        buffer.low_latency_dispatch(*arguments, use_ue8m0=True)
+    with pytest.raises(AssertionError, match="needs use_fp8"):
+        buffer.low_latency_dispatch(*arguments, use_fp8=False, round_scale=True)
+    with pytest.raises(InvalidArgumentError, match="max_tokens of this call is 2"):
+        buffer.low_latency_dispatch(mine.x, mine.topk_idx, 2, SHAPE.num_experts)
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+    with pytest.raises(AssertionError, match="pass the object itself"):
+        buffer.low_latency_combine(rows, mine.topk_idx, mine.weights, tuple(handle))
+    buffer.destroy()
 
 
-def test_an_expert_named_twice_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        buffer = make_buffer(rank)
-        x = torch.randn(1, SHAPE.hidden_dim).bfloat16()
-        twice = torch.tensor([[4, 4, 1]])
-        with pytest.raises(RuntimeError, match="twice"):
-            buffer.low_latency_dispatch(x, twice, SHAPE.max_tokens, SHAPE.num_experts)
-        buffer.destroy()
-
-    run_threads(1, body)
+@on_ranks(1)
+def test_an_expert_named_twice_is_refused(rank: Rank) -> None:
+    buffer = make_buffer(rank)
+    x = torch.randn(1, SHAPE.hidden_dim).bfloat16()
+    twice = torch.tensor([[4, 4, 1]])
+    with pytest.raises(RuntimeError, match="twice"):
+        buffer.low_latency_dispatch(x, twice, SHAPE.max_tokens, SHAPE.num_experts)
+    buffer.destroy()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 16])

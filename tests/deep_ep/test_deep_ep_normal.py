@@ -13,7 +13,7 @@ from moe_p2p.moe import pool
 from moe_p2p.moe.routing_counts import count_routing
 from tests.support import deep_ep_cases as cases
 from tests.support.deep_ep_cases import Place, Setting
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 _Check = Callable[[Place, Setting], None]
 
@@ -91,7 +91,8 @@ def test_a_step_is_as_large_as_the_memory_that_was_given() -> None:
     assert default == 512
 
 
-def _exhausted(rank: Rank) -> None:
+@on_ranks(2)
+def test_all_shapes_together_take_no_more_than_was_given(rank: Rank) -> None:
     """Shapes share what was given: the first may take nearly all of it, then an error says so."""
     given = 2 << 20
     place = cases.open_buffer(rank, "cpu", num_nvl_bytes=given)
@@ -107,11 +108,8 @@ def _exhausted(rank: Rank) -> None:
     place.buffer.destroy()
 
 
-def test_all_shapes_together_take_no_more_than_was_given() -> None:
-    run_threads(2, _exhausted)
-
-
-def _two_shapes(rank: Rank) -> None:
+@on_ranks(2)
+def test_one_buffer_serves_several_shapes(rank: Rank) -> None:
     """Calls of both take turns, and handles of one stay good while the other is used."""
     place = cases.open_buffer(rank, "cpu")
     narrow, wide = cases.SETTINGS["bf16"], replace(cases.SETTINGS["fp8"], hidden_dim=512, topk=2)
@@ -123,11 +121,8 @@ def _two_shapes(rank: Rank) -> None:
     place.buffer.destroy()
 
 
-def test_one_buffer_serves_several_shapes() -> None:
-    run_threads(2, _two_shapes)
-
-
-def _one_is_broken(rank: Rank) -> None:
+@on_ranks(2)
+def test_every_call_of_a_buffer_raises_what_broke_one_of_its_shapes(rank: Rank) -> None:
     """By a call that the buffer did not make, as the replay of a graph would."""
     place = cases.open_buffer(rank, "cpu")
     narrow, wide = cases.SETTINGS["bf16"], replace(cases.SETTINGS["fp8"], hidden_dim=512, topk=2)
@@ -145,11 +140,8 @@ def _one_is_broken(rank: Rank) -> None:
         assert str(error.value) == broken.broken
 
 
-def test_every_call_of_a_buffer_raises_what_broke_one_of_its_shapes() -> None:
-    run_threads(2, _one_is_broken)
-
-
-def _refusals(rank: Rank) -> None:
+@on_ranks(2)
+def test_refuses_before_anything_is_sent(rank: Rank) -> None:
     place = cases.open_buffer(rank, "cpu")
     setting = cases.SETTINGS["bf16"]
     sent = cases.send(place, setting)
@@ -169,11 +161,8 @@ def _refusals(rank: Rank) -> None:
     place.buffer.destroy()
 
 
-def test_refuses_before_anything_is_sent() -> None:
-    run_threads(2, _refusals)
-
-
-def _two_domains(rank: Rank) -> None:
+@on_ranks(16)
+def test_more_than_eight_ranks_have_the_other_handle(rank: Rank) -> None:
     place = cases.open_buffer(rank, "cpu")
     setting = Setting(num_tokens=(2, 1) * 8, num_experts=32)
     sent = cases.send(place, setting)
@@ -192,10 +181,6 @@ def _two_domains(rank: Rank) -> None:
     out, _, _ = place.buffer.internode_combine(cases.expert_rows(place, sent), sent.handle)
     assert cases.difference(out, cases.expect_sum(place, setting, sent)) < 5e-6
     place.buffer.destroy()
-
-
-def test_more_than_eight_ranks_have_the_other_handle() -> None:
-    run_threads(16, _two_domains)
 
 
 def test_counts_tokens_for_nodes_of_eight_ranks() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p.deep_ep import Buffer, EventHandle, EventOverlap
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 E, K, H = 12, 3, 64
 LAYERS = 2
@@ -166,7 +166,8 @@ def test_gradients_are_those_of_a_model_without_ranks(world_size: int, later: bo
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
-def _unrecorded(rank: Rank) -> None:
+@on_ranks(1)
+def test_calls_themselves_are_not_recorded(rank: Rank) -> None:
     group = dist.ProcessGroup(rank.store, rank.rank, rank.world_size)
     buffer = Buffer(group, explicitly_destroy=True, timeout_s=20.0)
     x, routes, probs, _ = make_tokens(0)
@@ -182,7 +183,3 @@ def _unrecorded(rank: Rank) -> None:
     assert torch.is_grad_enabled()
     assert not any(tensor.requires_grad for tensor in (rows, row_probs, out))
     buffer.destroy()
-
-
-def test_calls_themselves_are_not_recorded() -> None:
-    run_threads(1, _unrecorded)

@@ -15,7 +15,7 @@ from moe_p2p.moe.rendezvous.agreement import Offer, agree_on_transport
 from tests.support import machines
 from tests.support.cases import check_step, make, make_tokens
 from tests.support.machines import Machine
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -246,11 +246,9 @@ def test_ranks_with_different_transports_stop_all() -> None:
         assert "rank 0 has loopback (it was asked for); rank 1 has null" in str(error)
 
 
-def test_asking_for_what_auto_stands_for_is_no_difference() -> None:
-    def body(rank: Rank) -> None:
-        make(rank, transport=("loopback", "auto")[rank.rank]).close()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_asking_for_what_auto_stands_for_is_no_difference(rank: Rank) -> None:
+    make(rank, transport=("loopback", "auto")[rank.rank]).close()
 
 
 # --- mismatched NIC counts ---

@@ -20,7 +20,7 @@ from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineCon
 from moe_p2p.moe import reference
 from tests.support import cases
 from tests.support.cases import GROUPS, HIDDEN_DIM, LAYOUTS, TOPK
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), GROUPS)
@@ -32,30 +32,24 @@ def test_matches_the_reference(world_size: int, ranks_per_node: int, layout: str
 
 
 @pytest.mark.parametrize("kind", ["int", "int32", "int64"])
-def test_counts_only_the_first_rows(kind: str) -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank) as comm:
-            full = [cases.make_tokens(3, r, 9) for r in range(2)]
-            count = 4 + rank.rank
-            given: Any = count
-            if kind != "int":
-                given = torch.tensor([count], dtype=getattr(torch, kind))
-            mine = full[rank.rank]
-            received = comm.dispatch(
-                mine.x, mine.topk_idx.int(), mine.topk_weights, num_tokens=given
-            )
-            out = comm.combine(received.x, received)
-            counted = [replace(t, num_tokens=4 + r) for r, t in enumerate(full)]
-            routing = reference.route(cases.topology_of(comm), counted, max_tokens=12)
-            rows = [reference.dispatch(routing, r) for r in range(2)]
-            assert torch.equal(received.counts, rows[rank.rank].counts)
-            want = reference.combine(
-                routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32
-            )
-            assert torch.equal(out, want)
-            assert not out[count:].any()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_counts_only_the_first_rows(rank: Rank, kind: str) -> None:
+    with cases.make(rank) as comm:
+        full = [cases.make_tokens(3, r, 9) for r in range(2)]
+        count = 4 + rank.rank
+        given: Any = count
+        if kind != "int":
+            given = torch.tensor([count], dtype=getattr(torch, kind))
+        mine = full[rank.rank]
+        received = comm.dispatch(mine.x, mine.topk_idx.int(), mine.topk_weights, num_tokens=given)
+        out = comm.combine(received.x, received)
+        counted = [replace(t, num_tokens=4 + r) for r, t in enumerate(full)]
+        routing = reference.route(cases.topology_of(comm), counted, max_tokens=12)
+        rows = [reference.dispatch(routing, r) for r in range(2)]
+        assert torch.equal(received.counts, rows[rank.rank].counts)
+        want = reference.combine(routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32)
+        assert torch.equal(out, want)
+        assert not out[count:].any()
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])
@@ -140,50 +134,46 @@ def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_topk_may_be_written_over_once_it_is_copied(halves: bool) -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1) as comm:
-            tokens = [cases.make_tokens(0, r, 5 + r) for r in range(2)]
-            wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12)
-            mine = tokens[rank.rank]
-            given = cases.dispatch_arguments(comm, wanted, copy_topk=True)
-            given["topk_idx"] = mine.topk_idx.clone()
-            if halves:
-                received = comm.dispatch_recv(comm.dispatch_send(**given))
-            else:
-                received = comm.dispatch(**given)
-            given["topk_idx"].fill_(-1)
-            assert torch.equal(received.topk_idx, mine.topk_idx)
-            late = {"topk_weights": mine.topk_weights}  # by the experts of topk_idx
-            out = comm.combine(dispatched=received, **late, **cases.combine_arguments(comm, wanted))
-            assert torch.equal(out, wanted.out[rank.rank])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_topk_may_be_written_over_once_it_is_copied(rank: Rank, halves: bool) -> None:
+    with cases.make(rank, ranks_per_node=1) as comm:
+        tokens = [cases.make_tokens(0, r, 5 + r) for r in range(2)]
+        wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12)
+        mine = tokens[rank.rank]
+        given = cases.dispatch_arguments(comm, wanted, copy_topk=True)
+        given["topk_idx"] = mine.topk_idx.clone()
+        if halves:
+            received = comm.dispatch_recv(comm.dispatch_send(**given))
+        else:
+            received = comm.dispatch(**given)
+        given["topk_idx"].fill_(-1)
+        assert torch.equal(received.topk_idx, mine.topk_idx)
+        late = {"topk_weights": mine.topk_weights}  # by the experts of topk_idx
+        out = comm.combine(dispatched=received, **late, **cases.combine_arguments(comm, wanted))
+        assert torch.equal(out, wanted.out[rank.rank])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1) as comm:
-            for seed in range(3):
-                tokens = [cases.make_tokens(seed, r, 3 + seed + r) for r in range(2)]
-                wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12, layout=layout)
-                received = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
-                memory = torch.full((20, HIDDEN_DIM), 7.0)
-                out = memory[2 : 2 + 3 + seed + rank.rank]
-                sums, ticks = comm.combine(
-                    dispatched=received,
-                    **cases.combine_arguments(comm, wanted),
-                    out=out,
-                    with_wait_ticks=True,
-                )
-                assert sums is out
-                assert torch.equal(out, wanted.out[rank.rank])
-                assert bool((memory[:2] == 7).all())
-                assert bool((memory[2 + len(out) :] == 7).all())
-                assert ticks.shape == (2,)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_sums_go_into_a_tensor_of_the_caller(rank: Rank, layout: str) -> None:
+    with cases.make(rank, ranks_per_node=1) as comm:
+        for seed in range(3):
+            tokens = [cases.make_tokens(seed, r, 3 + seed + r) for r in range(2)]
+            wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12, layout=layout)
+            received = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
+            memory = torch.full((20, HIDDEN_DIM), 7.0)
+            out = memory[2 : 2 + 3 + seed + rank.rank]
+            sums, ticks = comm.combine(
+                dispatched=received,
+                **cases.combine_arguments(comm, wanted),
+                out=out,
+                with_wait_ticks=True,
+            )
+            assert sums is out
+            assert torch.equal(out, wanted.out[rank.rank])
+            assert bool((memory[:2] == 7).all())
+            assert bool((memory[2 + len(out) :] == 7).all())
+            assert ticks.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +194,10 @@ def test_what_an_engine_has_is_refused_beside_it(name: str, value: object) -> No
         cases.make(rank, engine=engine, timeout_s=5.0, wait="yield").close()
 
 
-def test_ranks_may_pin_their_threads_to_different_cores() -> None:
-    def body(rank: Rank) -> None:
-        settings = "seed=1" + (",proxy_cpu=0" if rank.rank else "")
-        cases.make(rank, ranks_per_node=1, transport_settings=settings).close()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_ranks_may_pin_their_threads_to_different_cores(rank: Rank) -> None:
+    settings = "seed=1" + (",proxy_cpu=0" if rank.rank else "")
+    cases.make(rank, ranks_per_node=1, transport_settings=settings).close()
 
 
 def test_reports_how_long_it_waited_for_each_source() -> None:
@@ -236,89 +224,81 @@ def test_reports_how_long_it_waited_for_each_source() -> None:
     run_threads(2, body)
 
 
-def test_halves_of_two_batches_overlap() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1) as comm:
-            topology = cases.topology_of(comm)
-            batches = [[cases.make_tokens(s, r, 6 + s) for r in range(2)] for s in range(2)]
-            reused = None
-            for _ in range(3):
-                pending = []
-                for batch in batches:
-                    t = batch[rank.rank]
-                    pending.append(comm.dispatch_send(t.x, t.topk_idx, t.topk_weights))
-                combining = []
-                for p in pending:
-                    received = comm.dispatch_recv(p, out=reused)
-                    y = received.x * 2
-                    combining.append(comm.combine_send(y, received))
-                    reused = received
-                for batch, c in zip(batches, combining, strict=True):
-                    routing = reference.route(topology, batch, max_tokens=12)
-                    y_all = [reference.dispatch(routing, r).x * 2 for r in range(2)]
-                    want = reference.combine(routing, rank.rank, y_all, out_dtype=torch.float32)
-                    assert torch.equal(comm.combine_recv(c), want)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_halves_of_two_batches_overlap(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=1) as comm:
+        topology = cases.topology_of(comm)
+        batches = [[cases.make_tokens(s, r, 6 + s) for r in range(2)] for s in range(2)]
+        reused = None
+        for _ in range(3):
+            pending = []
+            for batch in batches:
+                t = batch[rank.rank]
+                pending.append(comm.dispatch_send(t.x, t.topk_idx, t.topk_weights))
+            combining = []
+            for p in pending:
+                received = comm.dispatch_recv(p, out=reused)
+                y = received.x * 2
+                combining.append(comm.combine_send(y, received))
+                reused = received
+            for batch, c in zip(batches, combining, strict=True):
+                routing = reference.route(topology, batch, max_tokens=12)
+                y_all = [reference.dispatch(routing, r).x * 2 for r in range(2)]
+                want = reference.combine(routing, rank.rank, y_all, out_dtype=torch.float32)
+                assert torch.equal(comm.combine_recv(c), want)
 
 
-def test_a_dispatch_without_combine_is_released() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1) as comm:
-            t = cases.make_tokens(0, rank.rank, 5)
-            for step in range(6):
-                if step % 2:
-                    comm.release(comm.dispatch_send(t.x, t.topk_idx))
-                else:
-                    comm.release(comm.dispatch(t.x, t.topk_idx))
+@on_ranks(2)
+def test_a_dispatch_without_combine_is_released(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=1) as comm:
+        t = cases.make_tokens(0, rank.rank, 5)
+        for step in range(6):
+            if step % 2:
+                comm.release(comm.dispatch_send(t.x, t.topk_idx))
+            else:
+                comm.release(comm.dispatch(t.x, t.topk_idx))
+        cases.steps(comm)
+
+
+@on_ranks(2)
+def test_one_handle_serves_several_combines(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=1) as comm:
+        t = cases.make_tokens(2, rank.rank, 7)
+        received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
+        first = comm.combine(received.x, received)
+        assert torch.equal(comm.combine(received.x, received), first)
+        cases.steps(comm)
+
+
+@on_ranks(2)
+def test_two_communicators_share_an_engine(rank: Rank) -> None:
+    with Engine(
+        EngineConfig(transport="loopback", nics_per_rank=2), label=f"shared {rank.rank}"
+    ) as engine:
+        comms = [
+            AllToAll(
+                rank.store,
+                AllToAllConfig(
+                    num_experts=8,
+                    hidden_dim=HIDDEN_DIM,
+                    topk=TOPK,
+                    max_tokens=12,
+                    dtype=torch.float32,
+                    ranks_per_node=1,
+                ),
+                rank=rank.rank,
+                world_size=2,
+                engine=engine,
+            )
+            for _ in range(2)
+        ]
+        for comm in comms:
             cases.steps(comm)
-
-    run_threads(2, body)
-
-
-def test_one_handle_serves_several_combines() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1) as comm:
-            t = cases.make_tokens(2, rank.rank, 7)
-            received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-            first = comm.combine(received.x, received)
-            assert torch.equal(comm.combine(received.x, received), first)
-            cases.steps(comm)
-
-    run_threads(2, body)
-
-
-def test_two_communicators_share_an_engine() -> None:
-    def body(rank: Rank) -> None:
-        with Engine(
-            EngineConfig(transport="loopback", nics_per_rank=2), label=f"shared {rank.rank}"
-        ) as engine:
-            comms = [
-                AllToAll(
-                    rank.store,
-                    AllToAllConfig(
-                        num_experts=8,
-                        hidden_dim=HIDDEN_DIM,
-                        topk=TOPK,
-                        max_tokens=12,
-                        dtype=torch.float32,
-                        ranks_per_node=1,
-                    ),
-                    rank=rank.rank,
-                    world_size=2,
-                    engine=engine,
-                )
-                for _ in range(2)
-            ]
-            for comm in comms:
-                cases.steps(comm)
-            comms[0].close()
-            cases.steps(comms[1])
-            comms[1].close()
-            written = sum(nic["bytes_written"] for nic in engine.counters())
-            assert written > 0
-
-    run_threads(2, body)
+        comms[0].close()
+        cases.steps(comms[1])
+        comms[1].close()
+        written = sum(nic["bytes_written"] for nic in engine.counters())
+        assert written > 0
 
 
 def test_counts_what_its_nics_wrote() -> None:
@@ -332,18 +312,16 @@ def test_counts_what_its_nics_wrote() -> None:
         assert [nic["bytes_written"] for nic in counters] == [0, 0]
 
 
-def test_repr_names_rank_node_and_state() -> None:
-    def body(rank: Rank) -> None:
-        comm = cases.make(rank)
-        assert repr(comm) == (
-            f"AllToAll(rank {rank.rank} of 2, 2 per node, 4 of 8 experts here, usable)"
-        )
-        comm.close()
-        comm.close()
-        assert "closed" in repr(comm)
-        assert comm.closed
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_repr_names_rank_node_and_state(rank: Rank) -> None:
+    comm = cases.make(rank)
+    assert repr(comm) == (
+        f"AllToAll(rank {rank.rank} of 2, 2 per node, 4 of 8 experts here, usable)"
+    )
+    comm.close()
+    comm.close()
+    assert "closed" in repr(comm)
+    assert comm.closed
 
 
 def test_an_error_is_not_hidden_by_a_close_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,20 +387,17 @@ def test_processes_as_nodes_of_their_own() -> None:
     )
 
 
-def test_combines_of_solo_dispatches_keep_their_own_sums() -> None:
+@on_ranks(2)
+def test_combines_of_solo_dispatches_keep_their_own_sums(rank: Rank) -> None:
     """Their handles name no step, so one combine once took the place of the other."""
-
-    def body(rank: Rank) -> None:
-        with cases.make(rank) as comm:
-            step = [cases.make_tokens(5, r, 6) for r in range(2)][rank.rank]
-            given = (step.topk_idx.int(), step.topk_weights)
-            solo = DispatchOptions(solo=True)
-            both = (step.x, 2 * step.x)
-            received = [comm.dispatch(x, *given, options=solo) for x in both]
-            sums = [comm.combine(one.x, one).clone() for one in received]
-            assert not sums[0].equal(sums[1])
-            pending = [comm.combine_send(one.x, one) for one in received]
-            for sent, right in zip(pending, sums, strict=True):
-                assert comm.combine_recv(sent).equal(right)
-
-    run_threads(2, body)
+    with cases.make(rank) as comm:
+        step = [cases.make_tokens(5, r, 6) for r in range(2)][rank.rank]
+        given = (step.topk_idx.int(), step.topk_weights)
+        solo = DispatchOptions(solo=True)
+        both = (step.x, 2 * step.x)
+        received = [comm.dispatch(x, *given, options=solo) for x in both]
+        sums = [comm.combine(one.x, one).clone() for one in received]
+        assert not sums[0].equal(sums[1])
+        pending = [comm.combine_send(one.x, one) for one in received]
+        for sent, right in zip(pending, sums, strict=True):
+            assert comm.combine_recv(sent).equal(right)

@@ -18,7 +18,7 @@ from moe_p2p import AllToAll, Dispatched, DispatchOptions
 from moe_p2p.moe import row_dots
 from tests.moe.test_compile import next_step
 from tests.support.cases import HIDDEN_DIM, TOPK, in_options, make
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 NUM_EXPERTS = 8
 COUNTS = [5, 0, 7, 2]
@@ -158,34 +158,30 @@ def test_several_layers_in_one_backward(layout: str) -> None:
     check(4, {"ranks_per_node": 1}, {"layout": layout}, layers=3)
 
 
-def test_bias_gets_the_gradient_of_the_result() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            given = inputs(rank.rank)
-            bias = tuple(torch.randn_like(given.x).requires_grad_() for _ in range(2))
-            received = comm.dispatch(given.x, given.topk_idx, options=ZEROED)
-            without = comm.combine(received.x, received)
-            out = comm.combine(received.x, received, bias=bias)
-            torch.testing.assert_close(out, without + bias[0] + bias[1])
-            out.backward(given.grad)
-            for term in bias:
-                assert term.grad is not None
-                assert torch.equal(term.grad, given.grad)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_bias_gets_the_gradient_of_the_result(rank: Rank) -> None:
+    with make(rank) as comm:
+        given = inputs(rank.rank)
+        bias = tuple(torch.randn_like(given.x).requires_grad_() for _ in range(2))
+        received = comm.dispatch(given.x, given.topk_idx, options=ZEROED)
+        without = comm.combine(received.x, received)
+        out = comm.combine(received.x, received, bias=bias)
+        torch.testing.assert_close(out, without + bias[0] + bias[1])
+        out.backward(given.grad)
+        for term in bias:
+            assert term.grad is not None
+            assert torch.equal(term.grad, given.grad)
 
 
-def test_a_combine_with_weights_of_its_own_has_no_gradient() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            given = inputs(rank.rank)
-            received = comm.dispatch(given.x, given.topk_idx, options=ZEROED)
-            weights = given.topk_weights.requires_grad_()
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="give them to dispatch"):
-                comm.combine(received.x, received, topk_weights=weights)
-            comm.combine(received.x, received, topk_weights=weights.detach())
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_combine_with_weights_of_its_own_has_no_gradient(rank: Rank) -> None:
+    with make(rank) as comm:
+        given = inputs(rank.rank)
+        received = comm.dispatch(given.x, given.topk_idx, options=ZEROED)
+        weights = given.topk_weights.requires_grad_()
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="give them to dispatch"):
+            comm.combine(received.x, received, topk_weights=weights)
+        comm.combine(received.x, received, topk_weights=weights.detach())
 
 
 def test_rows_that_do_not_count_get_no_gradient() -> None:
@@ -207,27 +203,25 @@ def test_rows_that_do_not_count_get_no_gradient() -> None:
         torch.testing.assert_close(got.topk_weights, want.topk_weights, rtol=1e-5, atol=1e-5)
 
 
-def test_garbage_in_padding_never_reaches_a_gradient() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            given = inputs(rank.rank)
-            weights = given.topk_weights.requires_grad_()
-            received = comm.dispatch(given.x, given.topk_idx, weights, options=ZEROED)
-            has_token = (received.row_weights > 0).view(received.x.shape[:2])
-            y = torch.where(has_token[..., None], received.x, torch.nan)
-            y = y.detach().requires_grad_()
-            # What dispatch leaves in row_weights of empty rows may be anything too.
-            unknown = torch.where(has_token.flatten(), received.row_weights, torch.nan)
-            out = comm.combine(y, received._replace(row_weights=unknown))
-            out.sum().backward()
-            assert weights.grad is not None
-            assert not out.isnan().any()
-            assert y.grad is not None
-            assert not y.grad.isnan().any()
-            assert not y.grad[~has_token].any()
-            assert not weights.grad.isnan().any()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_garbage_in_padding_never_reaches_a_gradient(rank: Rank) -> None:
+    with make(rank, ranks_per_node=1) as comm:
+        given = inputs(rank.rank)
+        weights = given.topk_weights.requires_grad_()
+        received = comm.dispatch(given.x, given.topk_idx, weights, options=ZEROED)
+        has_token = (received.row_weights > 0).view(received.x.shape[:2])
+        y = torch.where(has_token[..., None], received.x, torch.nan)
+        y = y.detach().requires_grad_()
+        # What dispatch leaves in row_weights of empty rows may be anything too.
+        unknown = torch.where(has_token.flatten(), received.row_weights, torch.nan)
+        out = comm.combine(y, received._replace(row_weights=unknown))
+        out.sum().backward()
+        assert weights.grad is not None
+        assert not out.isnan().any()
+        assert y.grad is not None
+        assert not y.grad.isnan().any()
+        assert not y.grad[~has_token].any()
+        assert not weights.grad.isnan().any()
 
 
 @pytest.mark.parametrize("which", ["x", "weights", "experts", "none"])
@@ -264,53 +258,45 @@ def test_only_what_is_asked_for(which: str) -> None:
                 assert mine is None
 
 
-def test_training_on_rows_that_are_not_zeroed_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            given = inputs(rank.rank)
-            received = comm.dispatch(given.x, given.topk_idx, given.topk_weights)
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="pass zero_padding=True"):
-                comm.combine(received.x * torch.ones(1, requires_grad=True), received)
-            comm.combine(received.x, received)
-
-    run_threads(2, body)
-
-
-def test_gradients_that_do_not_exist_are_refused_before_anything_is_sent() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            given = inputs(rank.rank)
-            extra = torch.ones(given.x.shape[0], 2, requires_grad=True)
-            scalars = torch.ones(comm.dispatch(given.x, given.topk_idx).x.shape[:-1].numel())
-            if rank.rank == 0:  # alone: the next calls pair with those of rank 1
-                with pytest.raises(
-                    moe_p2p.InvalidArgumentError, match=r"extras\[0\] requires grad"
-                ):
-                    comm.dispatch(given.x, given.topk_idx, extras=[extra])
-                x = given.x.to(torch.float8_e4m3fn).requires_grad_()
-                with pytest.raises(moe_p2p.InvalidArgumentError, match="x requires grad"):
-                    comm.dispatch(x, given.topk_idx, scales=torch.ones(1))
-            received = comm.dispatch(given.x, given.topk_idx)
-            if rank.rank == 0:
-                with pytest.raises(moe_p2p.InvalidArgumentError, match="row_scalars requires grad"):
-                    comm.combine(received.x, received, row_scalars=scalars.requires_grad_())
-            comm.combine(received.x, received)
-
-    run_threads(2, body)
-
-
-def test_errors_of_a_backward_have_their_type() -> None:
-    def body(rank: Rank) -> None:
-        comm = make(rank)
+@on_ranks(2)
+def test_training_on_rows_that_are_not_zeroed_is_refused(rank: Rank) -> None:
+    with make(rank) as comm:
         given = inputs(rank.rank)
-        x = given.x.requires_grad_()
-        received = comm.dispatch(x, given.topk_idx, given.topk_weights)
-        out = comm.combine(received.x, received)
-        comm.close()
-        with pytest.raises(moe_p2p.ClosedError, match="is closed"):
-            out.backward(given.grad)
+        received = comm.dispatch(given.x, given.topk_idx, given.topk_weights)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="pass zero_padding=True"):
+            comm.combine(received.x * torch.ones(1, requires_grad=True), received)
+        comm.combine(received.x, received)
 
-    run_threads(2, body)
+
+@on_ranks(2)
+def test_gradients_that_do_not_exist_are_refused_before_anything_is_sent(rank: Rank) -> None:
+    with make(rank) as comm:
+        given = inputs(rank.rank)
+        extra = torch.ones(given.x.shape[0], 2, requires_grad=True)
+        scalars = torch.ones(comm.dispatch(given.x, given.topk_idx).x.shape[:-1].numel())
+        if rank.rank == 0:  # alone: the next calls pair with those of rank 1
+            with pytest.raises(moe_p2p.InvalidArgumentError, match=r"extras\[0\] requires grad"):
+                comm.dispatch(given.x, given.topk_idx, extras=[extra])
+            x = given.x.to(torch.float8_e4m3fn).requires_grad_()
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="x requires grad"):
+                comm.dispatch(x, given.topk_idx, scales=torch.ones(1))
+        received = comm.dispatch(given.x, given.topk_idx)
+        if rank.rank == 0:
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="row_scalars requires grad"):
+                comm.combine(received.x, received, row_scalars=scalars.requires_grad_())
+        comm.combine(received.x, received)
+
+
+@on_ranks(2)
+def test_errors_of_a_backward_have_their_type(rank: Rank) -> None:
+    comm = make(rank)
+    given = inputs(rank.rank)
+    x = given.x.requires_grad_()
+    received = comm.dispatch(x, given.topk_idx, given.topk_weights)
+    out = comm.combine(received.x, received)
+    comm.close()
+    with pytest.raises(moe_p2p.ClosedError, match="is closed"):
+        out.backward(given.grad)
 
 
 def test_weights_applied_by_the_experts() -> None:
@@ -334,45 +320,39 @@ def test_weights_applied_by_the_experts() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_training_leaves_the_object_ready_for_inference() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=1) as comm:
-            for step in range(6):
-                given = inputs(rank.rank, step=step)
-                local = NUM_EXPERTS // rank.world_size
-                experts = expert_weights()[rank.rank * local :][:local].requires_grad_(
-                    step % 2 == 0
-                )
-                out = layer(
-                    comm, given.x, given, given.topk_weights, experts, zero_padding=step % 2 == 0
-                )
-                if step % 2 == 0:
-                    out.backward(given.grad)
-                with torch.no_grad():
-                    again = layer(comm, given.x, given, given.topk_weights, experts)
-                assert torch.equal(again, out)
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_training_leaves_the_object_ready_for_inference(rank: Rank) -> None:
+    with make(rank, ranks_per_node=1) as comm:
+        for step in range(6):
+            given = inputs(rank.rank, step=step)
+            local = NUM_EXPERTS // rank.world_size
+            experts = expert_weights()[rank.rank * local :][:local].requires_grad_(step % 2 == 0)
+            out = layer(
+                comm, given.x, given, given.topk_weights, experts, zero_padding=step % 2 == 0
+            )
+            if step % 2 == 0:
+                out.backward(given.grad)
+            with torch.no_grad():
+                again = layer(comm, given.x, given, given.topk_weights, experts)
+            assert torch.equal(again, out)
 
 
-def test_bf16_keeps_its_type() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, dtype=torch.bfloat16) as comm:
-            given = inputs(rank.rank)
-            x = given.x.bfloat16().requires_grad_()
-            weights = given.topk_weights.requires_grad_()
-            received = comm.dispatch(x, given.topk_idx, weights)
-            out = comm.combine(received.x * 2, received)
-            out.backward(given.grad.bfloat16())
-            assert x.grad is not None
-            assert x.grad.dtype == torch.bfloat16
-            # Each step rounds to 8 bits; three roundings of sums of up to three terms.
-            total = (weights.detach() * (given.topk_idx >= 0)).sum(1, keepdim=True)
-            expected = 2 * given.grad * total
-            torch.testing.assert_close(x.grad.float(), expected, rtol=0.05, atol=0.05)
-            assert weights.grad is not None
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_bf16_keeps_its_type(rank: Rank) -> None:
+    with make(rank, dtype=torch.bfloat16) as comm:
+        given = inputs(rank.rank)
+        x = given.x.bfloat16().requires_grad_()
+        weights = given.topk_weights.requires_grad_()
+        received = comm.dispatch(x, given.topk_idx, weights)
+        out = comm.combine(received.x * 2, received)
+        out.backward(given.grad.bfloat16())
+        assert x.grad is not None
+        assert x.grad.dtype == torch.bfloat16
+        # Each step rounds to 8 bits; three roundings of sums of up to three terms.
+        total = (weights.detach() * (given.topk_idx >= 0)).sum(1, keepdim=True)
+        expected = 2 * given.grad * total
+        torch.testing.assert_close(x.grad.float(), expected, rtol=0.05, atol=0.05)
+        assert weights.grad is not None
 
 
 class LargestFloat32(TorchDispatchMode):
@@ -413,38 +393,33 @@ def test_a_backward_makes_no_fp32_copies_of_all_rows(monkeypatch: pytest.MonkeyP
             assert in_pieces.any()
 
 
-def test_a_second_derivative_of_weights_is_refused_before_a_call_is_made() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            given = inputs(rank.rank)
-            weights = given.topk_weights.requires_grad_()
-            received = comm.dispatch(given.x, given.topk_idx, weights)
-            out = comm.combine(received.x.square(), received)
-            step = next_step(comm)
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="no gradient of its own"):
-                torch.autograd.grad(
-                    out, weights, given.grad.clone().requires_grad_(), create_graph=True
-                )
-            assert next_step(comm) == step + 2  # that step, and the gradient of combine
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_second_derivative_of_weights_is_refused_before_a_call_is_made(rank: Rank) -> None:
+    with make(rank) as comm:
+        given = inputs(rank.rank)
+        weights = given.topk_weights.requires_grad_()
+        received = comm.dispatch(given.x, given.topk_idx, weights)
+        out = comm.combine(received.x.square(), received)
+        step = next_step(comm)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="no gradient of its own"):
+            torch.autograd.grad(
+                out, weights, given.grad.clone().requires_grad_(), create_graph=True
+            )
+        assert next_step(comm) == step + 2  # that step, and the gradient of combine
 
 
-def test_a_combine_of_a_wider_type_trains() -> None:
+@on_ranks(2)
+def test_a_combine_of_a_wider_type_trains(rank: Rank) -> None:
     """Its gradient travels in the type of y, which the slots of dispatch hold."""
-
-    def body(rank: Rank) -> None:
-        with make(rank, dtype=torch.bfloat16, combine_dtype=torch.float32) as comm:
-            given = inputs(rank.rank)
-            weights = given.topk_weights.requires_grad_()
-            gradients = []
-            for out_dtype in (torch.float32, torch.bfloat16):
-                x = given.x.bfloat16().requires_grad_()
-                received = comm.dispatch(x, given.topk_idx, weights, options=ZEROED)
-                out = comm.combine(received.x, received, out_dtype=out_dtype)
-                gradients.append(torch.autograd.grad(out, (x, weights), given.grad.to(out_dtype)))
-            for wide, narrow in zip(*gradients, strict=True):
-                assert torch.equal(wide, narrow)
-                assert wide.any() or len(given.x) == 0
-
-    run_threads(2, body)
+    with make(rank, dtype=torch.bfloat16, combine_dtype=torch.float32) as comm:
+        given = inputs(rank.rank)
+        weights = given.topk_weights.requires_grad_()
+        gradients = []
+        for out_dtype in (torch.float32, torch.bfloat16):
+            x = given.x.bfloat16().requires_grad_()
+            received = comm.dispatch(x, given.topk_idx, weights, options=ZEROED)
+            out = comm.combine(received.x, received, out_dtype=out_dtype)
+            gradients.append(torch.autograd.grad(out, (x, weights), given.grad.to(out_dtype)))
+        for wide, narrow in zip(*gradients, strict=True):
+            assert torch.equal(wide, narrow)
+            assert wide.any() or len(given.x) == 0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import moe_p2p
 from moe_p2p import AllToAll, AllToAllConfig, Dispatched, DispatchOptions
 from tests.support.cases import HIDDEN_DIM, SMALL, check_step, in_options, make, make_tokens
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes
 
 
 @pytest.fixture(scope="module")
@@ -368,19 +368,17 @@ def test_closed_object() -> None:
             call()
 
 
-def test_capacity_too_small_breaks_the_object() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, timeout_s=3.0) as comm:
-            t = make_tokens(0, rank.rank, 8)
-            with pytest.raises(moe_p2p.MoeP2pError, match=r"capacity is 1 rows per expert|gave up"):
-                comm.dispatch(t.x, t.topk_idx, t.topk_weights, capacity=1)
-            assert comm.broken
-            assert comm.broken in repr(comm)
-            with pytest.raises(moe_p2p.MoeP2pError) as again:
-                comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-            assert str(again.value) == comm.broken
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_capacity_too_small_breaks_the_object(rank: Rank) -> None:
+    with make(rank, timeout_s=3.0) as comm:
+        t = make_tokens(0, rank.rank, 8)
+        with pytest.raises(moe_p2p.MoeP2pError, match=r"capacity is 1 rows per expert|gave up"):
+            comm.dispatch(t.x, t.topk_idx, t.topk_weights, capacity=1)
+        assert comm.broken
+        assert comm.broken in repr(comm)
+        with pytest.raises(moe_p2p.MoeP2pError) as again:
+            comm.dispatch(t.x, t.topk_idx, t.topk_weights)
+        assert str(again.value) == comm.broken
 
 
 # --- configuration ---

@@ -12,7 +12,7 @@ from moe_p2p import AllToAll
 from tests.support import clean_cases as cases
 from tests.support.cases import make
 from tests.support.mask_cases import masks_of, step
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 
 def masking(rank: Rank, **overrides: Any) -> AllToAll:
@@ -59,35 +59,31 @@ def test_who_calls_before_others_have_cleaned_masks_them() -> None:
     run(3, cases.not_cleaned, timeout_s=1.0)
 
 
-def test_a_rank_that_is_gone_is_masked_again() -> None:
-    def body(rank: Rank) -> None:
-        together = meeting(rank)
-        comm = masking(rank)
-        step(comm, 0, [])
-        together("all have combined")
-        if rank.rank == 1:
-            comm.close()
-            return
-        for seed in range(4):
-            step(comm, seed, [1])
-            if seed == 1:
-                meeting(rank, without=1)("the others have combined")
-                cases.clean(comm)
-        assert masks_of(comm) == [1]
+@on_ranks(3)
+def test_a_rank_that_is_gone_is_masked_again(rank: Rank) -> None:
+    together = meeting(rank)
+    comm = masking(rank)
+    step(comm, 0, [])
+    together("all have combined")
+    if rank.rank == 1:
         comm.close()
+        return
+    for seed in range(4):
+        step(comm, seed, [1])
+        if seed == 1:
+            meeting(rank, without=1)("the others have combined")
+            cases.clean(comm)
+    assert masks_of(comm) == [1]
+    comm.close()
 
-    run_threads(3, body)
 
-
-def test_where_masks_are_not_cleaned() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="has no masks; make it with"):
-                comm.clean_masks()
-            step(comm, 0, [])
-        with masking(rank, ranks_per_node=1) as comm:
-            with pytest.raises(moe_p2p.UnavailableError, match="several nodes are not taken back"):
-                comm.clean_masks()
-            step(comm, 0, [])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_where_masks_are_not_cleaned(rank: Rank) -> None:
+    with make(rank) as comm:
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="has no masks; make it with"):
+            comm.clean_masks()
+        step(comm, 0, [])
+    with masking(rank, ranks_per_node=1) as comm:
+        with pytest.raises(moe_p2p.UnavailableError, match="several nodes are not taken back"):
+            comm.clean_masks()
+        step(comm, 0, [])

@@ -14,7 +14,7 @@ import torch
 
 import moe_p2p
 from tests.support.cases import check_step, make, make_tokens
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 PATIENCE = timedelta(seconds=30)
 
@@ -48,31 +48,29 @@ def test_a_rank_that_closes_first_takes_nothing_of_others_along(settings: str) -
 
 
 @pytest.mark.parametrize("last", ["release", "combine", "gather_counts"])
-def test_no_order_of_the_network_loses_what_was_sent_before_closing(last: str) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(8):
-            seed = random.Random(turn).getrandbits(40)
-            settings = f"ring_kib=64,seed={seed}"
-            with make(
-                Rank(rank.rank, 3, torch.distributed.PrefixStore(f"{turn}", rank.store)),
-                ranks_per_node=1,
-                num_experts=6,
-                max_tokens=12,
-                chunk_tokens=3,
-                steps_in_flight=4,
-                transport_settings=settings,
-            ) as comm:
-                tokens = [make_tokens(turn, r, 4 * r, num_experts=6) for r in range(3)]
-                if last == "combine":
-                    check_step(comm, tokens)
-                    continue
-                t = tokens[rank.rank]
-                comm.release(comm.dispatch(t.x, t.topk_idx, t.topk_weights))
-                if last == "gather_counts":
-                    given = torch.tensor([rank.rank], dtype=torch.int32)
-                    assert comm.gather_counts(given).tolist() == [[0], [1], [2]]
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_no_order_of_the_network_loses_what_was_sent_before_closing(rank: Rank, last: str) -> None:
+    for turn in range(8):
+        seed = random.Random(turn).getrandbits(40)
+        settings = f"ring_kib=64,seed={seed}"
+        with make(
+            Rank(rank.rank, 3, torch.distributed.PrefixStore(f"{turn}", rank.store)),
+            ranks_per_node=1,
+            num_experts=6,
+            max_tokens=12,
+            chunk_tokens=3,
+            steps_in_flight=4,
+            transport_settings=settings,
+        ) as comm:
+            tokens = [make_tokens(turn, r, 4 * r, num_experts=6) for r in range(3)]
+            if last == "combine":
+                check_step(comm, tokens)
+                continue
+            t = tokens[rank.rank]
+            comm.release(comm.dispatch(t.x, t.topk_idx, t.topk_weights))
+            if last == "gather_counts":
+                given = torch.tensor([rank.rank], dtype=torch.int32)
+                assert comm.gather_counts(given).tolist() == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(3, 1), (4, 2)])

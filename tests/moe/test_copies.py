@@ -14,7 +14,7 @@ import torch
 from moe_p2p import AllToAllConfig, Engine, EngineConfig
 from moe_p2p.layer import MoELayer
 from tests.support.cases import make, steps
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks
 
 COPIES: list[Callable[[Any], object]] = [
     copy.copy,
@@ -24,27 +24,23 @@ COPIES: list[Callable[[Any], object]] = [
 ]
 
 
-def test_a_communicator_is_not_copied_and_goes_on() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            config = comm.config
-            layer = MoELayer(
-                config.hidden_dim, config.num_experts, topk=2, ffn_dim=8, all_to_all=comm
-            )
-            for thing in (comm, layer):
-                for made in COPIES:
-                    if made is copy.copy and thing is layer:
-                        continue  # another module object with the same communicator
-                    with pytest.raises(TypeError, match="AllToAll cannot be copied, pickled or"):
-                        made(thing)
-            shared = copy.deepcopy(layer, {id(comm): comm})  # as the error says
-            assert shared.all_to_all is comm
-            assert next(shared.parameters()) is not next(layer.parameters())
-            assert isinstance(pickle.loads(pickle.dumps(config)), AllToAllConfig)
-            assert layer.state_dict()
-            steps(comm)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_communicator_is_not_copied_and_goes_on(rank: Rank) -> None:
+    with make(rank) as comm:
+        config = comm.config
+        layer = MoELayer(config.hidden_dim, config.num_experts, topk=2, ffn_dim=8, all_to_all=comm)
+        for thing in (comm, layer):
+            for made in COPIES:
+                if made is copy.copy and thing is layer:
+                    continue  # another module object with the same communicator
+                with pytest.raises(TypeError, match="AllToAll cannot be copied, pickled or"):
+                    made(thing)
+        shared = copy.deepcopy(layer, {id(comm): comm})  # as the error says
+        assert shared.all_to_all is comm
+        assert next(shared.parameters()) is not next(layer.parameters())
+        assert isinstance(pickle.loads(pickle.dumps(config)), AllToAllConfig)
+        assert layer.state_dict()
+        steps(comm)
 
 
 def test_an_engine_is_not_copied() -> None:

@@ -17,7 +17,7 @@ import moe_p2p
 from moe_p2p import AllToAll
 from tests.support import gpu_ranks
 from tests.support.cases import finish, make, make_tokens
-from tests.support.ranks import DiedError, Rank, run_processes, run_threads
+from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
 
 NUM_EXPERTS = 12
 WORLDS = [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2), (6, 2), (3, 1)]  # ranks, ranks per node
@@ -80,12 +80,10 @@ def gather_within_steps(comm: AllToAll) -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2])
-def test_it_goes_between_the_halves_of_a_step(ranks_per_node: int) -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=ranks_per_node) as comm:
-            gather_within_steps(comm)
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_it_goes_between_the_halves_of_a_step(rank: Rank, ranks_per_node: int) -> None:
+    with make(rank, ranks_per_node=ranks_per_node) as comm:
+        gather_within_steps(comm)
 
 
 def body_on_gpu(rank: Rank, world: gpu_ranks.World) -> None:
@@ -103,36 +101,32 @@ def test_it_goes_while_gpus_work(world: gpu_ranks.World) -> None:
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-def test_too_many_values_or_others_than_int32_change_nothing() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank) as comm:
-            most = comm.config.num_experts + comm.world_size + 16
-            with pytest.raises(moe_p2p.InvalidArgumentError, match=f"at most {most} "):
-                comm.gather_counts(torch.zeros(most + 1, dtype=torch.int32))
-            with pytest.raises(moe_p2p.InvalidArgumentError, match=r"must be torch\.int32"):
-                comm.gather_counts(torch.zeros(3))
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="values"):
-                comm.gather_counts(torch.zeros(3, 2, dtype=torch.int32))
-            assert comm.broken == ""
-            full = torch.full((most,), comm.rank, dtype=torch.int32)
-            assert torch.equal(comm.gather_counts(full), torch.stack([full * 0, full * 0 + 1]))
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_too_many_values_or_others_than_int32_change_nothing(rank: Rank) -> None:
+    with make(rank) as comm:
+        most = comm.config.num_experts + comm.world_size + 16
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"at most {most} "):
+            comm.gather_counts(torch.zeros(most + 1, dtype=torch.int32))
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=r"must be torch\.int32"):
+            comm.gather_counts(torch.zeros(3))
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="values"):
+            comm.gather_counts(torch.zeros(3, 2, dtype=torch.int32))
+        assert comm.broken == ""
+        full = torch.full((most,), comm.rank, dtype=torch.int32)
+        assert torch.equal(comm.gather_counts(full), torch.stack([full * 0, full * 0 + 1]))
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_ranks_that_disagree_about_the_number_of_values(ranks_per_node: int) -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=ranks_per_node) as comm:
-            other = 1 - rank.rank
-            text = f"gather_counts call 1: rank {other} gave {3 + other} values"
-            with pytest.raises(moe_p2p.ProtocolError, match=text):
-                comm.gather_counts(torch.zeros(3 + rank.rank, dtype=torch.int32))
-            with pytest.raises(moe_p2p.ProtocolError, match=text):
-                comm.gather_counts(torch.zeros(3, dtype=torch.int32))
-            assert text in comm.broken
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_ranks_that_disagree_about_the_number_of_values(rank: Rank, ranks_per_node: int) -> None:
+    with make(rank, ranks_per_node=ranks_per_node) as comm:
+        other = 1 - rank.rank
+        text = f"gather_counts call 1: rank {other} gave {3 + other} values"
+        with pytest.raises(moe_p2p.ProtocolError, match=text):
+            comm.gather_counts(torch.zeros(3 + rank.rank, dtype=torch.int32))
+        with pytest.raises(moe_p2p.ProtocolError, match=text):
+            comm.gather_counts(torch.zeros(3, dtype=torch.int32))
+        assert text in comm.broken
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])

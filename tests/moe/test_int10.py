@@ -15,7 +15,7 @@ from moe_p2p.moe.options import CombineDtype
 from moe_p2p.moe.reference import Topology, int10
 from tests.support import cases
 from tests.support.cases import Wanted
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 HIDDEN_DIM = 544  # two units of 256, and a unit of one block
 COUNTS = [[5, 3, 0, 12], [0] * 4, [12] * 4, [7, 0, 12, 1]]
@@ -161,13 +161,11 @@ def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
     run_threads(1, refused)
 
 
-def test_ranks_that_differ_are_named() -> None:
-    def body(rank: Rank) -> None:
-        tokens = cases.make_tokens(0, rank.rank, 3, hidden_dim=HIDDEN_DIM)
-        with cases.make(rank, hidden_dim=HIDDEN_DIM) as comm:
-            got = comm.dispatch(tokens.x, tokens.topk_idx)
-            kind: CombineDtype | None = "int10" if rank.rank else None
-            with pytest.raises(Exception, match=r"10-bit integer rows"):
-                comm.combine(got.x, got, combine_dtype=kind)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_ranks_that_differ_are_named(rank: Rank) -> None:
+    tokens = cases.make_tokens(0, rank.rank, 3, hidden_dim=HIDDEN_DIM)
+    with cases.make(rank, hidden_dim=HIDDEN_DIM) as comm:
+        got = comm.dispatch(tokens.x, tokens.topk_idx)
+        kind: CombineDtype | None = "int10" if rank.rank else None
+        with pytest.raises(Exception, match=r"10-bit integer rows"):
+            comm.combine(got.x, got, combine_dtype=kind)

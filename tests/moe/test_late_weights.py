@@ -18,7 +18,7 @@ from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
 from moe_p2p.moe.reference import Tokens, Topology
 from tests.support import cases
 from tests.support.cases import TOPK, Wanted
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 GROUPS = [(1, 1), (2, 2), (2, 1), (3, 1), (4, 2), (4, 1), (4, 4)]
 COUNTS = [[5, 3, 0, 12], [0] * 4, [12] * 4, [0, 0, 9, 0], [1, 2, 3, 4], [7, 0, 12, 1]]
@@ -143,20 +143,18 @@ def test_one_handle_takes_other_late_weights_each_time() -> None:
     run_threads(4, body)
 
 
-def test_rows_past_num_tokens_have_no_weight() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=1) as comm:
-            tokens = [
-                replace(cases.make_tokens(3, r, 9, num_experts=NUM_EXPERTS), num_tokens=4 + r)
-                for r in range(2)
-            ]
-            wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12)
-            weights = tokens[rank.rank].topk_weights
-            assert weights is not None
-            weights[4 + rank.rank :] = float("nan")
-            run_late(comm, wanted)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_rows_past_num_tokens_have_no_weight(rank: Rank) -> None:
+    with cases.make(rank, num_experts=NUM_EXPERTS, ranks_per_node=1) as comm:
+        tokens = [
+            replace(cases.make_tokens(3, r, 9, num_experts=NUM_EXPERTS), num_tokens=4 + r)
+            for r in range(2)
+        ]
+        wanted = cases.expect(cases.topology_of(comm), tokens, max_tokens=12)
+        weights = tokens[rank.rank].topk_weights
+        assert weights is not None
+        weights[4 + rank.rank :] = float("nan")
+        run_late(comm, wanted)
 
 
 # --- what is refused, and what is missed ---------------------------------------------------------
@@ -173,15 +171,13 @@ def refused(comm: AllToAll, got: Dispatched, tokens: Any) -> None:
         comm.combine(y.requires_grad_(), got, topk_weights=weights)
 
 
-def test_late_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1) as comm:
-            tokens = cases.make_tokens(0, rank.rank, 6)
-            got = comm.dispatch(tokens.x, tokens.topk_idx)
-            refused(comm, got, tokens)
-            comm.combine(got.x, got, topk_weights=tokens.topk_weights)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_late_weights_that_do_not_fit_are_refused_before_anything_is_sent(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=1) as comm:
+        tokens = cases.make_tokens(0, rank.rank, 6)
+        got = comm.dispatch(tokens.x, tokens.topk_idx)
+        refused(comm, got, tokens)
+        comm.combine(got.x, got, topk_weights=tokens.topk_weights)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
@@ -278,11 +274,9 @@ def test_combine_reports_the_sources_it_waited_for(ranks_per_node: int, halves: 
     assert third
 
 
-def test_sizes_of_weights_are_in_the_plan() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1, max_tokens=12) as comm:
-            plan = comm.config.plan(world_size=2, ranks_per_node=1)
-            # Two steps; a header, then K tagged floats of 12 tokens, in lines of 128 bytes.
-            assert plan["weights_outbox"] == 2 * (128 + -(-12 * TOPK * 8 // 128) * 128)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_sizes_of_weights_are_in_the_plan(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=1, max_tokens=12) as comm:
+        plan = comm.config.plan(world_size=2, ranks_per_node=1)
+        # Two steps; a header, then K tagged floats of 12 tokens, in lines of 128 bytes.
+        assert plan["weights_outbox"] == 2 * (128 + -(-12 * TOPK * 8 // 128) * 128)

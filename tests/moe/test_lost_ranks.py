@@ -24,7 +24,7 @@ from moe_p2p.moe.rendezvous import agreement
 from moe_p2p.moe.rendezvous.agreement import find_ranks_per_node
 from tests.support.cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.gpu_ranks import meet
-from tests.support.ranks import DiedError, Rank, run_processes, run_threads
+from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,9 @@ def test_configurations_that_differ(field: str, values: tuple[Any, Any]) -> None
         assert f"rank 0 has {first}, rank 1 has {second}" in str(error)
 
 
-def test_each_rank_may_wait_in_its_own_way() -> None:
-    def body(rank: Rank) -> None:
-        make(rank, wait=("yield", "sleep")[rank.rank], timeout_s=10.0 + rank.rank).close()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_each_rank_may_wait_in_its_own_way(rank: Rank) -> None:
+    make(rank, wait=("yield", "sleep")[rank.rank], timeout_s=10.0 + rank.rank).close()
 
 
 def test_a_rank_that_fails_reports_to_the_others() -> None:
@@ -257,22 +255,20 @@ def test_a_process_that_dies_before_it_is_connected_to(ranks_per_node: int) -> N
     assert "connecting to rank 1: " in results[0]
 
 
-def test_check_raises_what_a_neighbour_has_met_as_well() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, timeout_s=1.0) as comm:
+@on_ranks(2)
+def test_check_raises_what_a_neighbour_has_met_as_well(rank: Rank) -> None:
+    with make(rank, timeout_s=1.0) as comm:
+        comm.check()
+        if rank.rank == 0:  # the other one does not come
+            t = make_tokens(0, 0, 8)
+            with pytest.raises(moe_p2p.MoeP2pError) as first:
+                comm.dispatch(t.x, t.topk_idx, t.topk_weights)
+        meet(rank, "given up")
+        with pytest.raises(moe_p2p.MoeP2pError) as error:
             comm.check()
-            if rank.rank == 0:  # the other one does not come
-                t = make_tokens(0, 0, 8)
-                with pytest.raises(moe_p2p.MoeP2pError) as first:
-                    comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-            meet(rank, "given up")
-            with pytest.raises(moe_p2p.MoeP2pError) as error:
-                comm.check()
-            assert str(error.value) == comm.broken
-            if rank.rank == 0:
-                assert str(error.value) == str(first.value)
-            else:
-                assert "rank 0 of this node gave up" in str(error.value)
-            meet(rank, "reported")
-
-    run_threads(2, body)
+        assert str(error.value) == comm.broken
+        if rank.rank == 0:
+            assert str(error.value) == str(first.value)
+        else:
+            assert "rank 0 of this node gave up" in str(error.value)
+        meet(rank, "reported")

@@ -18,7 +18,7 @@ import moe_p2p
 from moe_p2p import AllToAll
 from tests.support.cases import make
 from tests.support.mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
-from tests.support.ranks import DiedError, Rank, run_processes, run_threads
+from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
 
 STEPS = 21  # after a rank is gone
 
@@ -93,56 +93,51 @@ def test_processes_that_are_killed_are_masked(ranks_per_node: int, deaths: dict[
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
-def test_a_slow_rank_is_masked_and_masks_the_others(ranks_per_node: int) -> None:
+@on_ranks(3)
+def test_a_slow_rank_is_masked_and_masks_the_others(rank: Rank, ranks_per_node: int) -> None:
     """It comes back within a step, while the others go on: each side is right for itself."""
-
-    def body(rank: Rank) -> None:
-        with masking(rank, ranks_per_node, timeout_s=6.0) as comm:
-            slow = rank.rank == 1
-            others = [0, 2]
-            for seed in range(3):
-                step(comm, seed, [])
-            live = comm.dispatch(**given_by(comm, 3))
-            if slow:
-                rank.store.wait(["masked by 0", "masked by 2"], timedelta(seconds=40))
-            else:
-                # It dispatched, so its tokens are here; what its experts make of ours is not.
-                here = expect_without(comm, 3, [])
-                lost = expect_without(comm, 3, [1])
-                out = comm.combine(here.y[rank.rank], live, out_dtype=here.out_dtype)
-                assert torch.equal(out, lost.out[rank.rank])
-                assert masks_of(comm) == [1]
-                rank.store.set(f"masked by {rank.rank}", "")
-            if slow:
-                # What the others said before they masked it is here: all of their dispatch.
-                here = expect_without(comm, 3, [])
-                out = comm.combine(here.y[1], live, out_dtype=here.out_dtype)
-                assert torch.equal(out, expect_without(comm, 3, others).out[1])
-            for seed in range(4, 4 + STEPS):
-                step(comm, seed, others if slow else [1])
-            assert masks_of(comm) == (others if slow else [1])
-            meet(rank, "done", 3)
-
-    run_threads(3, body)
+    with masking(rank, ranks_per_node, timeout_s=6.0) as comm:
+        slow = rank.rank == 1
+        others = [0, 2]
+        for seed in range(3):
+            step(comm, seed, [])
+        live = comm.dispatch(**given_by(comm, 3))
+        if slow:
+            rank.store.wait(["masked by 0", "masked by 2"], timedelta(seconds=40))
+        else:
+            # It dispatched, so its tokens are here; what its experts make of ours is not.
+            here = expect_without(comm, 3, [])
+            lost = expect_without(comm, 3, [1])
+            out = comm.combine(here.y[rank.rank], live, out_dtype=here.out_dtype)
+            assert torch.equal(out, lost.out[rank.rank])
+            assert masks_of(comm) == [1]
+            rank.store.set(f"masked by {rank.rank}", "")
+        if slow:
+            # What the others said before they masked it is here: all of their dispatch.
+            here = expect_without(comm, 3, [])
+            out = comm.combine(here.y[1], live, out_dtype=here.out_dtype)
+            assert torch.equal(out, expect_without(comm, 3, others).out[1])
+        for seed in range(4, 4 + STEPS):
+            step(comm, seed, others if slow else [1])
+        assert masks_of(comm) == (others if slow else [1])
+        meet(rank, "done", 3)
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
-def test_masks_set_by_hand_are_not_waited_for(ranks_per_node: int) -> None:
-    def body(rank: Rank) -> None:
-        with masking(rank, ranks_per_node) as comm:
-            for seed in range(3):
-                step(comm, seed, [])
-            meet(rank, "all have combined", 3)  # a mask drops what is still on its way
-            if rank.rank != 2:
-                comm.mask_ranks([2])
-                assert masks_of(comm) == [2]
-                began = time.monotonic()
-                for seed in range(3, 3 + STEPS):
-                    step(comm, seed, [2])
-                assert time.monotonic() - began < 20
-            meet(rank, "done", 3)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_masks_set_by_hand_are_not_waited_for(rank: Rank, ranks_per_node: int) -> None:
+    with masking(rank, ranks_per_node) as comm:
+        for seed in range(3):
+            step(comm, seed, [])
+        meet(rank, "all have combined", 3)  # a mask drops what is still on its way
+        if rank.rank != 2:
+            comm.mask_ranks([2])
+            assert masks_of(comm) == [2]
+            began = time.monotonic()
+            for seed in range(3, 3 + STEPS):
+                step(comm, seed, [2])
+            assert time.monotonic() - began < 20
+        meet(rank, "done", 3)
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
@@ -168,60 +163,52 @@ def test_a_rank_that_closes_is_masked(ranks_per_node: int) -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
-def test_halves_in_flight_and_releases(ranks_per_node: int) -> None:
-    def body(rank: Rank) -> None:
-        with masking(rank, ranks_per_node) as comm:
-            step(comm, 0, [])
-            meet(rank, "all have combined", 3)
-            gone = [0]
-            if rank.rank != 0:
-                comm.mask_ranks(gone)
-                for seed in range(1, 1 + STEPS):
-                    first = comm.dispatch_send(**given_by(comm, seed))
-                    second = comm.dispatch_send(**given_by(comm, seed + 1))
-                    got = comm.dispatch_recv(first)
-                    comm.release(second)
-                    check_sums(comm, got, expect_without(comm, seed, gone), seed)
-            meet(rank, "done", 3)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_halves_in_flight_and_releases(rank: Rank, ranks_per_node: int) -> None:
+    with masking(rank, ranks_per_node) as comm:
+        step(comm, 0, [])
+        meet(rank, "all have combined", 3)
+        gone = [0]
+        if rank.rank != 0:
+            comm.mask_ranks(gone)
+            for seed in range(1, 1 + STEPS):
+                first = comm.dispatch_send(**given_by(comm, seed))
+                second = comm.dispatch_send(**given_by(comm, seed + 1))
+                got = comm.dispatch_recv(first)
+                comm.release(second)
+                check_sums(comm, got, expect_without(comm, seed, gone), seed)
+        meet(rank, "done", 3)
 
 
-def test_objects_may_share_their_masks() -> None:
-    def body(rank: Rank) -> None:
-        with masking(rank, 3) as one, masking(rank, 3, masked=one.masked) as two:
-            if rank.rank != 1:
-                one.mask_ranks([1])
-                step(two, 0, [1])
-                assert masks_of(two) == [1]
-            meet(rank, "done", 3)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_objects_may_share_their_masks(rank: Rank) -> None:
+    with masking(rank, 3) as one, masking(rank, 3, masked=one.masked) as two:
+        if rank.rank != 1:
+            one.mask_ranks([1])
+            step(two, 0, [1])
+            assert masks_of(two) == [1]
+        meet(rank, "done", 3)
 
 
 # --- what is refused ---
 
 
-def test_ranks_that_cannot_be_masked() -> None:
-    def body(rank: Rank) -> None:
-        with masking(rank, 1) as comm:
-            for wrong in (0, 1, -1):
-                with pytest.raises(moe_p2p.InvalidArgumentError, match=f"rank {wrong} cannot be"):
-                    comm.mask_ranks([wrong])
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="gather_counts is for all"):
-                comm.gather_counts(torch.zeros(1, dtype=torch.int32))
-            step(comm, 0, [])
-
-    run_threads(1, body)
+@on_ranks(1)
+def test_ranks_that_cannot_be_masked(rank: Rank) -> None:
+    with masking(rank, 1) as comm:
+        for wrong in (0, 1, -1):
+            with pytest.raises(moe_p2p.InvalidArgumentError, match=f"rank {wrong} cannot be"):
+                comm.mask_ranks([wrong])
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="gather_counts is for all"):
+            comm.gather_counts(torch.zeros(1, dtype=torch.int32))
+        step(comm, 0, [])
 
 
-def test_masks_must_be_asked_for() -> None:
-    def body(rank: Rank) -> None:
-        expected = pytest.raises(moe_p2p.InvalidArgumentError, match="mask_lost_ranks=True")
-        with make(rank) as comm, expected:
-            comm.mask_ranks([0])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_masks_must_be_asked_for(rank: Rank) -> None:
+    expected = pytest.raises(moe_p2p.InvalidArgumentError, match="mask_lost_ranks=True")
+    with make(rank) as comm, expected:
+        comm.mask_ranks([0])
 
 
 def test_worlds_that_cannot_lose_a_rank() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_p2p import AllToAll, DispatchOptions, InvalidArgumentError, swizzle_scales
 from moe_p2p.moe.options import RowLayout
 from tests.support.cases import finish, make, make_tokens, on_cpu, on_device
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks
 
 H, B = 256, 128
 LAYOUTS: list[RowLayout] = ["padded", "grouped", "by_rank"]
@@ -94,47 +94,40 @@ CONFIG: dict[str, Any] = {"hidden_dim": H, "dtype": torch.bfloat16}
 
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("chunk_tokens", [None, 6])
-def test_bytes_arrive_unchanged(per_node: int, chunk_tokens: int | None) -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, ranks_per_node=per_node, chunk_tokens=chunk_tokens, **CONFIG) as comm:
-            run_layouts(comm, 2)
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_bytes_arrive_unchanged(rank: Rank, per_node: int, chunk_tokens: int | None) -> None:
+    with make(rank, ranks_per_node=per_node, chunk_tokens=chunk_tokens, **CONFIG) as comm:
+        run_layouts(comm, 2)
 
 
-def test_words_of_scales_go_with_bytes() -> None:
+@on_ranks(2)
+def test_words_of_scales_go_with_bytes(rank: Rank) -> None:
     """As many int32 as the caller likes, column by column too."""
-
-    def body(rank: Rank) -> None:
-        with make(rank, **CONFIG) as comm:
-            ids, x, _, _ = rows_of(rank.rank, 1, 7)
-            words = torch.arange(7 * 5, dtype=torch.int32).view(7, 5) - 9
-            options = DispatchOptions(layout="grouped", column_scales=True, with_source=True)
-            got = comm.dispatch(x, ids, scales=words, options=options)
-            assert got.scales is not None
-            assert got.scales.stride(0) == 1
-            assert got.source is not None
-            for row in range(int(got.counts.sum())):
-                assert torch.equal(got.scales[row], words[got.source[row, 1]])
-
-    run_threads(2, body)
+    with make(rank, **CONFIG) as comm:
+        ids, x, _, _ = rows_of(rank.rank, 1, 7)
+        words = torch.arange(7 * 5, dtype=torch.int32).view(7, 5) - 9
+        options = DispatchOptions(layout="grouped", column_scales=True, with_source=True)
+        got = comm.dispatch(x, ids, scales=words, options=options)
+        assert got.scales is not None
+        assert got.scales.stride(0) == 1
+        assert got.source is not None
+        for row in range(int(got.counts.sum())):
+            assert torch.equal(got.scales[row], words[got.source[row, 1]])
 
 
-def test_bytes_that_do_not_fit_are_refused() -> None:
-    def body(rank: Rank) -> None:
-        ids = make_tokens(0, 0, 3).topk_idx
-        with make(rank, **CONFIG) as comm:
-            for width, text in (
-                (24, "a multiple of 16 bytes"),
-                (0, "a multiple"),
-                (1600, "extra_bytes"),
-            ):
-                with pytest.raises(InvalidArgumentError, match=text):
-                    comm.dispatch(torch.zeros(3, width, dtype=torch.uint8), ids)
-            with pytest.raises(InvalidArgumentError, match="quantize takes"):
-                comm.dispatch(torch.zeros(3, B, dtype=torch.uint8), ids, quantize=True)
-
-    run_threads(1, body)
+@on_ranks(1)
+def test_bytes_that_do_not_fit_are_refused(rank: Rank) -> None:
+    ids = make_tokens(0, 0, 3).topk_idx
+    with make(rank, **CONFIG) as comm:
+        for width, text in (
+            (24, "a multiple of 16 bytes"),
+            (0, "a multiple"),
+            (1600, "extra_bytes"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=text):
+                comm.dispatch(torch.zeros(3, width, dtype=torch.uint8), ids)
+        with pytest.raises(InvalidArgumentError, match="quantize takes"):
+            comm.dispatch(torch.zeros(3, B, dtype=torch.uint8), ids, quantize=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 6), (3, 200, 16)])

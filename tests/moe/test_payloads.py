@@ -15,7 +15,7 @@ from moe_p2p import DispatchOptions
 from moe_p2p.moe import reference
 from tests.support import cases
 from tests.support.cases import COUNTS, GROUPS, HIDDEN_DIM, LAYOUTS
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -96,107 +96,96 @@ def test_every_number_is_quantized_to_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_number_comes_of_what_is_none(layout: str) -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=2, dtype=torch.bfloat16) as comm:
-            for seed, quantize in enumerate([False, True]):
-                tokens = [
-                    cases.with_no_numbers(cases.make_tokens(seed, r, 12, dtype=torch.bfloat16), r)
-                    for r in range(4)
-                ]
-                _, out = cases.check_step(comm, tokens, layout=layout, quantize=quantize)
-                named = (tokens[comm.rank].topk_idx >= 0).any(1)
-                assert bool(out[0].isnan().any()) == bool(named[0])
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_no_number_comes_of_what_is_none(rank: Rank, layout: str) -> None:
+    with cases.make(rank, ranks_per_node=2, dtype=torch.bfloat16) as comm:
+        for seed, quantize in enumerate([False, True]):
+            tokens = [
+                cases.with_no_numbers(cases.make_tokens(seed, r, 12, dtype=torch.bfloat16), r)
+                for r in range(4)
+            ]
+            _, out = cases.check_step(comm, tokens, layout=layout, quantize=quantize)
+            named = (tokens[comm.rank].topk_idx >= 0).any(1)
+            assert bool(out[0].isnan().any()) == bool(named[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_sum_of_negative_zeros_has_the_sign_of_the_reference(dtype: torch.dtype) -> None:
+@on_ranks(4)
+def test_a_sum_of_negative_zeros_has_the_sign_of_the_reference(
+    rank: Rank, dtype: torch.dtype
+) -> None:
     """Sums begin at 0.0: so the specification says, and so it is at every stage."""
-
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=2, dtype=dtype) as comm:
-            tokens = [cases.make_tokens(1, r, 12, dtype=dtype) for r in range(4)]
-            wanted = cases.expect(
-                cases.topology_of(comm), tokens, max_tokens=12, experts=cases.negative_zeros
-            )
-            _, out = cases.run_step(comm, wanted)
-            assert torch.equal(cases.bits(out), cases.bits(wanted.out[comm.rank]))
-            assert not cases.bits(out).any()
-
-    run_threads(4, body)
+    with cases.make(rank, ranks_per_node=2, dtype=dtype) as comm:
+        tokens = [cases.make_tokens(1, r, 12, dtype=dtype) for r in range(4)]
+        wanted = cases.expect(
+            cases.topology_of(comm), tokens, max_tokens=12, experts=cases.negative_zeros
+        )
+        _, out = cases.run_step(comm, wanted)
+        assert torch.equal(cases.bits(out), cases.bits(wanted.out[comm.rank]))
+        assert not cases.bits(out).any()
 
 
-def test_float8_of_the_caller_with_scales_and_without() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn) as comm:
-            for seed, with_scales in enumerate([True, False]):
-                tokens = []
-                for r in range(2):
-                    t = cases.make_tokens(seed, r, 5 + r)
-                    q, scales = reference.quantize(t.x)
-                    tokens.append(replace(t, x=q, scales=scales if with_scales else None))
-                cases.check_step(comm, tokens)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_float8_of_the_caller_with_scales_and_without(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn) as comm:
+        for seed, with_scales in enumerate([True, False]):
+            tokens = []
+            for r in range(2):
+                t = cases.make_tokens(seed, r, 5 + r)
+                q, scales = reference.quantize(t.x)
+                tokens.append(replace(t, x=q, scales=scales if with_scales else None))
+            cases.check_step(comm, tokens)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("column_scales", [False, True])
-def test_scales_of_the_caller_may_be_opaque_words(layout: str, column_scales: bool) -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn, extra_bytes=64) as comm:
-            for width in (1, 3, 7):
-                tokens = []
-                for r in range(2):
-                    t = cases.make_tokens(width, r, 5 + r)
-                    words = torch.arange(t.x.shape[0] * width, dtype=torch.int32) - (1 << 30) * r
-                    q, _ = reference.quantize(t.x)
-                    tokens.append(replace(t, x=q, scales=words.reshape(-1, width)))
-                cases.check_received(comm, tokens, layout=layout, column_scales=column_scales)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_scales_of_the_caller_may_be_opaque_words(
+    rank: Rank, layout: str, column_scales: bool
+) -> None:
+    with cases.make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn, extra_bytes=64) as comm:
+        for width in (1, 3, 7):
+            tokens = []
+            for r in range(2):
+                t = cases.make_tokens(width, r, 5 + r)
+                words = torch.arange(t.x.shape[0] * width, dtype=torch.int32) - (1 << 30) * r
+                q, _ = reference.quantize(t.x)
+                tokens.append(replace(t, x=q, scales=words.reshape(-1, width)))
+            cases.check_received(comm, tokens, layout=layout, column_scales=column_scales)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_extras_travel_as_bytes(layout: str) -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=2, extra_bytes=64) as comm:
-            tokens = []
-            for r in range(4):
-                t = cases.make_tokens(1, r, 4 + r)
-                count = t.x.shape[0]
-                numbers = torch.arange(count * 3, dtype=torch.int64).reshape(count, 3) + 100 * r
-                flags = (numbers % 2 == 0)[:, :1].contiguous()
-                halves = torch.full((count, 2), float(r), dtype=torch.float16)
-                tokens.append(replace(t, extras=(numbers, flags, halves)))
-            got, _ = cases.check_step(comm, tokens, layout=layout)
-            assert [extra.dtype for extra in got.extras] == [
-                torch.int64,
-                torch.bool,
-                torch.float16,
-            ]
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_extras_travel_as_bytes(rank: Rank, layout: str) -> None:
+    with cases.make(rank, ranks_per_node=2, extra_bytes=64) as comm:
+        tokens = []
+        for r in range(4):
+            t = cases.make_tokens(1, r, 4 + r)
+            count = t.x.shape[0]
+            numbers = torch.arange(count * 3, dtype=torch.int64).reshape(count, 3) + 100 * r
+            flags = (numbers % 2 == 0)[:, :1].contiguous()
+            halves = torch.full((count, 2), float(r), dtype=torch.float16)
+            tokens.append(replace(t, extras=(numbers, flags, halves)))
+        got, _ = cases.check_step(comm, tokens, layout=layout)
+        assert [extra.dtype for extra in got.extras] == [
+            torch.int64,
+            torch.bool,
+            torch.float16,
+        ]
 
 
-def test_empty_padding_is_zero_when_asked() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank) as comm:
-            t = cases.make_tokens(2, rank.rank, 4)
-            for layout in LAYOUTS:
-                options = DispatchOptions(layout=layout, zero_padding=True, solo=True)
-                got = comm.dispatch(t.x, t.topk_idx, t.topk_weights, options=options)
-                tokens = [cases.make_tokens(2, r, 4) for r in range(2)]
-                routing = reference.route(
-                    cases.topology_of(comm), tokens, layout=layout, max_tokens=12
-                )
-                want = reference.dispatch(routing, rank.rank)
-                assert torch.equal(got.x, want.x)
-                assert torch.equal(got.row_weights, want.row_weights)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_empty_padding_is_zero_when_asked(rank: Rank) -> None:
+    with cases.make(rank) as comm:
+        t = cases.make_tokens(2, rank.rank, 4)
+        for layout in LAYOUTS:
+            options = DispatchOptions(layout=layout, zero_padding=True, solo=True)
+            got = comm.dispatch(t.x, t.topk_idx, t.topk_weights, options=options)
+            tokens = [cases.make_tokens(2, r, 4) for r in range(2)]
+            routing = reference.route(cases.topology_of(comm), tokens, layout=layout, max_tokens=12)
+            want = reference.dispatch(routing, rank.rank)
+            assert torch.equal(got.x, want.x)
+            assert torch.equal(got.row_weights, want.row_weights)
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), GROUPS)
@@ -228,22 +217,20 @@ def test_scalars_of_rows_by_rank_add_up(world_size: int, ranks_per_node: int) ->
     run_threads(world_size, body)
 
 
-def test_combine_returns_scalars_to_their_place() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, ranks_per_node=2) as comm:
-            tokens = [cases.make_tokens(5, r, 3 + r) for r in range(4)]
-            mine = tokens[rank.rank]
-            routing = reference.route(cases.topology_of(comm), tokens, max_tokens=12)
-            rows = [reference.dispatch(routing, r) for r in range(4)]
-            scalars = [r.x.reshape(-1, HIDDEN_DIM)[:, 0].contiguous() for r in rows]
-            received = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
-            out, back = comm.combine(
-                rows[rank.rank].x, received, weighted=False, row_scalars=scalars[rank.rank]
-            )
-            assert torch.equal(back, reference.combine_scalars(routing, rank.rank, scalars))
-            want = reference.combine(
-                routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32, weighted=False
-            )
-            assert torch.equal(out, want)
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_combine_returns_scalars_to_their_place(rank: Rank) -> None:
+    with cases.make(rank, ranks_per_node=2) as comm:
+        tokens = [cases.make_tokens(5, r, 3 + r) for r in range(4)]
+        mine = tokens[rank.rank]
+        routing = reference.route(cases.topology_of(comm), tokens, max_tokens=12)
+        rows = [reference.dispatch(routing, r) for r in range(4)]
+        scalars = [r.x.reshape(-1, HIDDEN_DIM)[:, 0].contiguous() for r in rows]
+        received = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        out, back = comm.combine(
+            rows[rank.rank].x, received, weighted=False, row_scalars=scalars[rank.rank]
+        )
+        assert torch.equal(back, reference.combine_scalars(routing, rank.rank, scalars))
+        want = reference.combine(
+            routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32, weighted=False
+        )
+        assert torch.equal(out, want)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import moe_p2p
 from moe_p2p import AllToAllConfig, AllToAllPool
 from moe_p2p.integrations import serving_steps
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 CONFIG = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=16, timeout_s=20.0)
 
@@ -33,7 +33,8 @@ def round_trip(pool: AllToAllPool, config: AllToAllConfig) -> None:
     assert torch.equal(all_to_all.combine(received.x, received), x / 2)
 
 
-def _shares(rank: Rank) -> None:
+@on_ranks(2)
+def test_equal_configurations_share_one(rank: Rank) -> None:
     pool = make(rank)
     first = pool.get(CONFIG)
     assert pool.get(dataclasses.replace(CONFIG)) is first  # equal, not the same
@@ -49,10 +50,6 @@ def _shares(rank: Rank) -> None:
         with pytest.raises(moe_p2p.ClosedError):
             closed.check()
     pool.close()  # idempotent
-
-
-def test_equal_configurations_share_one() -> None:
-    run_threads(2, _shares)
 
 
 def _loses_its_peer(rank: Rank, module: str, owner: str, method: str) -> None:

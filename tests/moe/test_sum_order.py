@@ -18,7 +18,7 @@ from moe_p2p.moe.options import SumOrder
 from moe_p2p.moe.reference import Topology
 from tests.support import cases
 from tests.support.cases import TOPK, Wanted
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, on_ranks, run_threads
 
 # Four ranks with two experts each: tokens of three experts have one, two or three ranks.
 COUNTS = [[5, 3, 0, 12], [0] * 4, [12] * 4, [0, 0, 9, 0], [7, 0, 12, 1]]
@@ -158,16 +158,14 @@ def test_what_an_order_needs_is_named() -> None:
     run_threads(2, refused)
 
 
-def test_gradients_do_not_depend_on_the_order() -> None:
-    def body(rank: Rank) -> None:
-        with cases.make(rank, combine_rows=TOPK) as comm:
-            mine = cases.make_tokens(3, rank.rank, 6)
-            grads: list[Tensor] = []
-            for order in ("ranks", "topk", "rows"):
-                x = mine.x.clone().requires_grad_()
-                got = comm.dispatch(x, mine.topk_idx, layout="grouped")
-                out = comm.combine(got.x * 2, got, weighted=False, order=order)
-                grads.append(*torch.autograd.grad(out.square().sum(), x))
-            assert all(torch.allclose(grads[0], grad, rtol=1e-5) for grad in grads[1:])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_gradients_do_not_depend_on_the_order(rank: Rank) -> None:
+    with cases.make(rank, combine_rows=TOPK) as comm:
+        mine = cases.make_tokens(3, rank.rank, 6)
+        grads: list[Tensor] = []
+        for order in ("ranks", "topk", "rows"):
+            x = mine.x.clone().requires_grad_()
+            got = comm.dispatch(x, mine.topk_idx, layout="grouped")
+            out = comm.combine(got.x * 2, got, weighted=False, order=order)
+            grads.append(*torch.autograd.grad(out.square().sum(), x))
+        assert all(torch.allclose(grads[0], grad, rtol=1e-5) for grad in grads[1:])

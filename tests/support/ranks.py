@@ -8,6 +8,9 @@ starts them in milliseconds.
     results = run_threads(4, body, 64)            # in rank order
     results = run_processes(4, body, 64)          # body is a function of a module, not a closure
 
+    @on_ranks(4)                                  # a test of pytest on 4 threads
+    def test_it(rank: Rank, dtype: torch.dtype) -> None: ...
+
 A rank that raises makes the call raise RankError with the traceback of every failed rank. With
 return_errors=True exceptions are returned instead of results.
 """
@@ -15,6 +18,8 @@ return_errors=True exceptions are returned instead of results.
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import io
 import multiprocessing
 import os
@@ -120,6 +125,23 @@ def run_threads(
     if alive:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     return _finish(results, return_errors and not alive)
+
+
+def on_ranks(
+    world_size: int, *, deadline_s: float = DEADLINE_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a body for one rank, its first argument: it runs on a thread for each."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            run_threads(world_size, functools.partial(body, **given), deadline_s=deadline_s)
+
+        _, *others = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def _process(
