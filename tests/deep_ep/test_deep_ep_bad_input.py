@@ -11,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import moe_p2p
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
+from tests.support.deep_ep_cases import layout_of
 
 X = torch.ones(4, 128, dtype=torch.bfloat16)
 TOPK_IDX = torch.tensor([[0, 1]] * 4)
@@ -38,12 +39,7 @@ def make(kind: Any = Buffer, **more: Any) -> Any:
 
 
 def dispatched(buffer: Any, x: Any = X, **more: Any) -> Any:
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(TOPK_IDX, 8)
-    counts = {
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
-    }
+    counts, _ = layout_of(buffer, TOPK_IDX, 8)
     return buffer.dispatch(x, topk_idx=TOPK_IDX, topk_weights=WEIGHTS, **counts, **more)
 
 

@@ -18,17 +18,16 @@ from moe_p2p.deep_ep import (
 )
 from moe_p2p.deep_ep.elastic_base import usual_steps
 from moe_p2p.moe import pool
-from tests.support import elastic_cases
 from tests.support import elastic_cases as cases
-from tests.support.deep_ep_oracle import Shape, make_batches
-from tests.support.elastic_cases import CALLS, SHAPE, Call, Place
+from tests.support.deep_ep_oracle import Place, Shape, make_batches
+from tests.support.elastic_cases import CALLS, SHAPE, Call
 from tests.support.elastic_order import deep_ep_order
 from tests.support.ranks import Rank, on_ranks, run_processes, run_threads
 
 
 def run(num_ranks: int, check: Callable[..., None], *arguments: Any) -> None:
     def body(rank: Rank) -> None:
-        place = Place(rank, "cpu", elastic_cases.make_buffer(rank))
+        place = Place(rank, "cpu", cases.make_buffer(rank))
         check(place, *arguments)
         place.buffer.destroy()
 
@@ -84,7 +83,7 @@ def stale_slots(place: Place) -> None:
     """A handle looks at no slot of another rank, where a GPU leaves what the memory held."""
     batches = make_batches(3, [12] * 4, SHAPE)
     call = Call(do_expand=True, do_cpu_sync=False)
-    handle = elastic_cases.dispatch(place.buffer, batches[place.rank.rank], SHAPE, call)[3]
+    handle = cases.dispatch(place.buffer, batches[place.rank.rank], SHAPE, call)[3]
     cases.check_handle(handle, batches, place.rank.rank, SHAPE, call)
     wanted = handle.recv_src_metadata
     shape, words = handle.all_to_all._shape, handle.received.call.handle
@@ -130,16 +129,9 @@ def test_a_handle_repeats_its_routing(name: str) -> None:
     run(3, cases.cached, CALLS[name])
 
 
-def test_handles_may_be_used_in_any_order() -> None:
-    run(2, cases.any_order)
-
-
-def test_a_handle_keeps_its_own_routing() -> None:
-    run(2, cases.own_routing)
-
-
-def test_padding_may_be_zero() -> None:
-    run(2, cases.zero_padding)
+@pytest.mark.parametrize("check", [cases.any_order, cases.own_routing, cases.zero_padding])
+def test_handles_and_padding(check: Callable[[Place], None]) -> None:
+    run(2, check)
 
 
 @pytest.mark.parametrize("num_packs", [1, 3, 24])
@@ -183,9 +175,9 @@ def with_gloo(rank: Rank) -> None:
     buffer.barrier()
     buffer.barrier(use_comm_stream=False, with_cpu_sync=True)
     batches = make_batches(1, [12, 8], SHAPE)
-    result = elastic_cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())
-    y = elastic_cases.check_by_rank(result, batches, rank.rank, SHAPE, Call())
-    elastic_cases.check_combine(buffer, y, result, batches[rank.rank], "cpu", Call())
+    result = cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())
+    y = cases.check_by_rank(result, batches, rank.rank, SHAPE, Call())
+    cases.check_combine(buffer, y, result, batches[rank.rank], "cpu", Call())
     buffer.destroy()
     dist.destroy_process_group()
 
@@ -214,9 +206,9 @@ def test_without_num_bytes_a_call_is_one_step_as_far_as_memory_allows() -> None:
 def test_num_bytes_bounds_the_steps(rank: Rank) -> None:
     sizes = []
     for num_bytes in (2 << 20, 64 << 20):
-        buffer = elastic_cases.make_buffer(rank, num_max_tokens_per_rank=512, num_bytes=num_bytes)
+        buffer = cases.make_buffer(rank, num_max_tokens_per_rank=512, num_bytes=num_bytes)
         batches = make_batches(1, [12, 8], SHAPE)
-        handle = elastic_cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())[3]
+        handle = cases.dispatch(buffer, batches[rank.rank], SHAPE, Call())[3]
         config = handle.all_to_all.config
         regions = config.plan(world_size=2, ranks_per_node=2)
         assert sum(regions.values()) <= num_bytes
@@ -227,11 +219,11 @@ def test_num_bytes_bounds_the_steps(rank: Rank) -> None:
 
 @on_ranks(1)
 def test_what_is_refused(rank: Rank) -> None:
-    buffer = elastic_cases.make_buffer(rank)
+    buffer = cases.make_buffer(rank)
     mine = make_batches(1, [3], SHAPE)[0]
-    handle = elastic_cases.dispatch(buffer, mine, SHAPE, Call())[3]
+    handle = cases.dispatch(buffer, mine, SHAPE, Call())[3]
     with pytest.raises(AssertionError, match="give one of them"):
-        elastic_cases.dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
+        cases.dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
     with pytest.raises(AssertionError, match="no CPU sync"):
         buffer.dispatch(mine.x, handle=handle, do_cpu_sync=True)
     with pytest.raises(AssertionError, match="do_expand is True, the handle's is"):
@@ -240,7 +232,7 @@ def test_what_is_refused(rank: Rank) -> None:
         with pytest.raises(AssertionError, match=f"{name} is {value}, the handle"):
             buffer.dispatch(mine.x, handle=handle, **{name: value})
     with pytest.raises(AssertionError, match="needs do_expand"):
-        elastic_cases.dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
+        cases.dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
     with pytest.raises(NotImplementedError, match="engram_fetch"):
         buffer.engram_fetch(mine.topk_idx)
     buffer.destroy()

@@ -56,23 +56,16 @@ def _graph(rank: Rank, world: World, fp8: bool) -> None:
     scales = None if mine.scales is None else place.put(mine.scales)
 
     def step() -> tuple[Sent, Tensor, Tensor | None]:
-        per_rank, _, per_expert, in_rank, _ = place.buffer.get_dispatch_layout(
-            topk_idx, setting.num_experts
-        )
+        layout, _ = cases.layout_of(place.buffer, topk_idx, setting.num_experts)
         rows, row_idx, row_weights, _, handle, _ = place.buffer.dispatch(
             x if scales is None else (x, scales),
             topk_idx=topk_idx,
             topk_weights=weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank,
             num_worst_tokens=6 * world.ranks,
+            **layout,
         )
         made = sent._replace(
-            rows=rows,
-            topk_idx=row_idx,
-            topk_weights=row_weights,
-            layout=sent.layout | {"is_token_in_rank": in_rank},
+            rows=rows, topk_idx=row_idx, topk_weights=row_weights, layout=sent.layout | layout
         )
         out, summed, _ = place.buffer.combine(
             cases.expert_rows(place, made), handle, topk_weights=row_weights

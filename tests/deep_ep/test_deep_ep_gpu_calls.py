@@ -14,7 +14,7 @@ from tests.support import deep_ep_cases as normal
 from tests.support import elastic_cases as elastic
 from tests.support import gpu_ranks
 from tests.support import low_latency_cases as low_latency
-from tests.support.deep_ep_oracle import Shape
+from tests.support.deep_ep_oracle import Place, Shape
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank
 
@@ -53,7 +53,7 @@ ELASTIC: list[tuple[Any, ...]] = [
 
 
 def _check_all(rank: Rank, world: World, cases: Any, checks: list[tuple[Any, ...]]) -> None:
-    place = cases.Place(rank, "cuda", cases.make_buffer(rank))
+    place = Place(rank, "cuda", cases.make_buffer(rank))
     for check, *arguments in checks:
         try:
             check(place, *arguments)

@@ -13,8 +13,8 @@ from moe_p2p import InvalidArgumentError, MoeP2pError
 from moe_p2p.deep_ep import Buffer, streams
 from moe_p2p.moe import pool
 from tests.support import low_latency_cases as cases
-from tests.support.deep_ep_oracle import make_batches
-from tests.support.low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
+from tests.support.deep_ep_oracle import Place, make_batches
+from tests.support.low_latency_cases import FORMATS, SHAPE, SHAPES, make_buffer
 from tests.support.ranks import Rank, StoreGroup, on_ranks, run_threads
 
 
@@ -66,37 +66,25 @@ def test_shapes_that_deep_ep_refuses(name: str) -> None:
     run(len(counts), cases.one_step, shape, counts, form)
 
 
-def test_ids_may_be_of_32_bits() -> None:
-    run(2, cases.narrow_ids)
+CHECKS = {
+    "ids may be of 32 bits": (2, cases.narrow_ids),
+    "repeats give the same bits": (3, cases.repeats),
+    "two calls in flight": (3, cases.two_in_flight),
+    "a dispatch may be combined never or again": (2, cases.never_or_again),
+    "ten bits travel for logfmt": (4, cases.ten_bits_travel),
+    "where results go": (2, cases.results_go),
+    "ranks leave each other out until the masks are cleaned": (3, cases.masked),
+}
 
 
-def test_repeats_give_the_same_bits() -> None:
-    run(3, cases.repeats)
-
-
-def test_two_calls_in_flight() -> None:
-    run(3, cases.two_in_flight)
-
-
-def test_a_dispatch_may_be_combined_never_or_again() -> None:
-    run(2, cases.never_or_again)
-
-
-def test_ten_bits_travel_for_logfmt() -> None:
-    run(4, cases.ten_bits_travel)
-
-
-def test_where_results_go() -> None:
-    run(2, cases.results_go)
+@pytest.mark.parametrize("name", CHECKS)
+def test_check(name: str) -> None:
+    run(*CHECKS[name])
 
 
 def test_time_waited_is_added() -> None:
     waited = sum(run(2, cases.times_waited))
     assert (waited.sum(1) > 0).all()
-
-
-def test_ranks_leave_each_other_out_until_the_masks_are_cleaned() -> None:
-    run(3, cases.masked)
 
 
 @pytest.mark.parametrize("per_node", [3, 1])

@@ -11,6 +11,7 @@ import torch
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.options import DispatchOptions
+from tests.support.deep_ep_cases import layout_of
 from tests.support.ranks import Rank, StoreGroup, run_threads
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 2
@@ -31,15 +32,8 @@ def _normal(rank: Rank) -> tuple[Any, Callable[[], object]]:
     x, topk_idx, weights = _inputs()
 
     def call() -> object:
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, EXPERTS)
-        return buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=topk_idx,
-            topk_weights=weights,
-        )
+        layout, _ = layout_of(buffer, topk_idx, EXPERTS)
+        return buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, **layout)
 
     return buffer, call
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p.deep_ep import Buffer, EventHandle, EventOverlap
+from tests.support.deep_ep_cases import layout_of
 from tests.support.ranks import Rank, on_ranks, run_threads
 
 E, K, H = 12, 3, 64
@@ -32,18 +33,10 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, x: Tensor, topk_idx: Tensor, probs: Tensor, buffer: Buffer, later: bool
     ) -> tuple[Any, ...]:
         options = _options(later)
-        per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
-            topk_idx, E, **options
-        )
+        layout, event = layout_of(buffer, topk_idx, E, **options)
+        layout |= {"topk_idx": topk_idx, "topk_weights": probs}
         rows, row_idx, row_probs, counts, handle, event = buffer.dispatch(
-            x,
-            topk_idx=topk_idx,
-            topk_weights=probs,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank,
-            **options | {"previous_event": event},
+            x, **layout, **options | {"previous_event": event}
         )
         if later:
             event.current_stream_wait()

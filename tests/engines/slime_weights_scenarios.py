@@ -146,14 +146,11 @@ class Trainer:
         self.actor = actor.MegatronTrainRayActor.__new__(actor.MegatronTrainRayActor)
         off = "debug_train_only debug_rollout_only use_fault_tolerance offload_train use_critic"
         self.args = types.SimpleNamespace(
-            **dict.fromkeys(off.split(), False),
-            colocate=False,
-            num_experts=None,
-            q_lora_rank=None,
+            **dict.fromkeys([*off.split(), "colocate"], False),
+            **dict.fromkeys(("num_experts", "q_lora_rank"), None),
+            **dict.fromkeys(("num_attention_heads", "num_query_groups"), HEADS),
             vocab_size=VOCAB,
             hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            num_query_groups=HEADS,
             kv_channels=4,
             rollout_num_gpus_per_engine=TP,
             update_weight_buffer_size=1 << 11,  # of some parameters

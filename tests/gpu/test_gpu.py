@@ -129,6 +129,15 @@ def every_format(world: World) -> list[Wanted]:
     ]
 
 
+def of_changing_counts(world: World, num_steps: int) -> list[Wanted]:
+    wanted = []
+    for step in range(num_steps):
+        counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
+        change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
+        wanted.append(call(world, step, change, counts=counts, layout="grouped"))
+    return wanted
+
+
 def steps(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]) -> None:
     """All of `wanted`, one after the other."""
     with gpu_ranks.make(rank, world, **config) as comm:
@@ -151,12 +160,7 @@ def test_a_hostile_network_changes_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 2)))
 def test_two_hundred_steps_of_changing_counts(world: World) -> None:
-    wanted = []
-    for step in range(200):
-        counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
-        change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
-        wanted.append(call(world, step, change, counts=counts, layout="grouped"))
-    gpu_ranks.run(world, steps, wanted, {})
+    gpu_ranks.run(world, steps, of_changing_counts(world, 200), {})
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds(*FEW_WORLDS))

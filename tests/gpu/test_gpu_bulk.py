@@ -15,7 +15,14 @@ import torch
 from moe_p2p.moe.gpu import launch_shape
 from moe_p2p.moe.options import SCALE_FORMATS
 from moe_p2p.moe.reference import Tokens
-from tests.gpu.test_gpu import call, every_format, in_fp8, steps, to_one_expert
+from tests.gpu.test_gpu import (
+    call,
+    every_format,
+    in_fp8,
+    of_changing_counts,
+    steps,
+    to_one_expert,
+)
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
 from tests.gpu.test_gpu_failures import SOON_S, settle
 from tests.gpu.test_gpu_layouts import BY_RANK, columns, rows_of_every_type
@@ -192,12 +199,7 @@ def test_halves_of_two_steps_overlap(world: World) -> None:
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
 def test_a_hundred_steps_of_changing_counts(world: World) -> None:
-    wanted = []
-    for step in range(100):
-        counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
-        change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
-        wanted.append(call(world, step, change, counts=counts, layout="grouped"))
-    gpu_ranks.run(world, steps, wanted, {}, deadline_s=100.0)
+    gpu_ranks.run(world, steps, of_changing_counts(world, 100), {}, deadline_s=100.0)
 
 
 def without_a_flag(rank: Rank, world: World, wanted: Wanted) -> None:

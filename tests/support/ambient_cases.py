@@ -19,6 +19,7 @@ from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineCon
 from moe_p2p.engine.transfers import Slice
 from moe_p2p.layer import MoELayer
 from moe_p2p.moe.reference import Tokens, Topology, combine, dispatch, route
+from tests.support.deep_ep_cases import layout_of
 from tests.support.ranks import Rank, StoreGroup
 
 T, K, E, H, W = 6, 2, 4, 256, 2
@@ -198,15 +199,10 @@ class Made:
 
     def normal_calls(self, given: Given) -> Iterator[Tensor]:
         x, topk_idx, weights = given
-        per_rank, _, per_expert, in_rank, _ = self.normal.get_dispatch_layout(topk_idx, E)
-        yield from (per_rank, per_expert, in_rank)
+        layout, _ = layout_of(self.normal, topk_idx, E)
+        yield from (tensor for tensor in layout.values() if tensor is not None)
         rows, row_idx, row_weights, counts, handle, _ = self.normal.dispatch(
-            x,
-            topk_idx=topk_idx,
-            topk_weights=weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank,
+            x, topk_idx=topk_idx, topk_weights=weights, **layout
         )
         assert isinstance(rows, Tensor)
         assert row_idx is not None

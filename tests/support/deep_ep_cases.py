@@ -163,13 +163,12 @@ def values_of(rows: Any) -> Tensor:
     return rows[0] if isinstance(rows, tuple) else rows
 
 
-def send(place: Place, setting: Setting, **options: Any) -> Sent:
-    """Calls get_dispatch_layout and dispatch with this rank's tokens; waits for the event."""
-    tokens = [make_tokens(setting, rank) for rank in range(place.world_size)]
-    mine = tokens[place.rank]
-    topk_idx, buffer = place.put(mine.topk_idx), place.buffer
-    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-        topk_idx, setting.num_experts
+def layout_of(
+    buffer: deep_ep.Buffer, topk_idx: Tensor, num_experts: int, **options: Any
+) -> tuple[dict[str, Any], deep_ep.EventOverlap]:
+    """Returns arguments of dispatch, and the event."""
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        topk_idx, num_experts, **options
     )
     layout = {
         "num_tokens_per_rank": per_rank,
@@ -177,6 +176,15 @@ def send(place: Place, setting: Setting, **options: Any) -> Sent:
         "num_tokens_per_expert": per_expert,
         "is_token_in_rank": in_rank,
     }
+    return layout, event
+
+
+def send(place: Place, setting: Setting, **options: Any) -> Sent:
+    """Calls get_dispatch_layout and dispatch with this rank's tokens; waits for the event."""
+    tokens = [make_tokens(setting, rank) for rank in range(place.world_size)]
+    mine = tokens[place.rank]
+    topk_idx, buffer = place.put(mine.topk_idx), place.buffer
+    layout, _ = layout_of(buffer, topk_idx, setting.num_experts)
     x = place.put(mine.x)
     given = x if mine.scales is None else (x, place.put(mine.scales))
     weights = place.put(mine.topk_weights)
@@ -372,20 +380,12 @@ def check_events(place: Place, setting: Setting) -> None:
     given = x if mine.scales is None else (x, place.put(mine.scales))
     later: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
     start = place.buffer.capture()
-    per_rank, _, per_expert, in_rank, event = place.buffer.get_dispatch_layout(
-        topk_idx, setting.num_experts, previous_event=start, **later
+    layout, event = layout_of(
+        place.buffer, topk_idx, setting.num_experts, previous_event=start, **later
     )
     assert event.event is not None
-    rows, *_, handle, event = place.buffer.dispatch(
-        given,
-        topk_idx=topk_idx,
-        topk_weights=weights,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        previous_event=event,
-        **later,
-    )
+    more: dict[str, Any] = {"topk_idx": topk_idx, "topk_weights": weights, "previous_event": event}
+    rows, *_, handle, event = place.buffer.dispatch(given, **layout, **more, **later)
     with event:
         pass
     sent = send(place, setting)

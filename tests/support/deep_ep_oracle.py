@@ -6,7 +6,7 @@ Symbols: W ranks, T tokens of a rank, K top-k, E experts, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,14 @@ def replay(rank: Rank, name: str, shape: Shape, body: Callable[[Batch], Tensor])
         weights = 2 * batch.weights.where(batch.topk_idx >= 0, 0.0)
         wanted = batch.x.double() * weights.double().sum(1, keepdim=True)
         assert difference(host(out), wanted) < BF16_DIFFERENCE
+
+
+class Place(NamedTuple):
+    """One rank with its buffer, of any of DeepEP's kinds."""
+
+    rank: Rank
+    device: str
+    buffer: Any
 
 
 class Shape(NamedTuple):

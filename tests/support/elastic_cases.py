@@ -12,21 +12,13 @@ from torch import Tensor
 
 from moe_p2p.deep_ep import ElasticBuffer
 from tests.support import deep_ep_oracle
-from tests.support.deep_ep_oracle import BF16_DIFFERENCE, Batch, Shape
+from tests.support.deep_ep_oracle import BF16_DIFFERENCE, Batch, Place, Shape
 from tests.support.ranks import Rank, StoreGroup
 
 SHAPE = Shape()
 SOME = [12, 8, 5, 3]
 Counts = list[list[int]]
 COUNTS: Counts = [[5, 3, 0, 12], [12] * 4, [0] * 4, [0, 0, 9, 0], [1, 2, 3, 4]]
-
-
-class Place(NamedTuple):
-    """One rank with its buffer."""
-
-    rank: Rank
-    device: str
-    buffer: Any
 
 
 def make_buffer(rank: Rank, **options: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.deep_ep_oracle import host, make_batches
-from tests.support.elastic_cases import COUNTS, SHAPE, Call, Place, dispatch, make_buffer
+from tests.support.deep_ep_oracle import Place, host, make_batches
+from tests.support.elastic_cases import COUNTS, SHAPE, Call, dispatch, make_buffer
 
 
 def ordered_sum(rows: list[Tensor], first: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Run by test_deep_ep_low_latency.py and test_deep_ep_gpu_calls.py; deep_ep_oracle
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_p2p.deep_ep import Buffer
 from tests.support import deep_ep_oracle
-from tests.support.deep_ep_oracle import BF16_DIFFERENCE, Batch, Shape
+from tests.support.deep_ep_oracle import BF16_DIFFERENCE, Batch, Place, Shape
 from tests.support.ranks import Rank, StoreGroup
 
 SHAPE = Shape()
@@ -35,14 +35,6 @@ SHAPES = {
     "an empty rank": (SHAPE, [0, 12, 12], "round_scale"),
 }
 FP8_DIFFERENCE = 9e-4  # like BF16_DIFFERENCE, for rows that were rounded to e4m3
-
-
-class Place(NamedTuple):
-    """One rank with its buffer."""
-
-    rank: Rank
-    device: str
-    buffer: Buffer
 
 
 def make_buffer(rank: Rank, **options: Any) -> Buffer:
@@ -228,13 +220,22 @@ def repeats(place: Place) -> None:
         assert torch.equal(results[0], again)
 
 
+def dispatched(
+    place: Place, seed: int, counts: list[int] = SOME, mode: str = "sync", **options: Any
+) -> tuple[Batch, Any, Tensor]:
+    """A checked dispatch; returns this rank's batch, the handle and the rows of combine."""
+    rank, device, buffer = place
+    batches = deep_ep_oracle.make_batches(seed, counts[: rank.world_size], SHAPE)
+    mine = batches[rank.rank].on(device)
+    rows, received, handle = dispatch(buffer, mine, SHAPE, mode, **options)
+    y = check_rows(batches, rank.rank, SHAPE, rows, received, handle)
+    return mine, handle, y.to(device)
+
+
 def never_or_again(place: Place) -> None:
     """A dispatch may have no combine, or several, late."""
-    rank, device, buffer = place
-    batches = deep_ep_oracle.make_batches(5, SOME[: rank.world_size], SHAPE)
-    mine = batches[rank.rank].on(device)
-    rows, counts, handle = dispatch(buffer, mine, SHAPE)
-    y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
+    buffer = place.buffer
+    mine, handle, y = dispatched(place, 5)
     first = deep_ep_oracle.host(combine(buffer, y, mine, handle))
     for _ in range(5):
         dispatch(buffer, mine, SHAPE)
@@ -244,11 +245,8 @@ def never_or_again(place: Place) -> None:
 
 def results_go(place: Place) -> None:
     """Results go to `out`, from rows in the zero-copy buffer; x is ignored."""
-    rank, device, buffer = place
-    batches = deep_ep_oracle.make_batches(6, SOME[: rank.world_size], SHAPE)
-    mine = batches[rank.rank].on(device)
-    rows, counts, handle = dispatch(buffer, mine, SHAPE)
-    y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
+    buffer = place.buffer
+    mine, handle, y = dispatched(place, 6)
     wanted = deep_ep_oracle.host(combine(buffer, y, mine, handle))
     zero_copy = buffer.get_next_low_latency_combine_buffer(handle)
     assert zero_copy.shape == y.shape
@@ -262,12 +260,9 @@ def results_go(place: Place) -> None:
 
 def ten_bits_travel(place: Place) -> None:
     """use_logfmt: sums of what each rank's partial sums become in 10 bits, in every mode."""
-    rank, device, buffer = place
+    rank, _, buffer = place
     for seed, counts in enumerate(COUNTS[:3]):
-        batches = deep_ep_oracle.make_batches(seed, counts[: rank.world_size], SHAPE)
-        mine = batches[rank.rank].on(device)
-        rows, received, handle = dispatch(buffer, mine, SHAPE)
-        y = check_rows(batches, rank.rank, SHAPE, rows, received, handle).to(device)
+        mine, handle, y = dispatched(place, seed, counts)
         plain = deep_ep_oracle.host(combine(buffer, y, mine, handle)).float()
         found = [
             deep_ep_oracle.host(combine(buffer, y, mine, handle, mode, use_logfmt=True)).float()
@@ -292,14 +287,10 @@ def times_waited(place: Place) -> Tensor:
     late_s = 0.2 * (rank.rank == 1)
     waited = torch.zeros(2, rank.world_size, dtype=torch.int64, device=device)
     for seed, mode in enumerate(("sync", "hook", "sync", "hook")):
-        batches = deep_ep_oracle.make_batches(seed, SOME[: rank.world_size], SHAPE)
-        mine = batches[rank.rank].on(device)
         before = deep_ep_oracle.host(waited).clone()
         time.sleep(late_s)
-        rows, counts, handle = dispatch(
-            buffer, mine, SHAPE, mode, dispatch_wait_recv_cost_stats=waited[0]
-        )
-        y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
+        stats = {"dispatch_wait_recv_cost_stats": waited[0]}
+        mine, handle, y = dispatched(place, seed, SOME, mode, **stats)
         time.sleep(late_s)
         combine(buffer, y, mine, handle, mode, combine_wait_recv_cost_stats=waited[1])
         assert (deep_ep_oracle.host(waited) >= before).all()

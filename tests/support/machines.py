@@ -107,22 +107,20 @@ class Machine:
             self.write(f"dev/infiniband/uverbs{number}", "")
 
 
+def _four_efas(machine: Machine, road: str, first: int, numa_node: int, rate: str) -> None:
+    kind = {"driver": "efa", "link_layer": "Unspecified", "node_type": "7: <unknown>"}
+    for number in range(first, first + 4):
+        at = f"{road}:01.{number - first}/0000:{number:02x}:00.0"
+        machine.nic(f"rdmap{number}s0", at, numa_node, rate=rate, **kind)
+
+
 def p5(root: Path) -> Machine:
     """8 GPUs, each below a switch of its own with 4 EFA devices of 100 Gbit/s."""
     machine = Machine(root)
     for i in range(8):
         top, first = 0x44 + 0x11 * i, 0x4F + 0x11 * i
         road = f"pci0000:{top:02x}/0000:{top:02x}:00.0/0000:{top + 1:02x}:00.0/0000:{top + 2:02x}"
-        for j in range(4):
-            machine.nic(
-                f"rdmap{first + j}s0",
-                f"{road}:01.{j}/0000:{first + j:02x}:00.0",
-                i // 4,
-                driver="efa",
-                link_layer="Unspecified",
-                rate="100 Gb/sec (4X EDR)",
-                node_type="7: <unknown>",
-            )
+        _four_efas(machine, road, first, i // 4, "100 Gb/sec (4X EDR)")
         machine.gpu(f"{road}:01.4/0000:{first + 4:02x}:00.0", i // 4)
     return machine
 
@@ -133,16 +131,7 @@ def p5en(root: Path) -> Machine:
     for i, first in enumerate((0x55, 0x6E, 0x87, 0xA0)):
         top = first - 11
         road = f"pci0000:{top:02x}/0000:{top:02x}:00.0/0000:{top + 1:02x}:00.0/0000:{top + 2:02x}"
-        for j in range(4):
-            machine.nic(
-                f"rdmap{first + j}s0",
-                f"{road}:01.{j}/0000:{first + j:02x}:00.0",
-                i // 2,
-                driver="efa",
-                link_layer="Unspecified",
-                rate="200 Gb/sec (4X HDR)",
-                node_type="7: <unknown>",
-            )
+        _four_efas(machine, road, first, i // 2, "200 Gb/sec (4X HDR)")
         for j in (4, 5):
             machine.gpu(f"{road}:01.{j}/0000:{first + j:02x}:00.0", i // 2, "NVIDIA H200")
     machine.pci("pci0000:20/0000:20:03.0/0000:21:00.0", EFA, "0x020000", 0)

@@ -116,22 +116,19 @@ class Killing:
 
     stage = ""
 
+    def _reached(self, stage: str) -> None:
+        super()._reached(stage)  # type: ignore[misc]
+        self.reach(stage)
+
     def reach(self, stage: str) -> None:
         if stage == self.stage:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Trainer(Killing, WeightTrainer):
-    def _reached(self, stage: str) -> None:
-        super()._reached(stage)
-        self.reach(stage)
+class Trainer(Killing, WeightTrainer): ...
 
 
 class Generator(Killing, WeightGenerator):
-    def _reached(self, stage: str) -> None:
-        super()._reached(stage)
-        self.reach(stage)
-
     def _join(self, deadline: Any) -> None:
         self.reach("lent")
         super()._join(deadline)

@@ -77,6 +77,10 @@ class Reaching:
     place: Place | None = None
     stage = ""
 
+    def _reached(self, stage: str) -> None:
+        super()._reached(stage)  # type: ignore[misc]
+        self.reach(stage)
+
     def reach(self, stage: str) -> None:
         if stage != self.stage or self.place is None:
             return
@@ -89,16 +93,10 @@ class Reaching:
             time.sleep(0.002)
 
 
-class Trainer(Reaching, WeightTrainer):
-    def _reached(self, stage: str) -> None:
-        super()._reached(stage)
-        self.reach(stage)
+class Trainer(Reaching, WeightTrainer): ...
 
 
-class Generator(Reaching, WeightGenerator):
-    def _reached(self, stage: str) -> None:
-        super()._reached(stage)
-        self.reach(stage)
+class Generator(Reaching, WeightGenerator): ...
 
 
 def _is_over(error: MoeP2pError) -> bool:

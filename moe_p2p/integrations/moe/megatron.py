@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.integrations import derived, provide_deep_ep, put, required
+from moe_p2p.integrations.moe import pool_of
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.options import DispatchOptions
@@ -146,10 +147,6 @@ class Manager:
         return int(utils.get_align_size_for_quantization(self._config))
 
     def _all_to_all(self, x: Tensor) -> AllToAll:
-        if self.group not in self._shared:
-            self._shared[self.group] = AllToAllPool(self.group)
-        pool = self._shared[self.group]
-        pool.check_others()
         config = config_of(
             num_experts=self.num_experts,
             hidden_dim=x.shape[1],
@@ -160,7 +157,7 @@ class Manager:
             num_sms=self._num_sms,
             timeout_s=TIMEOUT_S,
         )
-        return pool.get(config)
+        return pool_of(self._shared, self.group).get(config)
 
 
 @functools.cache

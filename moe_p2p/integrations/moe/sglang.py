@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_p2p import env, errors
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.integrations.kv import sglang as sglang_kv
+from moe_p2p.integrations.moe import pool_of
 from moe_p2p.integrations.weights import sglang as sglang_weights
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched, PendingDispatch
@@ -213,10 +214,6 @@ class Dispatcher:
         )
 
     def _all_to_all(self, x: Tensor, ids: Tensor, *, low_latency: bool) -> AllToAll:
-        if self._group not in self._shared:
-            self._shared[self._group] = AllToAllPool(self._group)
-        pool = self._shared[self._group]
-        pool.check_others()
         config = config_of(
             num_experts=self._num_experts,
             hidden_dim=x.shape[1],
@@ -227,7 +224,7 @@ class Dispatcher:
             chunk_tokens=self._max_tokens if low_latency else None,
             timeout_s=TIMEOUT_S,
         )
-        return pool.get(config)
+        return pool_of(self._shared, self._group).get(config)
 
     def _is_low_latency(self) -> bool:
         attention = required("sglang.srt.layers.dp_attention", "sglang")
