@@ -10,8 +10,9 @@ order of (source rank, token), or W * T where the host does not know their numbe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,32 +61,24 @@ class RowCounts(NamedTuple):
         return DispatchForm(_options(alignment, rows), num_tokens, capacity)
 
 
+@dataclass(eq=False, repr=False)
 class EPHandle:
-    """Handle of one routing. Passed to dispatch, it sends other values along the same routes."""
+    """Handle of one routing. Passed to dispatch, it sends other values along the same routes.
+
+    received: without its rows, which may be freed before this handle.
+    """
 
     # Fields of DeepEP's own transport, without counterpart here.
-    token_metadata_at_forward: Tensor | None = None
-    channel_linked_list: Tensor | None = None
+    token_metadata_at_forward: ClassVar[Tensor | None] = None
+    channel_linked_list: ClassVar[Tensor | None] = None
 
-    def __init__(
-        self,
-        all_to_all: ReleasingAllToAll,
-        received: Dispatched,
-        counts: RowCounts,
-        *,
-        do_expand: bool,
-        num_experts: int,
-        expert_alignment: int,
-        num_sms: int,
-    ) -> None:
-        """received: without its rows, which may be freed before this handle."""
-        self.all_to_all = all_to_all
-        self.received = received
-        self.do_expand = do_expand
-        self.num_experts = num_experts
-        self.expert_alignment = expert_alignment
-        self.num_sms = num_sms
-        self.row_counts = counts
+    all_to_all: ReleasingAllToAll
+    received: Dispatched
+    row_counts: RowCounts
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_sms: int
 
     @property
     def num_max_tokens_per_rank(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +31,22 @@ def no_handle(given: object) -> errors.MoeP2pError:
     return errors.wrong_type("handle", given, "what dispatch returned, the object itself")
 
 
-class Handle(Sequence[Tensor]):
+class Elements(Sequence[Any]):
+    """Reads as DeepEP's tuple, which is made at the first access, on the current stream."""
+
+    @cached_property
+    def _elements(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._elements[index]
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+
+@dataclass(eq=False, repr=False)
+class Handle(Elements):
     """DeepEP's tuple with the tensors that users read, at the same indices; the others are empty.
 
     Up to 8 ranks: (rank_prefix_matrix, -, -, recv_src_idx, is_token_in_rank, -).
@@ -41,21 +57,13 @@ class Handle(Sequence[Tensor]):
     recv_src_idx [R] int32: index of the token at its source. recv_gbl_rank_prefix_sum [W]: rows of
         this rank from ranks 0 to i.
 
-    They are computed at first access, on the current stream.
+    dispatched: without its rows, which may be freed before this handle.
     """
 
-    def __init__(
-        self,
-        all_to_all: ReleasingAllToAll,
-        dispatched: Dispatched,
-        extent: Extent,
-        is_token_in_rank: Tensor,
-    ) -> None:
-        """dispatched: without its rows, which may be freed before this handle."""
-        self.all_to_all = all_to_all
-        self.dispatched = dispatched
-        self.extent = extent
-        self._is_token_in_rank = is_token_in_rank
+    all_to_all: ReleasingAllToAll
+    dispatched: Dispatched
+    extent: Extent
+    _is_token_in_rank: Tensor
 
     @cached_property
     def form_again(self) -> DispatchForm:
@@ -63,7 +71,7 @@ class Handle(Sequence[Tensor]):
         return DispatchForm(ROWS_AGAIN, self.extent.max_tokens, self.extent.num_rows)
 
     @cached_property
-    def _elements(self) -> list[Tensor]:
+    def _elements(self) -> Sequence[Any]:
         dispatched, source = self.dispatched, self.dispatched.source
         assert source is not None
         nothing, of_rank = dispatched.counts[:0], dispatched.offsets[1:]
@@ -76,12 +84,6 @@ class Handle(Sequence[Tensor]):
             elements[0] = _prefix_matrix(of_rank, self.extent)
             elements[3], elements[4] = source[:, 1], self._is_token_in_rank
         return elements
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._elements[index]
-
-    def __len__(self) -> int:
-        return len(self._elements)
 
 
 def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.elastic_base import usual_steps
+from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.library import unaffected
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched, without_rows
@@ -30,7 +31,7 @@ _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from e
 _TOPKS = (8, 16, 32)  # a map does not name K: the least of these that the first one fits in
 
 
-class HybridHandle(Sequence[Any]):
+class HybridHandle(Elements):
     """Handle of one routing. [0]: rows of each local expert, [-1]: overflow flag, int32 [1].
 
     The flag is 1 where rows past num_permuted_tokens were dropped, else 0.
@@ -57,15 +58,9 @@ class HybridHandle(Sequence[Any]):
         return DispatchForm(_options(self.alignment), call.max_tokens, call.capacity)
 
     @functools.cached_property
-    def _elements(self) -> tuple[Tensor, Tensor]:
+    def _elements(self) -> Sequence[Any]:
         received = self.received
         return self.per_expert, (received.offsets[-1:] > received.call.capacity).int()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._elements[index]
-
-    def __len__(self) -> int:
-        return len(self._elements)
 
 
 class HybridEPBuffer:

@@ -22,6 +22,7 @@ from moe_p2p import errors
 from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
+from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import (
     Dispatched,
@@ -44,7 +45,7 @@ _NUM_TOPK_OF_HINT = 32  # the largest top-k; slots for top-8 and top-12 have the
 _SIZE_ALIGNMENT = 128  # required by DeepEP's Buffer
 
 
-class LowLatencyHandle(Sequence[Any]):
+class LowLatencyHandle(Elements):
     """(src_info [E_local, W * T] int32, layout_range [E_local, W] int64, T, H, E) of a dispatch.
 
     src_info: index of each row's token at its source. layout_range: for each source, its first row
@@ -61,18 +62,12 @@ class LowLatencyHandle(Sequence[Any]):
         self._sizes = (received.call.max_tokens, hidden, num_experts)
 
     @functools.cached_property
-    def _elements(self) -> tuple[Any, ...]:
+    def _elements(self) -> Sequence[Any]:
         source, ranges = self.received.source, self.received.ranges
         assert source is not None
         assert ranges is not None
         src_info = source[:, 1].view(ranges.shape[0], -1)
         return (src_info, ranges, *self._sizes)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._elements[index]
-
-    def __len__(self) -> int:
-        return len(self._elements)
 
 
 class LowLatencyCalls(BufferBase):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from moe_p2p import Engine, EngineConfig, TimeoutError, mooncake
 from moe_p2p.errors import make
 from tests.support import warm
+from tests.support.ranks import repeated
 
 NBYTES = 64 << 20  # of a write: sockets and rings hold some of it, never all
 OVER = {
@@ -132,21 +132,14 @@ def busy_peer(receiver: Engine, over: str) -> Iterator[None]:
     """Another peer writes all the while, and none of its writes fails."""
     other = torch.zeros(2 << 20, dtype=torch.uint8)
     answers = []
-    stop = threading.Event()
     with writer(over, other.numel(), receiver.register(other).descriptor) as child:
 
-        def run() -> None:
-            while not stop.is_set():
-                begin(child)
-                answers.append(ended(child))
+        def write() -> None:
+            begin(child)
+            answers.append(ended(child))
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
+        with repeated(write):
             yield
-        finally:
-            stop.set()
-            thread.join()
     assert answers
     assert set(answers) == {"done\n"}
 

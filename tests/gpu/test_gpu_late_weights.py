@@ -21,7 +21,7 @@ from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, error_of
 from tests.gpu.test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
-from tests.moe.test_late_weights import late_combine, late_dispatch
+from tests.moe.test_late_weights import late_combine, late_dispatch, late_halves
 from tests.support import cases, gpu_ranks
 from tests.support.cases import TOPK, Wanted
 from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, Payload, World
@@ -89,12 +89,7 @@ def halves(rank: Rank, world: World, pairs: list[list[Wanted]]) -> None:
     with gpu_ranks.make(rank, world) as comm:
         gpu_ranks.prepare(rank, comm, pairs[0])
         for pair in pairs:
-            given = [late_dispatch(comm, step) for step in pair]
-            sent = [comm.dispatch_send(**arguments) for arguments in given]
-            got = [comm.dispatch_recv(pending) for pending in sent]
-            back = [late_combine(comm, step, g) for step, g in zip(pair, got, strict=True)]
-            combining = [comm.combine_send(**arguments) for arguments in back]
-            outs = [comm.combine_recv(pending) for pending in combining]
+            outs = late_halves(comm, pair)
             cases.finish(comm)
             for step, out in zip(pair, outs, strict=True):
                 assert torch.equal(out.cpu(), step.out[comm.rank])

@@ -15,7 +15,7 @@ import torch
 from moe_p2p import errors
 from moe_p2p.moe.gpu import launch_shape
 from moe_p2p.moe.rendezvous import mirror
-from tests.moe.test_late_weights import late_combine, late_dispatch
+from tests.moe.test_late_weights import late_halves
 from tests.support.cases import Wanted, assert_combined, finish, run_step
 from tests.support.gpu_ranks import DEVICE, World, prepare, run, worlds
 from tests.support.mirror_cases import key_of_world, make_mirror, mirrored_call
@@ -56,12 +56,7 @@ def late_steps(rank: Rank, _: World, world: World, key: str, wanted: list[Wanted
     with make_mirror(rank, world, key) as comm:
         prepare(rank, comm, wanted)
         for pair in zip(wanted[::2], wanted[1::2], strict=True):
-            given = [late_dispatch(comm, step) for step in pair]
-            sent = [comm.dispatch_send(**arguments) for arguments in given]
-            got = [comm.dispatch_recv(pending) for pending in sent]
-            back = [late_combine(comm, step, g) for step, g in zip(pair, got, strict=True)]
-            combining = [comm.combine_send(**arguments) for arguments in back]
-            outs = [comm.combine_recv(pending) for pending in combining]
+            outs = late_halves(comm, pair)
             finish(comm)
             for step, out in zip(pair, outs, strict=True):
                 assert_combined(out.cpu(), step.out[0])

@@ -275,23 +275,7 @@ def test_two_communicators_share_an_engine(rank: Rank) -> None:
     with Engine(
         EngineConfig(transport="loopback", nics_per_rank=2), label=f"shared {rank.rank}"
     ) as engine:
-        comms = [
-            AllToAll(
-                rank.store,
-                AllToAllConfig(
-                    num_experts=8,
-                    hidden_dim=HIDDEN_DIM,
-                    topk=TOPK,
-                    max_tokens=12,
-                    dtype=torch.float32,
-                    ranks_per_node=1,
-                ),
-                rank=rank.rank,
-                world_size=2,
-                engine=engine,
-            )
-            for _ in range(2)
-        ]
+        comms = [cases.make(rank, ranks_per_node=1, engine=engine) for _ in range(2)]
         for comm in comms:
             cases.steps(comm)
         comms[0].close()
@@ -356,15 +340,7 @@ def test_plan_needs_no_ranks() -> None:
 
 def run_in_process_group(rank: Rank, config: dict[str, Any]) -> int:
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
-    small = AllToAllConfig(
-        num_experts=8,
-        hidden_dim=HIDDEN_DIM,
-        topk=TOPK,
-        max_tokens=12,
-        dtype=torch.float32,
-        num_threads=1,
-        **config,
-    )
+    small = AllToAllConfig(**cases.SMALL, **config)
     # The default group, then halves of it: (0, 2) and (1, 3).
     with AllToAll(None, small) as comm:
         found = comm.ranks_per_node

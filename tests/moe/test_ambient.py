@@ -22,7 +22,14 @@ import torch
 
 from tests.engines import sglang_layers, test_megatron, vllm_layers
 from tests.support import gpu_ranks, warm
-from tests.support.ambient_cases import Made, W, default_dtype, difference, given_to
+from tests.support.ambient_cases import (
+    Made,
+    W,
+    default_device,
+    default_dtype,
+    difference,
+    given_to,
+)
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank, run_processes
 
@@ -30,15 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- states ---
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 @contextlib.contextmanager

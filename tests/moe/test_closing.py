@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -52,16 +53,10 @@ def test_a_rank_that_closes_first_takes_nothing_of_others_along(settings: str) -
 def test_no_order_of_the_network_loses_what_was_sent_before_closing(rank: Rank, last: str) -> None:
     for turn in range(8):
         seed = random.Random(turn).getrandbits(40)
+        apart = replace(rank, store=torch.distributed.PrefixStore(f"{turn}", rank.store))
+        shape = {"num_experts": 6, "max_tokens": 12, "chunk_tokens": 3, "steps_in_flight": 4}
         settings = f"ring_kib=64,seed={seed}"
-        with make(
-            Rank(rank.rank, 3, torch.distributed.PrefixStore(f"{turn}", rank.store)),
-            ranks_per_node=1,
-            num_experts=6,
-            max_tokens=12,
-            chunk_tokens=3,
-            steps_in_flight=4,
-            transport_settings=settings,
-        ) as comm:
+        with make(apart, ranks_per_node=1, transport_settings=settings, **shape) as comm:
             tokens = [make_tokens(turn, r, 4 * r, num_experts=6) for r in range(3)]
             if last == "combine":
                 check_step(comm, tokens)

@@ -248,15 +248,8 @@ class Kernels:
         quantize, by_rank = bool(number & QUANTIZE), layout_of(number) == BY_RANK
         self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))
 
-    def prepare_combine(
-        self,
-        y_dtype: torch.dtype,
-        out_dtype: torch.dtype,
-        by_topk: bool = False,
-        partials: int = 0,
-    ) -> None:
-        assert not by_topk
-        assert not partials
+    def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype, *order: int) -> None:
+        assert not any(order)
         self.asked.add((y_dtype, out_dtype))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,19 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from moe_p2p import InvalidArgumentError, deep_ep
+from tests.support.ambient_cases import default_device
 from tests.support.cases import make, make_tokens
 from tests.support.ranks import Rank
 
 T, K, E = 5, 3, 8
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 def pairs(rank: Rank) -> Iterator[Callable[[], Any]]:

@@ -22,8 +22,8 @@ import torch
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
-from tests.support.cases import make, steps
-from tests.support.ranks import DiedError, Rank, run_processes
+from tests.support.cases import make, steps, text_of_loss
+from tests.support.ranks import Rank, run_processes
 
 CHILD_S = 20.0  # what a child may take at most; a parent that waits longer kills it
 
@@ -179,7 +179,4 @@ def dies_with_a_child(rank: Rank, ranks_per_node: int) -> tuple[float, str]:
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_a_rank_that_is_killed_is_missed_although_its_child_lives(ranks_per_node: int) -> None:
     results = run_processes(2, dies_with_a_child, ranks_per_node, return_errors=True)
-    assert isinstance(results[0], DiedError)
-    took, text = results[1]
-    assert took < 20, text  # not 60
-    assert text.startswith("PeerDeadError"), text
+    text_of_loss(results, 0)

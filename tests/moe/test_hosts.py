@@ -49,18 +49,11 @@ def _environment() -> dict[str, str]:
 
 def _torchrun_outputs(deadline_s: float) -> list[str]:
     with hosts.Hosts(2, num_interfaces=2) as both:
-        processes = [both.start(host, *_torchrun(host), env=_environment()) for host in range(2)]
-        ends = time.monotonic() + deadline_s
-        outputs = []
-        for process in processes:
-            try:
-                output, _ = process.communicate(timeout=max(1.0, ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output = f"did not end within {deadline_s} s\n{process.communicate()[0]}"
-            outputs.append(output)
-    for process in processes:
-        assert process.returncode == 0, "\n---\n".join(outputs)
+        for host in range(2):
+            both.start(host, *_torchrun(host), env=_environment())
+        outcomes = both.outcomes(deadline_s)
+    outputs = [output for _, output in outcomes]
+    assert all(status == 0 for status, _ in outcomes), "\n---\n".join(outputs)
     return outputs
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -81,14 +81,6 @@ def steps_of(topology: Topology, dtype: torch.dtype, max_tokens: int = 12) -> li
     return made
 
 
-def int10_steps(
-    rank: Rank, wanted: list[Wanted], wants: list[list[Tensor]], kind: CombineDtype, config: Any
-) -> None:
-    with cases.make(rank, hidden_dim=HIDDEN_DIM, **config) as comm:
-        for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
-            run_int10(comm, step, want, kind, i % 3)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -101,9 +93,10 @@ def test_sums_are_those_of_the_reference(
     plain = [cases.sums_of(topology, w, i % 3) for i, w in enumerate(wanted)]
     changes = kind == "int10" or ranks_per_node < 4
     assert all(torch.equal(a, b) for a, b in zip(wants[2], plain[2], strict=True)) != changes
-    config = {"dtype": dtype, "ranks_per_node": ranks_per_node}
-    run_threads(4, int10_steps, wanted, wants, kind, config | {"part_bytes": 2048})
-    run_threads(4, int10_steps, wanted, wants, kind, config | {"chunk_tokens": 6})
+    config = {"dtype": dtype, "ranks_per_node": ranks_per_node, "hidden_dim": HIDDEN_DIM}
+    take = functools.partial(run_int10, kind=kind)
+    for more in ({"part_bytes": 2048}, {"chunk_tokens": 6}):
+        run_threads(4, cases.summed_steps, wanted, wants, take, config | more)
 
 
 def test_a_block_rounds_to_its_largest_value() -> None:

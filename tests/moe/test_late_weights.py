@@ -8,11 +8,13 @@ counts, some of which have no late weights: one step cannot see stale slots.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
 from moe_p2p.moe.reference import Tokens, Topology
@@ -49,6 +51,16 @@ def wanted_steps(world_size: int, ranks_per_node: int, **options: Any) -> list[W
 
 def late_dispatch(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
     return cases.dispatch_arguments(comm, wanted) | {"topk_weights": None}
+
+
+def late_halves(comm: AllToAll, pair: Sequence[Wanted]) -> list[Tensor]:
+    """Sums of steps in flight together, in halves."""
+    given = [late_dispatch(comm, step) for step in pair]
+    sent = [comm.dispatch_send(**arguments) for arguments in given]
+    got = [comm.dispatch_recv(pending) for pending in sent]
+    back = [late_combine(comm, step, g) for step, g in zip(pair, got, strict=True)]
+    combining = [comm.combine_send(**arguments) for arguments in back]
+    return [comm.combine_recv(pending) for pending in combining]
 
 
 def late_combine(comm: AllToAll, wanted: Wanted, got: Dispatched) -> dict[str, Any]:

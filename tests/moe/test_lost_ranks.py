@@ -22,6 +22,7 @@ from moe_p2p import Engine, EngineConfig, library
 from moe_p2p.moe import communicator
 from moe_p2p.moe.rendezvous import agreement
 from moe_p2p.moe.rendezvous.agreement import find_ranks_per_node
+from tests.support import cases
 from tests.support.cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.gpu_ranks import meet
 from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
@@ -202,10 +203,7 @@ def run_until_one_is_gone(rank: Rank, call: str) -> tuple[float, str]:
 @pytest.mark.parametrize("call", ["dispatch", "gather_counts"])
 def test_a_rank_that_is_killed_while_nothing_is_under_way_to_it(call: str) -> None:
     results = run_processes(2, run_until_one_is_gone, call, return_errors=True)
-    assert isinstance(results[1], DiedError)
-    took, text = results[0]
-    assert took < 20, text  # not 60
-    assert text.startswith("PeerDeadError"), text
+    text = cases.text_of_loss(results, 1)
     assert "rank 1 (node 1) is gone" in text
     assert "a probe failed: peer dead" in text
     assert "waits for rank 1 (node 1, 0 of 2 immediates came)" in text

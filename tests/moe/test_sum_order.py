@@ -5,9 +5,9 @@ Every case runs several steps with changing counts, with and without bias and sc
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -66,14 +66,6 @@ def run_ordered(
     assert torch.equal(found.cpu(), found_want)
 
 
-def ordered_steps(
-    rank: Rank, wanted: list[Wanted], wants: list[list[Tensor]], order: SumOrder, config: Any
-) -> None:
-    with cases.make(rank, combine_rows=ROWS, **config) as comm:
-        for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
-            run_ordered(comm, step, want, order, i % 3)
-
-
 @pytest.mark.parametrize("order", ["topk", "rows"])
 @pytest.mark.parametrize("layout", ["padded", "grouped", "by_rank"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,8 +80,9 @@ def test_sums_are_in_the_order_of_topk(
     if dtype == torch.float32:  # another order gives other bits
         pairs = zip(chain(*wants), chain(*others), strict=True)
         assert not all(torch.equal(a, b) for a, b in pairs)
-    config = {"dtype": dtype, "chunk_tokens": chunk_tokens}
-    run_threads(4, ordered_steps, wanted, wants, order, config)
+    config = {"dtype": dtype, "chunk_tokens": chunk_tokens, "combine_rows": ROWS}
+    take = functools.partial(run_ordered, order=order)
+    run_threads(4, cases.summed_steps, wanted, wants, take, config)
 
 
 def test_the_reference_adds_row_after_row() -> None:

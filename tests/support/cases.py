@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_p2p import AllToAll, AllToAllConfig, Dispatched, DispatchOptions, MoeP2pError
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Received, Tokens, Topology
-from tests.support.ranks import Rank
+from tests.support.ranks import DiedError, Rank
 
 HIDDEN_DIM = 48
 TOPK = 3
@@ -318,6 +318,19 @@ def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Di
     return run_step(comm, expect(topology_of(comm), tokens, max_tokens=max_tokens, **options))
 
 
+def summed_steps(
+    rank: Rank,
+    wanted: list[Wanted],
+    wants: list[list[Tensor]],
+    take: Callable[..., None],
+    config: dict[str, Any],
+) -> None:
+    """take: (comm, a step, its sums by rank, num_biases). config: of make."""
+    with make(rank, **config) as comm:
+        for i, (step, want) in enumerate(zip(wanted, wants, strict=True)):
+            take(comm, step, want, num_biases=i % 3)
+
+
 def steps(comm: AllToAll, **options: Any) -> None:
     """Several calls, each with other tokens on each rank."""
     dtype = options.pop("dtype", torch.float32)
@@ -388,6 +401,15 @@ def lose_an_idle_rank(comm: AllToAll, lost: int, call: Callable[[], object]) -> 
         assert comm.broken
         return time.monotonic() - began, f"{type(error).__name__}: {error}"
     return time.monotonic() - began, "never noticed"
+
+
+def text_of_loss(results: list[Any], lost: int) -> str:
+    """The text that the other of two ranks got, soon: long before its deadline of 60 s."""
+    assert isinstance(results[lost], DiedError)
+    took, text = results[1 - lost]
+    assert took < 20, text
+    assert text.startswith("PeerDeadError"), text
+    return str(text)
 
 
 def on_cpu(got: Dispatched) -> Dispatched:

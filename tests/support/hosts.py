@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from tests.support import warm
@@ -142,6 +141,18 @@ class Hosts:
         self._processes.append(process)
         return process
 
+    def outcomes(self, deadline_s: float) -> list[tuple[int, str]]:
+        """Exit status and output of each program that was started."""
+        ends, found = time.monotonic() + deadline_s, []
+        for process in self._processes:
+            try:
+                output, _ = process.communicate(timeout=max(1.0, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output = f"did not end within {deadline_s} s\n{process.communicate()[0]}"
+            found.append((process.returncode, output))
+        return found
+
     def flap(self, host: int, interface: str, *, down_s: float) -> None:
         """Takes an interface down and up again."""
         _ip("-n", self.names[host], "link", "set", interface, "down")
@@ -162,10 +173,5 @@ class Hosts:
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -28,7 +28,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -142,6 +143,24 @@ def on_ranks(
         return test
 
     return decorate
+
+
+@contextmanager
+def repeated(step: Callable[[], object]) -> Iterator[None]:
+    """Another thread makes one step after the other meanwhile."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            step()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _process(

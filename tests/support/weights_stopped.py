@@ -11,16 +11,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from moe_p2p.weights import WeightGenerator, WeightTrainer
+from tests.support.ranks import repeated
 from tests.support.weights_fleet import MODELS, TRAINERS, engine_of
 
 MODEL = MODELS["fused"]
@@ -39,23 +37,6 @@ def generator_of(rank: int, port: int) -> WeightGenerator:
 def trainer_of(rank: int, port: int) -> WeightTrainer:
     return WeightTrainer(engine_of(f"trainer {rank}", rank), store_at(port), MODEL.layouts[0], rank,
                          MODEL.trainer_tensors(rank, MODEL.values(0)), **LIMITS)  # fmt: skip
-
-
-@contextmanager
-def generating(generator: WeightGenerator) -> Iterator[None]:
-    over = threading.Event()
-
-    def steps() -> None:
-        while not over.wait(0.001):
-            generator.step()
-
-    thread = threading.Thread(target=steps)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def run_victim(read: int) -> None:
@@ -86,7 +67,7 @@ def check(victim: int, port: int) -> None:
                 assert time.monotonic() < until, (trainers[0].live(), wanted)
                 time.sleep(0.01)
 
-        with generating(generator):
+        with repeated(lambda: (generator.step(), time.sleep(0.001))):
             update(1)
             await_versions({1: 2})
             os.kill(victim, signal.SIGSTOP)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -39,23 +37,10 @@ def run_on_two_hosts(module: str, *arguments: str) -> list[tuple[int, str]]:
     )
     with hosts.Hosts(2, num_interfaces=2) as both:
         meeting = (f"--master-addr={both.address(0)}", f"--master-port={PORT}", "--nnodes=2")
-        processes = [
-            both.start(
-                host,
-                *torchrun(*meeting, f"--node-rank={host}", "-m", module, *arguments),
-                env=env,
-            )
-            for host in range(2)
-        ]
-        ends, found = time.monotonic() + DEADLINE_S, []
-        for process in processes:
-            try:
-                output, _ = process.communicate(timeout=max(1.0, ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output = f"did not end within {DEADLINE_S} s\n{process.communicate()[0]}"
-            found.append((process.returncode, output))
-    return found
+        for host in range(2):
+            program = torchrun(*meeting, f"--node-rank={host}", "-m", module, *arguments)
+            both.start(host, *program, env=env)
+        return both.outcomes(DEADLINE_S)
 
 
 def test_two_hosts_meet_before_a_span_and_make_figures_over_two_interfaces_each(

@@ -6,16 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_p2p import weights
 from moe_p2p.errors import AbortedError
-from moe_p2p.weights import (
-    Blocks,
-    Param,
-    Shard,
-    WeightGenerator,
-    WeightLayout,
-    WeightTrainer,
-    agree_in,
-)
+from moe_p2p.weights import Blocks, Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
 from tests.support import weights_fleet
 from tests.support.ranks import Rank, run_processes
 from tests.support.weights_fleet import BF16, FP8, GENERATORS, MODELS, TRAINERS
@@ -52,7 +45,7 @@ def _of_two_jobs(rank: Rank) -> tuple[int, list[int | None]]:
         return 2, []
     live = model.empty(number)
     generator = WeightGenerator(engine, store, layouts[1], number, live,
-                                engine_ranks=(0, 1), agree=agree_in(group))  # fmt: skip
+                                engine_ranks=(0, 1), agree=weights.agree_in(group))  # fmt: skip
     while generator.version != 2:
         seen.append(generator.step())  # a forward pass follows
         if generator.version is not None:
