@@ -6,15 +6,18 @@
 namespace moe_p2p::moe {
 namespace {
 
+// Whether a plain call is plain with this change.
+template <typename Params>
+bool plain_with(void (*change)(Params&)) {
+  Params p{};
+  p.num_chunks = 1;
+  change(p);
+  return is_plain(p);
+}
+
 TEST_CASE("plain calls: a dispatch that asks for anything rare is none") {
-  abi::DispatchParams plain{};
-  plain.num_chunks = 1;
-  CHECK(is_plain(plain));
-  const auto with = [&](auto&& change) {
-    abi::DispatchParams p = plain;
-    change(p);
-    return is_plain(p);
-  };
+  const auto with = plain_with<abi::DispatchParams>;
+  CHECK(with([](auto&) {}));
   CHECK(!with([](auto& p) { p.num_chunks = 2; }));
   CHECK(!with([](auto& p) { p.solo = 1; }));
   CHECK(!with([](auto& p) { p.opaque = 1; }));
@@ -28,14 +31,8 @@ TEST_CASE("plain calls: a dispatch that asks for anything rare is none") {
 }
 
 TEST_CASE("plain calls: a combine that asks for anything rare is none") {
-  abi::CombineParams plain{};
-  plain.num_chunks = 1;
-  CHECK(is_plain(plain));
-  const auto with = [&](auto&& change) {
-    abi::CombineParams p = plain;
-    change(p);
-    return is_plain(p);
-  };
+  const auto with = plain_with<abi::CombineParams>;
+  CHECK(with([](auto&) {}));
   CHECK(!with([](auto& p) { p.num_chunks = 2; }));
   CHECK(!with([](auto& p) { p.empty = 1; }));
   CHECK(!with([](auto& p) { p.with_scalars = 1; }));

@@ -107,12 +107,15 @@ struct Sharing {
   Sharing() { fake.share_memory(true); }
   ~Sharing() { fake.share_memory(false); }
 };
+struct SharingPair : Sharing {
+  const std::string settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
+  TransferEngine from{loopback_options(settings, 2)}, to{loopback_options(settings, 2)};
+  proxy::ProxyThread first{from, {}}, second{to, {}};
+};
 
 TEST_CASE("engine over loopback: GPU memory whose descriptor says how is mapped by itself") {
-  const Sharing sharing;
-  const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
-  TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
-  proxy::ProxyThread first(from, {}), second(to, {});
+  SharingPair sharing;
+  TransferEngine &from = sharing.from, &to = sharing.to;
   GpuBuffer target(to, 50'000);
   const auto descriptor = MemoryDescriptor::parse(to.descriptor(target.handle).serialize());
   const auto* region = from.resolve(descriptor);  // before the engine knows its own device
@@ -140,10 +143,8 @@ TEST_CASE("engine over loopback: GPU memory whose descriptor says how is mapped 
 }
 
 TEST_CASE("engine over loopback: a window goes when its owner lends the memory no more") {
-  const Sharing sharing;
-  const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
-  TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
-  proxy::ProxyThread first(from, {}), second(to, {});
+  SharingPair sharing;
+  TransferEngine &from = sharing.from, &to = sharing.to;
   GpuBuffer source(from, 5000);
   std::vector<std::byte> memory(5000);
   const provider::MemorySpan span{memory.data(), memory.size(), provider::MemoryKind::kCuda, 0};
@@ -172,10 +173,8 @@ TEST_CASE("engine over loopback: a window goes when its owner lends the memory n
 }
 
 TEST_CASE("engine over loopback: regions of two classes share a window until both are gone") {
-  const Sharing sharing;
-  const auto settings = base::concat("channels=8,row_kernel=", FakeDriver::kRowKernel);
-  TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 2));
-  proxy::ProxyThread first(from, {}), second(to, {});
+  SharingPair sharing;
+  TransferEngine &from = sharing.from, &to = sharing.to;
   GpuBuffer source(from, 5000);
   std::ranges::copy(pattern(5000), source.data.begin());
   std::vector<std::byte> memory(5000);

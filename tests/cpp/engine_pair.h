@@ -2,9 +2,11 @@
 // condition holds, and gives up after a fixed number of turns instead of a time.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <random>
 #include <vector>
 
 #include "doctest/doctest.h"
@@ -20,6 +22,14 @@ inline std::vector<std::byte> pattern(size_t bytes, unsigned seed = 1) {
   for (size_t i = 0; i < bytes; ++i)
     data[i] = static_cast<std::byte>((i * 31 + seed * 7 + 1) % 251);
   return data;
+}
+
+// 90 indices from `first` on, in an order drawn from the seed; 0: ascending.
+inline std::vector<int64_t> indices(int64_t first, unsigned seed) {
+  std::vector<int64_t> made(90);
+  std::iota(made.begin(), made.end(), first);
+  if (seed != 0) std::shuffle(made.begin(), made.end(), std::mt19937(seed));
+  return made;
 }
 
 // A buffer registered at its engine.

@@ -37,11 +37,7 @@ TEST_CASE("engine: pages are read from their index at the peer to their index he
     Engines engines(network, {num_nics, 2});
     Buffer target(engines[0], pattern(64 * 150, 9));
     Buffer source(engines[1], pattern(64 * 100));
-    std::vector<int64_t> from(90), to(90);
-    std::iota(from.begin(), from.end(), 3);
-    std::iota(to.begin(), to.end(), 20);
-    std::shuffle(from.begin(), from.end(), std::mt19937(1));
-    std::shuffle(to.begin(), to.end(), std::mt19937(2));
+    const auto from = indices(3, 1), to = indices(20, 2);
     for (const uint64_t page_bytes : {1, 39, 40, 41, 60}) {
       auto expected = pattern(64 * 150, 9);
       std::ranges::copy(expected, target.data.begin());
@@ -63,10 +59,7 @@ TEST_CASE("engine: rows of pages travel both ways, with an immediate for each NI
     Engines engines(network, {3, 2});
     Buffer here(engines[0], pattern(64 * 100)), there(engines[1], std::vector<std::byte>(64 * 160));
     const auto* region = engines.region(0, 1, there);
-    std::vector<int64_t> from(90), to(90);
-    std::iota(from.begin(), from.end(), 3);
-    std::iota(to.begin(), to.end(), 20);
-    std::shuffle(to.begin(), to.end(), std::mt19937(2));
+    const auto from = indices(3, 0), to = indices(20, 2);
     const Pages mine{from, 64, 0, 16}, theirs{to, 80, 7, 20};
     Request write(
         WritePages{here.handle, region, 40, mine, theirs, 6, 10, WritePages::Imms::kPerNic});

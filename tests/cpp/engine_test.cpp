@@ -75,11 +75,7 @@ TEST_CASE("engine: pages go from their source index to their target index, one i
     Buffer source(engines[0], pattern(64 * 100));
     Buffer target(engines[1], pattern(64 * 150, 9));
     const auto untouched = pattern(64 * 150, 9);
-    std::vector<int64_t> from(90), to(90);
-    std::iota(from.begin(), from.end(), 3);
-    std::iota(to.begin(), to.end(), 20);
-    std::shuffle(from.begin(), from.end(), std::mt19937(1));
-    std::shuffle(to.begin(), to.end(), std::mt19937(2));
+    const auto from = indices(3, 1), to = indices(20, 2);
     for (const uint64_t page_bytes : {1, 39, 40, 41, 60}) {
       std::ranges::copy(untouched, target.data.begin());
       auto expected = untouched;

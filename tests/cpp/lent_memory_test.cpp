@@ -11,53 +11,49 @@ namespace {
 
 const std::string kRows = base::concat("row_kernel=", test::FakeDriver::kRowKernel);
 
+constexpr size_t kLong = platform::RowCopies::kMostBytes + 1;
+
 ProviderUnderTest lent(const std::string& settings) {
   ProviderUnderTest provider = gpu(settings);
   provider.lent = true;
   return provider;
 }
 
-TEST_CASE("lent memory: the rows of one post are one launch, long ones are for the engines") {
-  const Driver driver;
-  constexpr size_t kLong = platform::RowCopies::kMostBytes + 1;
-  Pair pair(lent(kRows), 2 * kLong);
-  fill(pair.source.data, 1);
+// 60 short writes or reads of one post, then a long one; `from` of the pair's memory is copied.
+template <typename Make>
+void check_one_launch(Pair& pair, const Memory& from, const Memory& to, Make&& make) {
+  auto& fake = test::FakeDriver::install();
+  fill(from.data, 1);
   std::vector<WorkRequest> rows;
-  for (uint32_t i = 0; i < 60; ++i) rows.push_back(with_imm(pair.write(i, i * 600, 576), i));
-  const uint64_t launches = driver.fake.num_row_launches(), copies = driver.fake.num_copies();
+  for (uint32_t i = 0; i < 60; ++i) rows.push_back(make(i, i * 600, 576));
+  const uint64_t launches = fake.num_row_launches(), copies = fake.num_copies();
   CHECK(pair.a.domain->post(rows) == 60);
-  CHECK(driver.fake.num_row_launches() == launches + 1);
+  CHECK(fake.num_row_launches() == launches + 1);
   CHECK(pair.pump_until_done(60));
   for (size_t i = 0; i < 60; ++i)
-    CHECK(std::ranges::equal(pair.target.data.subspan(i * 600, 576),
-                             pair.source.data.subspan(i * 600, 576)));
-  CHECK(driver.fake.num_copies() == copies);
-  pair.post(with_imm(pair.write(60, kLong, kLong), 1));
+    CHECK(std::ranges::equal(to.data.subspan(i * 600, 576), from.data.subspan(i * 600, 576)));
+  CHECK(fake.num_copies() == copies);
+  pair.post(make(60, kLong, kLong));
   CHECK(pair.pump_until_done(61));
-  CHECK(driver.fake.num_copies() == copies + 1);
-  CHECK(std::ranges::equal(pair.target.data.subspan(kLong), pair.source.data.subspan(kLong)));
+  CHECK(pair.a.num_failed() == 0);
+  CHECK(fake.num_copies() == copies + 1);
+  CHECK(std::ranges::equal(to.data.subspan(kLong), from.data.subspan(kLong)));
+}
+
+TEST_CASE("lent memory: the rows of one post are one launch, long ones are for the engines") {
+  const Driver driver;
+  Pair pair(lent(kRows), 2 * kLong);
+  check_one_launch(pair, pair.source, pair.target, [&](uint32_t i, size_t offset, size_t bytes) {
+    return with_imm(pair.write(i, offset, bytes), i);
+  });
 }
 
 TEST_CASE("lent memory: it is read in place, short reads of one post by one launch") {
   const Driver driver;
-  constexpr size_t kLong = platform::RowCopies::kMostBytes + 1;
   Pair pair(lent(kRows), 2 * kLong);
-  fill(pair.target.data, 1);
-  std::vector<WorkRequest> rows;
-  for (uint32_t i = 0; i < 60; ++i) rows.push_back(pair.read(i, i * 600, 576));
-  const uint64_t launches = driver.fake.num_row_launches(), copies = driver.fake.num_copies();
-  CHECK(pair.a.domain->post(rows) == 60);
-  CHECK(driver.fake.num_row_launches() == launches + 1);
-  CHECK(pair.pump_until_done(60));
-  for (size_t i = 0; i < 60; ++i)
-    CHECK(std::ranges::equal(pair.source.data.subspan(i * 600, 576),
-                             pair.target.data.subspan(i * 600, 576)));
-  CHECK(driver.fake.num_copies() == copies);
-  pair.post(pair.read(60, kLong, kLong));
-  CHECK(pair.pump_until_done(61));
-  CHECK(pair.a.num_failed() == 0);
-  CHECK(driver.fake.num_copies() == copies + 1);
-  CHECK(std::ranges::equal(pair.source.data.subspan(kLong), pair.target.data.subspan(kLong)));
+  check_one_launch(pair, pair.target, pair.source, [&](uint32_t i, size_t offset, size_t bytes) {
+    return pair.read(i, offset, bytes);
+  });
 }
 
 TEST_CASE("lent memory: it comes back when reads of it are over; later ones are refused") {

@@ -14,65 +14,45 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
-#include <cstddef>
+#include "abi_fields.h"
 
 namespace fabric = moe_p2p::provider::libfabric;
 
-#define SAME_PLACE(own, own_field, theirs, their_field) \
-  static_assert(offsetof(own, own_field) == offsetof(theirs, their_field))
-
-SAME_PLACE(fabric::FidOps, control, fi_ops, control);
-static_assert(sizeof(fabric::Fid) == sizeof(fid));
-SAME_PLACE(fabric::TxAttr, op_flags, fi_tx_attr, op_flags);
-SAME_PLACE(fabric::TxAttr, size, fi_tx_attr, size);
-SAME_PLACE(fabric::TxAttr, rma_iov_limit, fi_tx_attr, rma_iov_limit);
-SAME_PLACE(fabric::TxAttr, tclass, fi_tx_attr, tclass);
+SAME_FIELDS(fabric::FidOps, fi_ops, control);
+SAME_SIZE(fabric::Fid, fid);
+SAME_FIELDS(fabric::TxAttr, fi_tx_attr, op_flags, size, rma_iov_limit, tclass);
 static_assert(fabric::kBestEffort == FI_TC_BEST_EFFORT &&
               fabric::kLowLatency == FI_TC_LOW_LATENCY && fabric::kBulkData == FI_TC_BULK_DATA &&
               fabric::kScavenger == FI_TC_SCAVENGER);
-SAME_PLACE(fabric::EpAttr, type, fi_ep_attr, type);
-SAME_PLACE(fabric::EpAttr, max_msg_size, fi_ep_attr, max_msg_size);
-SAME_PLACE(fabric::DomainAttr, name, fi_domain_attr, name);
-SAME_PLACE(fabric::DomainAttr, threading, fi_domain_attr, threading);
-SAME_PLACE(fabric::DomainAttr, data_progress, fi_domain_attr, data_progress);
-SAME_PLACE(fabric::DomainAttr, mr_mode, fi_domain_attr, mr_mode);
-SAME_PLACE(fabric::DomainAttr, mr_key_size, fi_domain_attr, mr_key_size);
-SAME_PLACE(fabric::DomainAttr, cq_data_size, fi_domain_attr, cq_data_size);
-SAME_PLACE(fabric::FabricAttr, prov_name, fi_fabric_attr, prov_name);
-static_assert(sizeof(fabric::Info) == sizeof(fi_info));
-SAME_PLACE(fabric::Info, addr_format, fi_info, addr_format);
-SAME_PLACE(fabric::Info, src_addr, fi_info, src_addr);
-SAME_PLACE(fabric::Info, tx_attr, fi_info, tx_attr);
-SAME_PLACE(fabric::Info, fabric_attr, fi_info, fabric_attr);
-static_assert(sizeof(fabric::AvAttr) == sizeof(fi_av_attr));
-SAME_PLACE(fabric::AvOps, remove, fi_ops_av, remove);
-SAME_PLACE(fabric::AddressVector, ops, fid_av, ops);
-static_assert(sizeof(fabric::CqAttr) == sizeof(fi_cq_attr));
-SAME_PLACE(fabric::CqAttr, wait_set, fi_cq_attr, wait_set);
-static_assert(sizeof(fabric::CqEntry) == sizeof(fi_cq_data_entry));
+SAME_FIELDS(fabric::EpAttr, fi_ep_attr, type, max_msg_size);
+SAME_FIELDS(fabric::DomainAttr, fi_domain_attr, name, threading, data_progress, mr_mode,
+            mr_key_size, cq_data_size);
+SAME_FIELDS(fabric::FabricAttr, fi_fabric_attr, prov_name);
+SAME_SIZE(fabric::Info, fi_info);
+SAME_FIELDS(fabric::Info, fi_info, addr_format, src_addr, tx_attr, fabric_attr);
+SAME_SIZE(fabric::AvAttr, fi_av_attr);
+SAME_FIELDS(fabric::AvOps, fi_ops_av, remove);
+SAME_FIELDS(fabric::AddressVector, fid_av, ops);
+SAME_SIZE(fabric::CqAttr, fi_cq_attr);
+SAME_FIELDS(fabric::CqAttr, fi_cq_attr, wait_set);
+SAME_SIZE(fabric::CqEntry, fi_cq_data_entry);
 static_assert(sizeof(fabric::CqError) >= sizeof(fi_cq_err_entry));
-SAME_PLACE(fabric::CqError, prov_errno, fi_cq_err_entry, prov_errno);
-SAME_PLACE(fabric::CqError, err_data_size, fi_cq_err_entry, err_data_size);
-SAME_PLACE(fabric::CqOps, readerr, fi_ops_cq, readerr);
-SAME_PLACE(fabric::CqOps, strerror, fi_ops_cq, strerror);
-static_assert(sizeof(fabric::MemoryRegion) == sizeof(fid_mr));
-SAME_PLACE(fabric::MrAttr, requested_key, fi_mr_attr, requested_key);
-SAME_PLACE(fabric::MrAttr, iface, fi_mr_attr, iface);
-SAME_PLACE(fabric::MrAttr, device, fi_mr_attr, device);
-SAME_PLACE(fabric::MrOps, regattr, fi_ops_mr, regattr);
-SAME_PLACE(fabric::CmOps, getname, fi_ops_cm, getname);
-static_assert(sizeof(fabric::RmaIov) == sizeof(fi_rma_iov));
-static_assert(sizeof(fabric::RmaMessage) == sizeof(fi_msg_rma));
-SAME_PLACE(fabric::RmaMessage, data, fi_msg_rma, data);
-SAME_PLACE(fabric::RmaOps, readmsg, fi_ops_rma, readmsg);
-SAME_PLACE(fabric::RmaOps, writemsg, fi_ops_rma, writemsg);
-SAME_PLACE(fabric::Endpoint, cm, fid_ep, cm);
-SAME_PLACE(fabric::Endpoint, rma, fid_ep, rma);
-SAME_PLACE(fabric::DomainOps, endpoint, fi_ops_domain, endpoint);
-SAME_PLACE(fabric::AccessDomain, mr, fid_domain, mr);
-SAME_PLACE(fabric::FabricOps, domain, fi_ops_fabric, domain);
-SAME_PLACE(fabric::Fabric, ops, fid_fabric, ops);
-static_assert(sizeof(fabric::Context) == sizeof(fi_context2));
+SAME_FIELDS(fabric::CqError, fi_cq_err_entry, prov_errno, err_data_size);
+SAME_FIELDS(fabric::CqOps, fi_ops_cq, readerr, strerror);
+SAME_SIZE(fabric::MemoryRegion, fid_mr);
+SAME_FIELDS(fabric::MrAttr, fi_mr_attr, requested_key, iface, device);
+SAME_FIELDS(fabric::MrOps, fi_ops_mr, regattr);
+SAME_FIELDS(fabric::CmOps, fi_ops_cm, getname);
+SAME_SIZE(fabric::RmaIov, fi_rma_iov);
+SAME_SIZE(fabric::RmaMessage, fi_msg_rma);
+SAME_FIELDS(fabric::RmaMessage, fi_msg_rma, data);
+SAME_FIELDS(fabric::RmaOps, fi_ops_rma, readmsg, writemsg);
+SAME_FIELDS(fabric::Endpoint, fid_ep, cm, rma);
+SAME_FIELDS(fabric::DomainOps, fi_ops_domain, endpoint);
+SAME_FIELDS(fabric::AccessDomain, fid_domain, mr);
+SAME_FIELDS(fabric::FabricOps, fi_ops_fabric, domain);
+SAME_FIELDS(fabric::Fabric, fid_fabric, ops);
+SAME_SIZE(fabric::Context, fi_context2);
 
 static_assert(fabric::kMsg == FI_MSG && fabric::kRma == FI_RMA && fabric::kRead == FI_READ &&
               fabric::kWrite == FI_WRITE && fabric::kRecv == FI_RECV &&

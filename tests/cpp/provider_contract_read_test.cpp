@@ -15,16 +15,8 @@ TEST_CASE("provider contract: a good completion of a read says that the bytes ar
     Pair pair(provider, 200 * 700);
     for (uint64_t i = 0; i < 200; ++i) fill(pair.target.data.subspan(i * 700, 700), i);
     for (uint64_t i = 0; i < 200; ++i) pair.post(pair.read(i, i * 700, 700));
-    size_t num_checked = 0, num_wrong = 0;
-    CHECK(pump({&pair.a, &pair.b}, [&] {
-      for (; num_checked < pair.a.done.size(); ++num_checked) {
-        const uint64_t i = pair.a.done[num_checked];
-        if (!holds(pair.source.data.subspan(i * 700, 700), i)) ++num_wrong;
-      }
-      return num_checked == 200;
-    }));
+    check_slots_when_done(pair, pair.source.data, 200, 700);
     settle({&pair.a, &pair.b}, 500);
-    CHECK(num_wrong == 0);
     CHECK(pair.a.num_failed() == 0);
     CHECK(pair.a.status().size() == 200);
     CHECK(pair.a.done.size() == 200);
@@ -35,24 +27,11 @@ TEST_CASE("provider contract: a good completion of a read says that the bytes ar
 
 TEST_CASE("provider contract: reads of every size and alignment, and not a byte beside") {
   for_each_provider([](const ProviderUnderTest& provider) {
-    constexpr size_t kBytes = 80'000;
-    Pair pair(provider, kBytes);
-    const size_t limit = pair.a.domain->limits().max_write_bytes;
-    uint64_t wr_id = 0;
-    for (const size_t size : {1ul, 3ul, 63ul, 65ul, 255ul, 1023ul, 4096ul, 4097ul, 70'001ul}) {
-      for (const size_t offset : {0ul, 1ul, 64ul, 4093ul}) {
-        if (size > limit) continue;
-        std::ranges::fill(pair.source.data, std::byte{0});
-        fill(pair.target.data.subspan(offset, size), wr_id);
-        pair.post(pair.read(wr_id, offset, size));
-        CHECK(pair.pump_until_done(wr_id + 1));
-        CHECK(holds(pair.source.data.subspan(offset, size), wr_id));
-        CHECK(all_zero(pair.source.data.first(offset)));
-        CHECK(all_zero(pair.source.data.subspan(offset + size)));
-        ++wr_id;
-      }
-    }
-    CHECK(pair.a.num_failed() == 0);
+    Pair pair(provider, 80'000);
+    check_ranges(pair, pair.target, pair.source, {1, 3, 63, 65, 255, 1023, 4096, 4097, 70'001},
+                 {0, 1, 64, 4093}, [&](uint64_t id, size_t offset, size_t size) {
+                   return pair.read(id, offset, size);
+                 });
   });
 }
 
@@ -211,14 +190,7 @@ TEST_CASE("provider contract: a full queue takes fewer reads, and all of them la
     const uint32_t limit = pair.a.domain->limits().max_in_flight;
     std::vector<WorkRequest> requests;
     for (uint32_t i = 0; i < 2 * limit; ++i) requests.push_back(pair.read(i, (i * 64) % 4096, 64));
-    size_t posted = pair.a.domain->post(requests);
-    CHECK(posted > 0);
-    CHECK(posted <= limit);
-    CHECK(pump({&pair.a, &pair.b}, [&] {
-      posted += pair.a.domain->post(std::span(requests).subspan(posted));
-      return pair.a.done.size() == requests.size();
-    }));
-    CHECK(pair.a.num_failed() == 0);
+    check_full_queue(pair, requests);
     const size_t num_read = std::min<size_t>(requests.size() * 64, 4096);
     CHECK(holds(pair.source.data.first(num_read), 4));
   });

@@ -58,16 +58,7 @@ TEST_CASE("provider contract: a good completion says that the payload is at the 
       fill(pair.source.data.subspan(i * 1000, 1000), i);
       pair.post(pair.write(i, i * 1000, 1000));
     }
-    size_t num_checked = 0, num_wrong = 0;
-    CHECK(pump({&pair.a, &pair.b}, [&] {
-      for (; num_checked < pair.a.done.size(); ++num_checked) {
-        const uint64_t i = pair.a.done[num_checked];
-        if (!holds(pair.target.data.subspan(i * 1000, 1000), i)) ++num_wrong;
-      }
-      return num_checked == 64;
-    }));
-    CHECK(num_wrong == 0);
-    CHECK(pair.b.imms.empty());
+    check_slots_when_done(pair, pair.target.data, 64, 1000);
   });
 }
 
@@ -113,25 +104,12 @@ TEST_CASE("provider contract: zero bytes need no memory, no key and no address")
 
 TEST_CASE("provider contract: every size and alignment, and not a byte beside it") {
   for_each_provider([](const ProviderUnderTest& provider) {
-    constexpr size_t kBytes = 80'000;
-    Pair pair(provider, kBytes);
-    const size_t limit = pair.a.domain->limits().max_write_bytes;
-    uint64_t wr_id = 0;
-    for (const size_t size : {1ul, 2ul, 3ul, 63ul, 64ul, 65ul, 255ul, 1023ul, 4095ul, 4096ul,
-                              4097ul, 16'383ul, 16'385ul, 70'001ul}) {
-      for (const size_t offset : {0ul, 1ul, 7ul, 64ul, 4093ul}) {
-        if (size > limit) continue;
-        std::ranges::fill(pair.target.data, std::byte{0});
-        fill(pair.source.data.subspan(offset, size), wr_id);
-        pair.post(pair.write(wr_id, offset, size));
-        CHECK(pair.pump_until_done(wr_id + 1));
-        CHECK(holds(pair.target.data.subspan(offset, size), wr_id));
-        CHECK(all_zero(pair.target.data.first(offset)));
-        CHECK(all_zero(pair.target.data.subspan(offset + size)));
-        ++wr_id;
-      }
-    }
-    CHECK(pair.a.num_failed() == 0);
+    Pair pair(provider, 80'000);
+    check_ranges(pair, pair.source, pair.target,
+                 {1, 2, 3, 63, 64, 65, 255, 1023, 4095, 4096, 4097, 16'383, 16'385, 70'001},
+                 {0, 1, 7, 64, 4093}, [&](uint64_t id, size_t offset, size_t size) {
+                   return pair.write(id, offset, size);
+                 });
   });
 }
 
@@ -294,15 +272,8 @@ TEST_CASE("provider contract: a full queue takes fewer, and all of them later") 
     const uint32_t limit = pair.a.domain->limits().max_in_flight;
     std::vector<WorkRequest> requests;
     for (uint32_t i = 0; i < 2 * limit; ++i) requests.push_back(make_imm(i, pair.peer, i));
-    size_t posted = pair.a.domain->post(requests);
-    CHECK(posted > 0);
-    CHECK(posted <= limit);
-    CHECK(pump({&pair.a, &pair.b}, [&] {
-      posted += pair.a.domain->post(std::span(requests).subspan(posted));
-      return pair.a.done.size() == requests.size();
-    }));
+    check_full_queue(pair, requests);
     CHECK(pair.pump_until_seen(requests.size()));
-    CHECK(pair.a.num_failed() == 0);
   });
 }
 

@@ -25,6 +25,31 @@ struct ProviderUnderTest {
   bool lent = false;     // it is, until its owner takes it back
 };
 
+// GPU memory that the target lends, that the poster does not map, and the other libraries' own.
+constexpr ProviderUnderTest lent_gpu(const char* name, const char* settings) {
+  return {.name = name, .settings = settings, .memory = MemoryKind::kCuda, .lent = true};
+}
+constexpr ProviderUnderTest ring_gpu(const char* name, const char* settings,
+                                     bool reorders = false) {
+  return {.name = name,
+          .settings = settings,
+          .reorders = reorders,
+          .memory = MemoryKind::kCuda,
+          .by_ring = true};
+}
+constexpr ProviderUnderTest unpolled(const char* name, const char* settings,
+                                     MemoryKind memory = MemoryKind::kHost) {
+  return {.name = name, .settings = settings, .memory = memory, .takes_unpolled = true};
+}
+constexpr ProviderUnderTest connected(const char* settings, bool notices_death = true,
+                                      bool recovers = true) {
+  return {.name = "libfabric",
+          .settings = settings,
+          .drops_connection = true,
+          .notices_death = notices_death,
+          .recovers = recovers};
+}
+
 inline const ProviderUnderTest kProviders[] = {
     {"loopback", ""},
     {"loopback", "ring_kib=4,addressing=offset,max_in_flight=20"},
@@ -39,64 +64,30 @@ inline const ProviderUnderTest kProviders[] = {
     {"loopback", "copy_kernel=1", false, MemoryKind::kCuda},
     {"loopback", "seed=4", true, MemoryKind::kCuda},
     {"loopback", "seed=5,ring_kib=4", true, MemoryKind::kCuda},
-    {.name = "loopback", .settings = "row_kernel=77", .memory = MemoryKind::kCuda, .lent = true},
-    {.name = "loopback", .settings = "max_in_flight=20", .memory = MemoryKind::kCuda, .lent = true},
+    lent_gpu("loopback", "row_kernel=77"),
+    lent_gpu("loopback", "max_in_flight=20"),
     // Its GPU goes on while nobody polls, so a run does not repeat from the seed.
-    {.name = "loopback",
-     .settings = "seed=7,ring_kib=4,row_kernel=77,max_in_flight=128",
-     .memory = MemoryKind::kCuda,
-     .lent = true},
-    {.name = "timed",
-     .settings = "flush=0,row_kernel=77",
-     .memory = MemoryKind::kCuda,
-     .lent = true},
-    {.name = "loopback", .settings = "", .memory = MemoryKind::kCuda, .by_ring = true},
-    {.name = "loopback",
-     .settings = "ring_kib=4,max_in_flight=20",
-     .memory = MemoryKind::kCuda,
-     .by_ring = true},
-    {.name = "loopback",
-     .settings = "seed=6,ring_kib=4",
-     .reorders = true,
-     .memory = MemoryKind::kCuda,
-     .by_ring = true},
+    lent_gpu("loopback", "seed=7,ring_kib=4,row_kernel=77,max_in_flight=128"),
+    lent_gpu("timed", "flush=0,row_kernel=77"),
+    ring_gpu("loopback", ""),
+    ring_gpu("loopback", "ring_kib=4,max_in_flight=20"),
+    ring_gpu("loopback", "seed=6,ring_kib=4", true),
     // Without windows, whose writes carry nothing: the rest of the contract holds for all memory.
     {"timed", ""},
     {"timed", "preset=efa,ring_kib=4,max_in_flight=20"},
-    {.name = "timed", .settings = "flush=0", .memory = MemoryKind::kCuda, .by_ring = true},
-    {.name = "libfabric", .settings = "provider=efa,interfaces=efa1", .takes_unpolled = true},
-    {.name = "libfabric",
-     .settings = "provider=efa,interfaces=efa2,max_in_flight=20",
-     .takes_unpolled = true},
-    {.name = "libfabric", .settings = "provider=efa,interfaces=efa3", .takes_unpolled = true},
-    {.name = "libfabric",
-     .settings = "provider=efa,interfaces=efa4",
-     .memory = MemoryKind::kCuda,
-     .takes_unpolled = true},
-    {.name = "libfabric", .settings = "provider=tcp,timeout_ms=3000", .drops_connection = true},
-    {.name = "libfabric",
-     .settings = "provider=shm,timeout_ms=500",
-     .drops_connection = true,
-     .notices_death = false,
-     .recovers = false},
-    {.name = "libfabric",
-     .settings = "provider=verbs;ofi_rxm,interfaces=10.77.0.1,timeout_ms=5000",
-     .drops_connection = true,
-     .recovers = false},
-    {.name = "verbs", .settings = "library=fake", .takes_unpolled = true},
-    {.name = "verbs",
-     .settings = "library=fake,qps_per_peer=3,max_in_flight=20,receives=10",
-     .takes_unpolled = true},
-    {.name = "verbs",
-     .settings = "library=fake",
-     .memory = MemoryKind::kCuda,
-     .takes_unpolled = true},
-    {.name = "verbs",
-     .settings = "library=fake,ordered_writes=1,qps_per_peer=3,max_in_flight=20",
-     .takes_unpolled = true},
-    {.name = "verbs",
-     .settings = "devices=rxe0,timeout=16,ordered_writes=1",
-     .takes_unpolled = true},
+    ring_gpu("timed", "flush=0"),
+    unpolled("libfabric", "provider=efa,interfaces=efa1"),
+    unpolled("libfabric", "provider=efa,interfaces=efa2,max_in_flight=20"),
+    unpolled("libfabric", "provider=efa,interfaces=efa3"),
+    unpolled("libfabric", "provider=efa,interfaces=efa4", MemoryKind::kCuda),
+    connected("provider=tcp,timeout_ms=3000"),
+    connected("provider=shm,timeout_ms=500", false, false),
+    connected("provider=verbs;ofi_rxm,interfaces=10.77.0.1,timeout_ms=5000", true, false),
+    unpolled("verbs", "library=fake"),
+    unpolled("verbs", "library=fake,qps_per_peer=3,max_in_flight=20,receives=10"),
+    unpolled("verbs", "library=fake", MemoryKind::kCuda),
+    unpolled("verbs", "library=fake,ordered_writes=1,qps_per_peer=3,max_in_flight=20"),
+    unpolled("verbs", "devices=rxe0,timeout=16,ordered_writes=1"),
 };
 
 inline Node open(const ProviderUnderTest& provider, int nic = 0) {
@@ -188,6 +179,57 @@ struct Pair {
   Memory source, target;
   PeerId peer;
 };
+
+// Requests 0 to num - 1 are posted: once each is done, its slot in `memory` holds its bytes.
+inline void check_slots_when_done(Pair& pair, std::span<const std::byte> memory, size_t num,
+                                  size_t slot_bytes) {
+  size_t num_checked = 0, num_wrong = 0;
+  CHECK(pump({&pair.a, &pair.b}, [&] {
+    for (; num_checked < pair.a.done.size(); ++num_checked) {
+      const uint64_t i = pair.a.done[num_checked];
+      if (!holds(memory.subspan(i * slot_bytes, slot_bytes), i)) ++num_wrong;
+    }
+    return num_checked == num;
+  }));
+  CHECK(num_wrong == 0);
+  CHECK(pair.b.imms.empty());
+}
+
+// Ranges of these sizes and offsets, as far as a write may be as long: each request fills the range
+// in `to` from `from`, and not a byte beside it.
+template <typename Make>
+void check_ranges(Pair& pair, const Memory& from, const Memory& to,
+                  std::initializer_list<size_t> sizes, std::initializer_list<size_t> offsets,
+                  Make&& make) {
+  const size_t limit = pair.a.domain->limits().max_write_bytes;
+  uint64_t wr_id = 0;
+  for (const size_t size : sizes) {
+    for (const size_t offset : offsets) {
+      if (size > limit) continue;
+      std::ranges::fill(to.data, std::byte{0});
+      fill(from.data.subspan(offset, size), wr_id);
+      pair.post(make(wr_id, offset, size));
+      CHECK(pair.pump_until_done(wr_id + 1));
+      CHECK(holds(to.data.subspan(offset, size), wr_id));
+      CHECK(all_zero(to.data.first(offset)));
+      CHECK(all_zero(to.data.subspan(offset + size)));
+      ++wr_id;
+    }
+  }
+  CHECK(pair.a.num_failed() == 0);
+}
+
+// More requests than fit at once: a full queue takes fewer, and all of them later.
+inline void check_full_queue(Pair& pair, std::span<const WorkRequest> requests) {
+  size_t posted = pair.a.domain->post(requests);
+  CHECK(posted > 0);
+  CHECK(posted <= pair.a.domain->limits().max_in_flight);
+  CHECK(pump({&pair.a, &pair.b}, [&] {
+    posted += pair.a.domain->post(requests.subspan(posted));
+    return pair.a.done.size() == requests.size();
+  }));
+  CHECK(pair.a.num_failed() == 0);
+}
 
 // Of 50 immediates, how many are seen before their payload.
 inline size_t num_early(const ProviderUnderTest& provider) {

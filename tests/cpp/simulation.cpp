@@ -123,8 +123,7 @@ World world_of_seed(uint64_t seed) {
 World masking_world_of_seed(uint64_t seed) {
   constexpr int kShapes[][2] = {{1, 4}, {3, 1}, {1, 3}, {5, 1}, {1, 2}, {4, 1}, {1, 6}, {2, 1}};
   World world = world_of_seed(seed);
-  world.num_nodes = kShapes[seed % 8][0];
-  world.ranks_per_node = kShapes[seed % 8][1];
+  world.num_nodes = kShapes[seed % 8][0], world.ranks_per_node = kShapes[seed % 8][1];
   world.num_calls = 10;
   // More than any wait in a world without losses, or so few that ranks mask each other at random.
   world.patience = seed % 3 == 0 ? 40 + static_cast<int>(seed % 200) : 2000;
@@ -143,8 +142,7 @@ World flag_world_of_seed(uint64_t seed) {
 World closing_world_of_seed(uint64_t seed) {
   constexpr int kShapes[][2] = {{3, 1}, {4, 1}, {3, 2}, {2, 2}, {3, 1}, {2, 1}, {5, 1}, {2, 3}};
   World world = world_of_seed(seed);
-  world.num_nodes = kShapes[seed % 8][0];
-  world.ranks_per_node = kShapes[seed % 8][1];
+  world.num_nodes = kShapes[seed % 8][0], world.ranks_per_node = kShapes[seed % 8][1];
   world.num_calls = 1 + static_cast<int>(seed / 7 % 3);
   world.closing = true;
   world.num_lost = std::max(0, static_cast<int>(seed / 16 % 4) - 1);  // in half of them all finish

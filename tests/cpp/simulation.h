@@ -9,14 +9,8 @@
 namespace moe_p2p::simulation {
 
 struct World {
-  int num_nodes = 2;
-  int ranks_per_node = 2;
-  int num_nics = 2;
-  int topk = 4;
-  int experts_per_rank = 2;
-  int chunk_tokens = 4;
-  int steps_in_flight = 2;
-  int part_bytes = 0;
+  int num_nodes = 2, ranks_per_node = 2, num_nics = 2;
+  int topk = 4, experts_per_rank = 2, chunk_tokens = 4, steps_in_flight = 2, part_bytes = 0;
   int num_calls = 6;
   std::string nic_settings;  // added to the seed of each NIC
   // Ranks have masks: one that has had so many turns without getting anything done masks whom it

@@ -3,7 +3,9 @@
 #include "provider/loopback/timed.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <memory>
 #include <thread>
 
 #include "fake_driver.h"
@@ -48,6 +50,18 @@ struct TimedPair {
   Memory source, target;
   PeerId peer = 0;
 };
+
+// Two NICs of GPU memory that go by test_time.
+std::array<std::unique_ptr<Node>, 2> timed_gpus(const std::string& settings) {
+  test_time = 1'000'000;
+  std::array<std::unique_ptr<Node>, 2> nodes;
+  for (auto& node : nodes) {
+    node = std::make_unique<Node>("timed", settings, 0, MemoryKind::kCuda);
+    dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+  }
+  nodes[0]->maps_windows = false;
+  return nodes;
+}
 
 constexpr const char* kPlain = "gbps=8,latency_us=10,post_us=0,mwrites=1000000";  // 1 byte per ns
 constexpr int64_t kStart = 1'000'000, kHeader = 64;
@@ -129,11 +143,8 @@ TEST_CASE("timed: lower classes alone go at once; beside urgent writes in parts,
     CAPTURE(urgent_before);
     FakeDriver& fake = FakeDriver::install();
     const std::string settings = base::concat(kPlain, ",row_kernel=", FakeDriver::kRowKernel);
-    Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
-    a.maps_windows = false;
-    test_time = kStart;
-    for (Node* node : {&a, &b})
-      dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+    const auto [a_node, b_node] = timed_gpus(settings);
+    Node &a = *a_node, &b = *b_node;
     constexpr size_t kBytes = 512 << 10;
     Memory source(a, kBytes), target(b, kBytes);
     fill(source.data, 3);
@@ -172,11 +183,8 @@ TEST_CASE("timed: lower classes alone go at once; beside urgent writes in parts,
 TEST_CASE("timed: what lower classes have in a GPU's stream stays short, however slow the GPU is") {
   FakeDriver& fake = FakeDriver::install();
   const std::string settings = base::concat("gbps=400,row_kernel=", FakeDriver::kRowKernel);
-  Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
-  a.maps_windows = false;
-  test_time = kStart;
-  for (Node* node : {&a, &b})
-    dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+  const auto [a_node, b_node] = timed_gpus(settings);
+  Node &a = *a_node, &b = *b_node;
   constexpr size_t kBytes = 8 << 20;
   Memory source(a, kBytes), target(b, kBytes);
   fill(source.data, 3);
@@ -205,11 +213,8 @@ TEST_CASE("timed: what lower classes have in a GPU's stream stays short, however
 TEST_CASE("timed: no copy of a lower class begins while urgent writes are under way, for 50 us") {
   FakeDriver& fake = FakeDriver::install();
   const std::string settings = "gbps=400,latency_us=1000";
-  Node a("timed", settings, 0, MemoryKind::kCuda), b("timed", settings, 0, MemoryKind::kCuda);
-  a.maps_windows = false;
-  test_time = kStart;
-  for (Node* node : {&a, &b})
-    dynamic_cast<LoopbackControl&>(*node->domain).use_clock(read_test_time);
+  const auto [a_node, b_node] = timed_gpus(settings);
+  Node &a = *a_node, &b = *b_node;
   Memory source(a, 4096), target(b, 4096), kept(b, 4096);
   a.domain->map_remote(target.key.remote_key, target.span(), true);
   a.domain->map_remote(kept.key.remote_key, kept.span());

@@ -3,68 +3,50 @@
 #if __has_include(<infiniband/verbs.h>)
 #include <infiniband/verbs.h>
 
+#include "abi_fields.h"
 #include "provider/verbs/api.h"
 
 namespace moe_p2p::provider::verbs {
 namespace {
 
-#define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
-#define SAME_PLACE(ours, field, theirs, their_field)                      \
-  static_assert(offsetof(ours, field) == offsetof(theirs, their_field) && \
-                sizeof(ours::field) == sizeof(theirs::their_field))
-
 SAME_SIZE(Gid, ibv_gid);
 SAME_SIZE(VerbsDevice, ibv_device);
-SAME_PLACE(VerbsDevice, ibdev_path, ibv_device, ibdev_path);
-SAME_PLACE(VerbsDevice, name, ibv_device, name);
+SAME_FIELDS(VerbsDevice, ibv_device, ibdev_path, name);
 SAME_SIZE(Mr, ibv_mr);
-SAME_PLACE(Mr, rkey, ibv_mr, rkey);
+SAME_FIELDS(Mr, ibv_mr, rkey);
 SAME_SIZE(CompChannel, ibv_comp_channel);
 SAME_SIZE(Cq, ibv_cq);
-SAME_PLACE(Cq, cqe, ibv_cq, cqe);
+SAME_FIELDS(Cq, ibv_cq, cqe);
 SAME_SIZE(Srq, ibv_srq);
 SAME_SIZE(Qp, ibv_qp);
-SAME_PLACE(Qp, qp_num, ibv_qp, qp_num);
+SAME_FIELDS(Qp, ibv_qp, qp_num);
 SAME_SIZE(DeviceAttr, ibv_device_attr);
-SAME_PLACE(DeviceAttr, max_qp_wr, ibv_device_attr, max_qp_wr);
-SAME_PLACE(DeviceAttr, max_cqe, ibv_device_attr, max_cqe);
-SAME_PLACE(DeviceAttr, max_qp_rd_atom, ibv_device_attr, max_qp_rd_atom);
-SAME_PLACE(DeviceAttr, max_qp_init_rd_atom, ibv_device_attr, max_qp_init_rd_atom);
-SAME_PLACE(DeviceAttr, max_srq_wr, ibv_device_attr, max_srq_wr);
-SAME_PLACE(DeviceAttr, phys_port_cnt, ibv_device_attr, phys_port_cnt);
+SAME_FIELDS(DeviceAttr, ibv_device_attr, max_qp_wr, max_cqe, max_qp_rd_atom, max_qp_init_rd_atom,
+            max_srq_wr, phys_port_cnt);
 SAME_SIZE(PortAttr, ibv_port_attr);
-SAME_PLACE(PortAttr, lid, ibv_port_attr, lid);
-SAME_PLACE(PortAttr, link_layer, ibv_port_attr, link_layer);
+SAME_FIELDS(PortAttr, ibv_port_attr, lid, link_layer);
 SAME_SIZE(SrqInitAttr, ibv_srq_init_attr);
 SAME_SIZE(QpInitAttr, ibv_qp_init_attr);
-SAME_PLACE(QpInitAttr, qp_type, ibv_qp_init_attr, qp_type);
+SAME_FIELDS(QpInitAttr, ibv_qp_init_attr, qp_type);
 SAME_SIZE(AhAttr, ibv_ah_attr);
-SAME_PLACE(AhAttr, port_num, ibv_ah_attr, port_num);
-SAME_PLACE(AhAttr, dlid, ibv_ah_attr, dlid);
+SAME_FIELDS(AhAttr, ibv_ah_attr, port_num, dlid);
 SAME_SIZE(QpAttr, ibv_qp_attr);
-SAME_PLACE(QpAttr, ah_attr, ibv_qp_attr, ah_attr);
-SAME_PLACE(QpAttr, pkey_index, ibv_qp_attr, pkey_index);
-SAME_PLACE(QpAttr, timeout, ibv_qp_attr, timeout);
-SAME_PLACE(QpAttr, rnr_retry, ibv_qp_attr, rnr_retry);
+SAME_FIELDS(QpAttr, ibv_qp_attr, ah_attr, pkey_index, timeout, rnr_retry);
 SAME_SIZE(Sge, ibv_sge);
 SAME_SIZE(SendWr, ibv_send_wr);
-SAME_PLACE(SendWr, imm_data, ibv_send_wr, imm_data);
-SAME_PLACE(SendWr, remote_addr, ibv_send_wr, wr.rdma.remote_addr);
-SAME_PLACE(SendWr, rkey, ibv_send_wr, wr.rdma.rkey);
+SAME_FIELDS(SendWr, ibv_send_wr, imm_data);
+SAME_FIELD(SendWr, remote_addr, ibv_send_wr, wr.rdma.remote_addr);
+SAME_FIELD(SendWr, rkey, ibv_send_wr, wr.rdma.rkey);
 SAME_SIZE(RecvWr, ibv_recv_wr);
 SAME_SIZE(Wc, ibv_wc);
-SAME_PLACE(Wc, imm_data, ibv_wc, imm_data);
-SAME_PLACE(Wc, wc_flags, ibv_wc, wc_flags);
+SAME_FIELDS(Wc, ibv_wc, imm_data, wc_flags);
 SAME_SIZE(AsyncEvent, ibv_async_event);
 SAME_SIZE(ContextOps, ibv_context_ops);
-SAME_PLACE(ContextOps, poll_cq, ibv_context_ops, poll_cq);
-SAME_PLACE(ContextOps, req_notify_cq, ibv_context_ops, req_notify_cq);
-SAME_PLACE(ContextOps, post_srq_recv, ibv_context_ops, post_srq_recv);
-SAME_PLACE(ContextOps, post_send, ibv_context_ops, post_send);
+SAME_FIELDS(ContextOps, ibv_context_ops, poll_cq, req_notify_cq, post_srq_recv, post_send);
 SAME_SIZE(Context, ibv_context);
 SAME_SIZE(TdInitAttr, ibv_td_init_attr);
 SAME_SIZE(ParentDomainInitAttr, ibv_parent_domain_init_attr);
-SAME_PLACE(ParentDomainInitAttr, comp_mask, ibv_parent_domain_init_attr, comp_mask);
+SAME_FIELDS(ParentDomainInitAttr, ibv_parent_domain_init_attr, comp_mask);
 // From the Context back.
 #define SAME_DISTANCE(ours, theirs)                                  \
   static_assert(sizeof(ExtendedOps) - offsetof(ExtendedOps, ours) == \
@@ -73,7 +55,7 @@ SAME_DISTANCE(alloc_parent_domain, alloc_parent_domain);
 SAME_DISTANCE(dealloc_td, dealloc_td);
 SAME_DISTANCE(alloc_td, alloc_td);
 SAME_DISTANCE(bytes, sz);
-SAME_PLACE(Context, async_fd, ibv_context, async_fd);
+SAME_FIELDS(Context, ibv_context, async_fd);
 
 static_assert(kPortActive == IBV_PORT_ACTIVE && kLinkEthernet == IBV_LINK_LAYER_ETHERNET);
 static_assert(kQpReliable == IBV_QPT_RC);
