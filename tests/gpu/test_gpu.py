@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_p2p import AllToAll
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens
 from tests.support import gpu_ranks
@@ -138,12 +139,18 @@ def of_changing_counts(world: World, num_steps: int) -> list[Wanted]:
     return wanted
 
 
-def steps(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]) -> None:
-    """All of `wanted`, one after the other."""
+def steps(
+    rank: Rank,
+    world: World,
+    wanted: list[Wanted],
+    config: dict[str, Any],
+    take: Callable[[AllToAll, Wanted], object] = run_step,
+) -> None:
+    """All of `wanted`, one after the other; take: makes one, and checks what comes."""
     with gpu_ranks.make(rank, world, **config) as comm:
         gpu_ranks.prepare(rank, comm, wanted)
         for step in wanted:
-            run_step(comm, step)
+            take(comm, step)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds(*ALL_WORLDS))
@@ -212,14 +219,11 @@ def test_counts_only_the_first_rows(world: World, dtype: torch.dtype | None) -> 
     gpu_ranks.run(world, counts_on_the_device, wanted, dtype)
 
 
-def padding(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with gpu_ranks.make(rank, world) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            got, _ = run_step(comm, step, zero_padding=True)
-            theirs = step.received[rank.rank]
-            assert torch.equal(got.x.view(torch.uint8), theirs.x.view(torch.uint8))
-            assert torch.equal(got.row_weights, theirs.row_weights)
+def padding(comm: AllToAll, step: Wanted) -> None:
+    got, _ = run_step(comm, step, zero_padding=True)
+    theirs = step.received[comm.rank]
+    assert torch.equal(got.x.view(torch.uint8), theirs.x.view(torch.uint8))
+    assert torch.equal(got.row_weights, theirs.row_weights)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds(*FEW_WORLDS))
@@ -230,4 +234,4 @@ def test_empty_padding_is_zero_when_asked(world: World) -> None:
         call(world, 0, layout="grouped", alignment=8),
         call(world, 1, layout="grouped"),
     ]
-    gpu_ranks.run(world, padding, wanted)
+    gpu_ranks.run(world, steps, wanted, {}, padding)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_p2p import AllToAll
 from moe_p2p.moe.gpu import launch_shape
 from moe_p2p.moe.options import SCALE_FORMATS
 from moe_p2p.moe.reference import Tokens
@@ -23,7 +24,7 @@ from tests.gpu.test_gpu import (
     steps,
     to_one_expert,
 )
-from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
+from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, halves
 from tests.gpu.test_gpu_failures import SOON_S, settle
 from tests.gpu.test_gpu_layouts import BY_RANK, columns, rows_of_every_type
 from tests.support import cases, gpu_ranks
@@ -93,7 +94,7 @@ def test_scales_in_columns_and_of_one_byte(world: World) -> None:
         call(world, 2, **quantized, scale_format="power_of_two"),
         call(world, 0, **quantized, scale_format="ue8m0"),
     ]
-    gpu_ranks.run(world, columns, wanted, False)
+    gpu_ranks.run(world, steps, wanted, {}, columns)
 
 
 # A warp routes 32 tokens at once, and no block has 22 warps.
@@ -128,18 +129,15 @@ def with_weights_of_one(t: Tokens, rank: int) -> Tokens:
     return replace(t, topk_weights=torch.ones_like(t.topk_weights))
 
 
-def unweighted(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    """Through one block for each half, so that a worker has many sums."""
-    with gpu_ranks.make(rank, world, **WIDE, topk=6, num_sms=2) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            live = comm.dispatch(**cases.dispatch_arguments(comm, step))
-            cases.finish(comm)  # copies to the device wait for each other, across ranks
-            out = comm.combine(
-                dispatched=live, weighted=False, **cases.combine_arguments(comm, step)
-            )
-            cases.finish(comm)
-            cases.assert_combined(out.cpu(), step.out[comm.rank])
+ONE_BLOCK = WIDE | {"topk": 6, "num_sms": 2}  # for each half, so that a worker has many sums
+
+
+def unweighted(comm: AllToAll, step: Wanted) -> None:
+    live = comm.dispatch(**cases.dispatch_arguments(comm, step))
+    cases.finish(comm)  # copies to the device wait for each other, across ranks
+    out = comm.combine(dispatched=live, weighted=False, **cases.combine_arguments(comm, step))
+    cases.finish(comm)
+    cases.assert_combined(out.cpu(), step.out[comm.rank])
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
@@ -154,7 +152,7 @@ def test_rows_that_need_no_sum_between_sums(world: World) -> None:
     owners = torch.cat([t.topk_idx for t in wanted[0].tokens]) // 4
     alone = [(owners == rank).sum(1) == 1 for rank in range(world.ranks)]
     assert all(0 < slots.sum() < (owners == rank).any(1).sum() for rank, slots in enumerate(alone))
-    gpu_ranks.run(world, unweighted, wanted)
+    gpu_ranks.run(world, steps, wanted, ONE_BLOCK, unweighted)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 4)))
@@ -166,7 +164,7 @@ def test_sums_of_negative_zeros_are_zeros(world: World) -> None:
         call(world, 0, with_weights_of_one, layout="grouped", **wide),
         call(world, 1, to_one_expert(0), **BY_RANK, **wide),
     ]
-    gpu_ranks.run(world, unweighted, wanted)
+    gpu_ranks.run(world, steps, wanted, ONE_BLOCK, unweighted)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (3, 3)))
@@ -189,7 +187,7 @@ def test_long_calls_run_in_chunks(world: World) -> None:
         call(world, 3, max_tokens=LONG, counts=[0] * 8),
         call(world, 4, to_one_expert(2), max_tokens=LONG, counts=LONG_COUNTS, layout="grouped"),
     ]
-    gpu_ranks.run(world, chunks, wanted)
+    gpu_ranks.run(world, steps, wanted, CHUNKED)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (3, 3)))

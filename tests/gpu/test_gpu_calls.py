@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError
 from moe_p2p.moe import reference
-from tests.gpu.test_gpu import call, to_one_expert
+from tests.gpu.test_gpu import call, steps, to_one_expert
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
 from tests.support.gpu_ranks import Payload, World
@@ -38,13 +38,6 @@ def _compiled() -> None:
     gpu_ranks.compile_ahead([(World(*shape), CHUNKED) for shape in CHUNKED_WORLDS], payloads)
 
 
-def chunks(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with gpu_ranks.make(rank, world, **CHUNKED) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            cases.run_step(comm, step)
-
-
 @pytest.mark.parametrize("world", gpu_ranks.worlds(*CHUNKED_WORLDS))
 def test_long_calls_run_in_chunks(world: World) -> None:
     wanted = [
@@ -58,7 +51,7 @@ def test_long_calls_run_in_chunks(world: World) -> None:
         call(world, 7, max_tokens=LONG, counts=[0] * 8),
         call(world, 8, max_tokens=2, counts=[2, 1] * 4),
     ]
-    gpu_ranks.run(world, chunks, wanted)
+    gpu_ranks.run(world, steps, wanted, CHUNKED)
 
 
 def solo(rank: Rank, world: World, wanted: list[Wanted]) -> None:

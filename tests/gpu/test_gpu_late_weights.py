@@ -17,7 +17,7 @@ import moe_p2p
 from moe_p2p import AllToAll
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens
-from tests.gpu.test_gpu import call
+from tests.gpu.test_gpu import call, steps
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, error_of
 from tests.gpu.test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
@@ -231,25 +231,20 @@ def test_scalars_by_rank_are_summed_over_the_ranks_of_a_token(world: World) -> N
     gpu_ranks.run(world, by_rank, wanted, values, want)
 
 
-def waits(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]) -> None:
-    with gpu_ranks.make(rank, world, **config) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            got = comm.dispatch(**cases.dispatch_arguments(comm, step))
-            back = cases.combine_arguments(comm, step) | {"dispatched": got}
-            cases.finish(comm)
-            out, ticks = comm.combine(**back, with_wait_ticks=True)
-            cases.finish(comm)
-            assert torch.equal(out.cpu(), step.out[rank.rank])
-            reported = ticks.cpu()
-            assert reported.shape == (world.ranks,)
-            speaks = [
-                r // world.per_node == rank.rank // world.per_node
-                or r % world.per_node == rank.rank % world.per_node
-                for r in range(world.ranks)
-            ]
-            assert [t > 0 for t in reported.tolist()] == speaks
-            assert int(reported.max()) < 20e9 * 3  # cycles: below the timeout at 3 GHz
+def waits(comm: AllToAll, step: Wanted) -> None:
+    got = comm.dispatch(**cases.dispatch_arguments(comm, step))
+    back = cases.combine_arguments(comm, step) | {"dispatched": got}
+    cases.finish(comm)
+    out, ticks = comm.combine(**back, with_wait_ticks=True)
+    cases.finish(comm)
+    assert torch.equal(out.cpu(), step.out[comm.rank])
+    reported, mine, local = ticks.cpu(), comm.rank, comm.ranks_per_node
+    assert reported.shape == (comm.world_size,)
+    speaks = [
+        r // local == mine // local or r % local == mine % local for r in range(len(reported))
+    ]
+    assert [t > 0 for t in reported.tolist()] == speaks
+    assert int(reported.max()) < 20e9 * 3  # cycles: below the timeout at 3 GHz
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((1, 1), (2, 2), (2, 1), (4, 2), (6, 2)))
@@ -257,7 +252,7 @@ def waits(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]
 def test_combine_reports_how_long_it_waited(world: World, chunked: bool) -> None:
     wanted = [call(world, seed) for seed in range(3)]
     config = {"chunk_tokens": 6} if chunked else {}
-    gpu_ranks.run(world, waits, wanted, config)
+    gpu_ranks.run(world, steps, wanted, config, waits)
 
 
 # --- what is missed ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Symbols: W ranks, T tokens, K top-k, P scales of a token, E_local experts of a r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from tests.gpu.test_gpu import (
     to_one_expert,
     with_extras,
 )
-from tests.gpu.test_gpu_calls import CHUNKED, CHUNKED_WORLDS, LONG, LONG_COUNTS, chunks, halves
+from tests.gpu.test_gpu_calls import CHUNKED, CHUNKED_WORLDS, LONG, LONG_COUNTS, halves
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
 from tests.support.gpu_ranks import FLOATS, HIDDEN_DIM, MAX_TOKENS, Payload, World
@@ -114,21 +115,13 @@ def test_long_calls_by_rank_run_in_chunks(world: World) -> None:
         call(world, 4, max_tokens=LONG, counts=[0] * 8, **BY_RANK),
         call(world, 5, to_one_expert(2), max_tokens=LONG, counts=LONG_COUNTS, **BY_RANK),
     ]
-    gpu_ranks.run(world, chunks, wanted)
+    gpu_ranks.run(world, steps, wanted, CHUNKED)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 2)))
 def test_halves_by_rank_of_two_steps_overlap(world: World) -> None:
     pairs = [[call(world, 2 * i + j, **BY_RANK) for j in range(2)] for i in range(4)]
     gpu_ranks.run(world, halves, pairs)
-
-
-def two_hundred(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with gpu_ranks.make(rank, world) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for _ in range(40):
-            for step in wanted:
-                cases.run_step(comm, step)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((4, 4), (4, 2)))
@@ -142,20 +135,17 @@ def test_two_hundred_steps_by_rank(world: World) -> None:
         )
         for seed in range(5)
     ]
-    gpu_ranks.run(world, two_hundred, wanted)
+    gpu_ranks.run(world, steps, wanted * 40, {})
 
 
-def entries_past_the_last_row(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with gpu_ranks.make(rank, world) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            got, _ = cases.run_step(comm, step)
-            theirs = step.received[rank.rank]
-            assert got.row_topk is not None
-            assert theirs.row_topk is not None
-            assert got.row_topk.dtype == step.tokens[rank.rank].topk_idx.dtype
-            assert torch.equal(got.row_topk, theirs.row_topk)  # -1 there
-            assert torch.equal(got.row_weights, theirs.row_weights)  # 0 there
+def entries_past_the_last_row(comm: AllToAll, step: Wanted) -> None:
+    got, _ = cases.run_step(comm, step)
+    theirs = step.received[comm.rank]
+    assert got.row_topk is not None
+    assert theirs.row_topk is not None
+    assert got.row_topk.dtype == step.tokens[comm.rank].topk_idx.dtype
+    assert torch.equal(got.row_topk, theirs.row_topk)  # -1 there
+    assert torch.equal(got.row_weights, theirs.row_weights)  # 0 there
 
 
 @pytest.mark.parametrize("world", FEW_WORLDS)
@@ -165,13 +155,13 @@ def test_rows_past_the_last_name_no_expert(world: World) -> None:
         call(world, 0, int32_ids, **BY_RANK),
         call(world, 1, **BY_RANK),
     ]
-    gpu_ranks.run(world, entries_past_the_last_row, wanted)
+    gpu_ranks.run(world, steps, wanted, {}, entries_past_the_last_row)
 
 
 @pytest.mark.parametrize("world", FEW_WORLDS)
 def test_empty_padding_by_rank_is_zero_when_asked(world: World) -> None:
     wanted = [call(world, 2, **BY_RANK), call(world, 0, dtype=torch.bfloat16, **BY_RANK)]
-    gpu_ranks.run(world, padding, wanted)
+    gpu_ranks.run(world, steps, wanted, {}, padding)
 
 
 # --- scales ---
@@ -240,21 +230,18 @@ def assert_columns(got: Dispatched, capacity: int) -> None:
     assert got.scales.stride() == strides[-got.scales.dim() :]
 
 
-def columns(rank: Rank, world: World, wanted: list[Wanted], padded: bool) -> None:
-    with gpu_ranks.make(rank, world) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            how = {"zero_padding": padded, "column_scales": True, "solo": True}
-            live = comm.dispatch(**cases.dispatch_arguments(comm, step, **how))
-            cases.finish(comm)
-            assert_columns(live, live.call.capacity)
-            theirs = step.received[rank.rank]
-            got = cases.on_cpu(live)
-            cases.assert_received(got, theirs)
-            if padded:
-                assert got.scales is not None
-                assert theirs.scales is not None
-                assert torch.equal(got.scales, theirs.scales)
+def columns(comm: AllToAll, step: Wanted, padded: bool = False) -> None:
+    how = {"zero_padding": padded, "column_scales": True, "solo": True}
+    live = comm.dispatch(**cases.dispatch_arguments(comm, step, **how))
+    cases.finish(comm)
+    assert_columns(live, live.call.capacity)
+    theirs = step.received[comm.rank]
+    got = cases.on_cpu(live)
+    cases.assert_received(got, theirs)
+    if padded:
+        assert got.scales is not None
+        assert theirs.scales is not None
+        assert torch.equal(got.scales, theirs.scales)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["rows", "and padding"])
@@ -270,7 +257,7 @@ def test_column_scales_in_every_layout(world: World, padded: bool) -> None:
         call(world, 2, **quantized | {"capacity": 3 * odd}, scale_format="ue8m0", layout="grouped"),
         call(world, 0, in_fp8(True), capacity=odd),
     ]
-    gpu_ranks.run(world, columns, wanted, padded)
+    gpu_ranks.run(world, steps, wanted, {}, functools.partial(columns, padded=padded))
 
 
 def opaque(world: World, seed: int, num_scales: int, dtype: torch.dtype) -> list[Tokens]:
@@ -334,24 +321,21 @@ def test_given_scales_travel_as_they_are(world: World) -> None:
 # --- what else dispatch returns ---
 
 
-def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with gpu_ranks.make(rank, world) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            got, _ = cases.run_step(comm, step, with_ranges=True)
-            assert got.ranges is not None
-            assert got.source is not None
-            first, count = got.ranges >> 32, got.ranges & 0xFFFFFFFF
-            assert torch.equal(count.sum(dim=1), got.counts.long())
-            sources = got.source.view(got.x.shape[0], -1, 2)[:, :, 0]
-            for e, source in itertools.product(range(len(sources)), range(world.ranks)):
-                begin, rows = int(first[e, source]), int(count[e, source])
-                assert (sources[e, begin : begin + rows] == source).all()
+def ranges(comm: AllToAll, step: Wanted) -> None:
+    got, _ = cases.run_step(comm, step, with_ranges=True)
+    assert got.ranges is not None
+    assert got.source is not None
+    first, count = got.ranges >> 32, got.ranges & 0xFFFFFFFF
+    assert torch.equal(count.sum(dim=1), got.counts.long())
+    sources = got.source.view(got.x.shape[0], -1, 2)[:, :, 0]
+    for e, source in itertools.product(range(len(sources)), range(comm.world_size)):
+        begin, rows = int(first[e, source]), int(count[e, source])
+        assert (sources[e, begin : begin + rows] == source).all()
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (8, 2)))
 def test_ranges_are_the_rows_of_each_source(world: World) -> None:
-    gpu_ranks.run(world, ranges, [call(world, seed) for seed in range(5)])
+    gpu_ranks.run(world, steps, [call(world, seed) for seed in range(5)], {}, ranges)
 
 
 def late_rank(rank: Rank, world: World, wanted: Wanted, late: int) -> list[int]:
@@ -394,19 +378,17 @@ def several_outputs(comm: AllToAll, step: Wanted) -> Dispatched:
     return got
 
 
-def outputs(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with gpu_ranks.make(rank, world) as comm:
-        gpu_ranks.prepare(rank, comm, wanted)
-        for step in wanted:
-            got = several_outputs(comm, step)
-            cases.finish(comm)
-            cases.assert_received(cases.on_cpu(got), step.received[rank.rank])
-            assert got.ranges is not None
-            assert torch.equal(got.ranges.cpu(), step.received[rank.rank].ranges)
-            assert torch.equal(got.topk_idx.cpu(), step.tokens[rank.rank].topk_idx)
+def outputs(comm: AllToAll, step: Wanted) -> None:
+    got = several_outputs(comm, step)
+    cases.finish(comm)
+    cases.assert_received(cases.on_cpu(got), step.received[comm.rank])
+    assert got.ranges is not None
+    assert torch.equal(got.ranges.cpu(), step.received[comm.rank].ranges)
+    assert torch.equal(got.topk_idx.cpu(), step.tokens[comm.rank].topk_idx)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (4, 2)))
 def test_all_outputs_of_one_call(world: World) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": True, "scale_format": "ue8m0"}
-    gpu_ranks.run(world, outputs, [call(world, seed, with_extras, **options) for seed in range(3)])
+    wanted = [call(world, seed, with_extras, **options) for seed in range(3)]
+    gpu_ranks.run(world, steps, wanted, {}, outputs)

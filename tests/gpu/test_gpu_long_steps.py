@@ -19,7 +19,6 @@ from tests.gpu.test_gpu_calls import (
     CHUNKED,
     LONG,
     LONG_COUNTS,
-    chunks,
     halves,
     solo_then_two_halves,
 )
@@ -75,7 +74,7 @@ def test_long_calls_run_in_chunks(world: World) -> None:
         call(world, 3, max_tokens=LONG, counts=LONG_COUNTS[::-1], layout="grouped", alignment=4),
         call(world, 7, max_tokens=LONG, counts=[0] * 8),
     ]
-    gpu_ranks.run(world, chunks, wanted)
+    gpu_ranks.run(world, steps, wanted, CHUNKED)
 
 
 @pytest.mark.parametrize("world", gpu_ranks.worlds((2, 2), (2, 1), (4, 2), (3, 3)))

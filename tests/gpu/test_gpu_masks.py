@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +26,9 @@ from tests.support.mask_cases import check_sums, expect_without, given_by, last_
 from tests.support.ranks import DiedError, Rank
 
 pytestmark = pytest.mark.gpu
+emulated = pytest.mark.skipif(
+    "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
+)
 
 SOON_S = 6.0  # timeout_s of calls that are meant to time out
 STEPS = 21  # after a rank is gone
@@ -276,12 +278,14 @@ def impatient(rank: Rank, world: World) -> None:
             meet(rank, "done", world.ranks)
 
 
-@pytest.mark.skipif(
-    "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
-)
-@pytest.mark.parametrize("body", [header_alone, impatient])
-def test_what_a_lost_rank_has_sent_in_part(body: Callable[..., None]) -> None:
-    gpu_ranks.run(World(3, 3), body)
+@emulated
+def test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole() -> None:
+    gpu_ranks.run(World(3, 3), header_alone)
+
+
+@emulated
+def test_a_rank_that_waits_for_a_lost_one_is_not_masked() -> None:
+    gpu_ranks.run(World(3, 3), impatient)
 
 
 def killed(rank: Rank, world: World) -> float:

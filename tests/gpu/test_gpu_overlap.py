@@ -5,7 +5,6 @@ All are replayed, so the host is not in between. On an emulated GPU a stream is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,8 @@ from tests.support.gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, make,
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
+
+WORLDS = worlds((2, 2), (2, 1))
 
 
 def rows_as_they_are(topology: Topology, rank: int, received: Received) -> torch.Tensor:
@@ -109,6 +110,12 @@ def behind_each_other(rank: Rank, world: World, steps: list[list[Wanted]]) -> No
         meet(rank, "done")
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_kernels_of_a_graph_begin_early(world: World) -> None:
+    steps = [[call(world, 2 * step + i) for i in range(2)] for step in range(3)]
+    run(world, behind_each_other, steps)
+
+
 def two_communicators(rank: Rank, world: World, steps: list[list[Wanted]]) -> None:
     other = replace(rank, store=PrefixStore("second", rank.store))
     with make(rank, world) as first, make(other, world) as second:
@@ -133,6 +140,12 @@ def two_communicators(rank: Rank, world: World, steps: list[list[Wanted]]) -> No
         meet(rank, "done")
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_communicators_on_two_streams(world: World) -> None:
+    steps = [[call(world, 4 * step + i) for i in range(4)] for step in range(3)]
+    run(world, two_communicators, steps)
+
+
 def in_turns(rank: Rank, world: World, steps: list[list[Wanted]]) -> None:
     """Each stream waits for the other one's event; what they share is the communicator."""
     with make(rank, world) as comm:
@@ -154,13 +167,6 @@ def in_turns(rank: Rank, world: World, steps: list[list[Wanted]]) -> None:
         meet(rank, "done")
 
 
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
-@pytest.mark.parametrize(
-    ("body", "num_steps", "calls"),
-    [(behind_each_other, 3, 2), (two_communicators, 3, 4), (in_turns, 4, 2)],
-)
-def test_kernels_together(
-    world: World, body: Callable[..., None], num_steps: int, calls: int
-) -> None:
-    steps = [[call(world, calls * step + i) for i in range(calls)] for step in range(num_steps)]
-    run(world, body, steps)
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_communicator_on_two_streams_in_turns(world: World) -> None:
+    run(world, in_turns, [[call(world, 2 * step + i) for i in range(2)] for step in range(4)])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_p2p import AllToAll, AllToAllConfig
 from tests.gpu import test_gpu_graphs
 from tests.gpu.test_gpu import call, every_format, steps
-from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS, chunks, halves
+from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, halves
 from tests.support.cases import Wanted, run_step
 from tests.support.gpu_ranks import World, make, run, worlds
 from tests.support.ranks import Rank
@@ -38,7 +38,7 @@ def test_chunks_between_gpus(world: World) -> None:
         call(world, seed, max_tokens=LONG, counts=LONG_COUNTS[seed:] + LONG_COUNTS[:seed])
         for seed in range(4)
     ]
-    run(world, chunks, wanted, processes=True)
+    run(world, steps, wanted, CHUNKED, processes=True)
 
 
 @pytest.mark.multi_gpu

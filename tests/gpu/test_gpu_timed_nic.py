@@ -32,16 +32,9 @@ def test_long_calls_run_in_chunks() -> None:
     run(world, steps, wanted, CHUNKED | TIMED)
 
 
-def late_weights(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world, **TIMED) as comm:
-        prepare(rank, comm, wanted)
-        for step in wanted:
-            run_late(comm, step)
-
-
 def test_late_weights_go_the_same_way() -> None:
     world = World(4, 2)
-    run(world, late_weights, [call(world, seed) for seed in range(4)])
+    run(world, steps, [call(world, seed) for seed in range(4)], TIMED, run_late)
 
 
 def stamped(rank: Rank, world: World, wanted: list[Wanted]) -> hops.Stamps:
