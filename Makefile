@@ -105,7 +105,7 @@ WHEEL_MIB ?= 5
 
 # auditwheel tags the wheel with the oldest systems that it runs on. torch is not included.
 wheel: build
-	@rm -rf build/wheel build/compiled build/lib build/bdist.* && mkdir -p dist build/compiled
+	@rm -rf build/wheel build/compiled build/lib* build/bdist.* && mkdir -p dist build/compiled
 	@for shape in $(WHEEL_SHAPES); do \
 	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize --arch sm_90a \
 	    --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
