@@ -62,7 +62,10 @@ class _Beat:
                 return
 
     def give_up_the_name(self) -> None:
-        """Who claims it within this moment claims it again at its next look."""
+        """Who claims it within this moment claims it again at its next look. A name that another
+        process had stays: by that it finds out, however late it goes on."""
+        if self.before:
+            return
         key = f"{name_of(self.who)} is"
         found = self.board.get(key)
         if found is not None and found["id"] == self.who:

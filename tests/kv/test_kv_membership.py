@@ -29,6 +29,7 @@ from moe_p2p import (
 )
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline
+from moe_p2p.fleet.member import Member
 from moe_p2p.integrations.kv.worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
 from moe_p2p.kv.pair import Hello
@@ -454,3 +455,13 @@ def test_nothing_is_registered_after_close_while_others_connect() -> None:
             sender.register = register  # type: ignore[method-assign]
             with kv.Membership(sender, kv.TorchLeases(store)):
                 receiver.wait_for("p")
+
+
+def test_who_was_replaced_finds_out_though_the_other_one_has_left() -> None:
+    store = HashStore()
+    old, new = (Member(Board(store, "f"), "p0", {}, 5.0) for _ in range(2))
+    assert new.id != old.id
+    new.close()
+    old.wake()
+    eventually(lambda: old.replaced)
+    old.close()
