@@ -149,10 +149,17 @@ def _job_of(key: str) -> float:
 
 
 def withdraw(board: Board) -> None:
-    """By who leaves: all that it has said, but what others go on to read."""
+    """By who leaves: all that it has said, but what others go on to read. NOW without its roll is
+    of a trainer 0 that has begun: the next trainers would look at its layout and letter."""
     with suppress(MoeP2pError), board.within(Deadline(_LEAVE_S)):
         board.withdraw(
-            lambda key: key not in (NOW, FOUNDED, REFUSED) and not key.startswith(layout_key("")),
+            lambda key: (
+                not (
+                    key in (NOW, FOUNDED, REFUSED)
+                    or key.startswith(layout_key(""))
+                    or key.endswith("/roll")
+                )
+            ),
             leaves=True,
         )
 

@@ -493,8 +493,10 @@ def test_who_runs_another_version_is_refused_by_name() -> None:
             found.begin_trainer(1, 0.0).result(60)
         assert generator.step() == 1  # it goes on with what it has
         generator._member.announce(letter="another")
+        board.put(job.NOW, {**now, "letter": "another"})  # its roll is there: it has ended
         for each in found.trainers:
             each.close()
+        assert generator._board.get(f"{now['job']}/roll")
         with pytest.raises(MoeP2pError, match="generator 0 runs another version of moe_p2p"):
             found.train()
 
