@@ -30,7 +30,7 @@ class LoopBack {
   std::vector<int64_t> first_, own_;  // pages: every NIC reads the first one, into one of its own
   const MemoryHandle* handle_;
   const Peer* self_;
-  std::list<Reading> readings_;  // also those that had not ended at an earlier deadline
+  std::list<Reading> readings_;  // also reads that had not ended at an earlier deadline
 };
 
 }  // namespace moe_p2p::engine

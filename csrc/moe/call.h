@@ -46,7 +46,7 @@ struct DispatchSend {
   bool num_tokens_is_int64 = false;
   int64_t max_tokens = 0;  // bound for every rank in this call, equal on all ranks
   Handle handle{};
-  // Owns the handle's words, where the ledger releases dispatches that nobody combines; else null.
+  // Owns the handle's words, if the ledger releases dispatches without a combine; else null.
   std::shared_ptr<const void> handle_owner;
   platform::Stream stream{};  // on a GPU: the stream of the call
 };

@@ -114,8 +114,8 @@ struct DevicePtr {
 
 // Fixed for a communicator.
 struct DeviceComm {
-  // Regions of each rank of the node, as this device maps them; behind them, where a NIC writes in
-  // place, those of this rank's partners, by other node.
+  // Regions of each rank of the node, as this device maps them; behind them, if a NIC writes in
+  // place, the regions of this rank's partners, by other node.
   u64 data[kMaxDomainRanks];
   u64 signals[kMaxDomainRanks];       // signal memory of each rank of the node, likewise
   u64 state;                          // DeviceState and DeviceWords

@@ -172,7 +172,7 @@ MOE_P2P_HD constexpr u64 arrival_flags_bytes(const Shape& s) {
   return 8 * 2 * static_cast<u64>(s.steps_in_flight) * static_cast<u64>(s.num_other_nodes()) *
          kMaxParts * kMaxRails;
 }
-// Where those of a part from another node lie, from `Regions::arrivals` on.
+// Where the flags of a part from another node lie, from `Regions::arrivals` on.
 MOE_P2P_HD constexpr u64 arrival_flags_at(const Shape& s, Phase phase, i32 slot, i32 other,
                                           i32 part) {
   const i32 lane =

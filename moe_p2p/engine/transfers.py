@@ -51,7 +51,7 @@ class Cancelled(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What became of a request that is done. Times are of `time.monotonic`, in seconds."""
+    """Statistics of a completed request. Times are of `time.monotonic`, in seconds."""
 
     first_post_at: float | None  # before its first work request was given to a NIC; None: none was
     ended_at: float  # after its last completion was seen, or whatever else ended it
@@ -132,7 +132,7 @@ class Gate(NamedTuple):
 
 
 def shut(gates: Iterable[Gate]) -> list[Gate]:
-    """Those that are not reached. Looks once at each KVSignals, not once at each layer."""
+    """Returns the gates that are not reached. Reads each KVSignals once, not once a layer."""
     values: dict[int, list[int]] = {}
     found = []
     for gate in gates:

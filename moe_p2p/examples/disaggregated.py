@@ -175,7 +175,7 @@ class Router:
         for child in children:
             child.kill()
             child.join()
-        torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
+        torch.ops.moe_p2p.remove_stale_memory.default()  # of workers that were killed
 
 
 class Handler(BaseHTTPRequestHandler):

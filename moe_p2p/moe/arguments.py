@@ -89,7 +89,7 @@ def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOption
 
 
 def bytes_of_rows(x: Tensor) -> int:
-    """Bytes of a row of x that is the caller's bytes; 0: x is of values, or wrong."""
+    """Row size in bytes if x is raw uint8, else 0."""
     return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
 
 

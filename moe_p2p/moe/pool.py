@@ -76,7 +76,7 @@ class ReleasingAllToAll(AllToAll):
         """Waits for the counts of all ranks, and makes exactly as many rows. Without gradients.
 
         given: this rank's counts. alignment: of the rows of an expert that are counted.
-        max_tokens: bound on T of all ranks; -1: the largest, which the ranks' hosts tell.
+        max_tokens: bound on T of all ranks; -1: the largest, which the ranks' hosts exchange.
 
         Returns the fields of a Dispatched, and the sizes that follow from the counts.
         """

@@ -111,7 +111,7 @@ class Peers:
             self._disconnect_unused(remote)
 
     def drop(self, session: str, remote: Remote) -> None:
-        """The next transfer asks the peer again; those that use it go on."""
+        """The next transfer asks the peer again; transfers that use `remote` go on."""
         with self._lock:
             if self._remotes.get(session) is remote:
                 del self._remotes[session]

@@ -1,8 +1,8 @@
 """`python -m moe_p2p doctor --fence`: may KV workers here take memory back by queue pair?
 
 On each RDMA device two engines of this process write and are fenced, again and again, while writes
-are under way. After each fence the memory gets other bytes, of which none may change any more. A
-yes is of these devices, drivers and this host: PCIe and firmware decide, and others may differ.
+are under way. After each fence the memory is filled with other bytes, which must not change. A yes
+holds for these devices, drivers and this host: PCIe and firmware decide, and others may differ.
 """
 
 from __future__ import annotations

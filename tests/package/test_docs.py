@@ -160,6 +160,13 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "CHANGELOG"], ids=name_of)
+def test_lines_of_prose_are_at_most_120_columns(page: Path) -> None:
+    lines = prose(page).splitlines()
+    wide = [each for each in lines if len(each) > WIDEST and not each.lstrip().startswith("|")]
+    assert not wide
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_says_what_it_is(room: str) -> None:
     text = (ROOT / room / "README.md").read_text()
@@ -402,9 +409,23 @@ def test_figures_of_the_readme_are_those_of_the_data() -> None:
     assert subprocess.check_output(run, text=True, timeout=250).strip() == figures.table(data)
 
 
-def test_figures_of_tuning_are_those_of_the_readme() -> None:
+def test_measured_figures_stand_on_one_page_with_command_and_build() -> None:
+    build = r"\b(?=[a-f]*\d)[0-9a-f]{7}\b"
+    command = r"`[^`]*(?:python|pytest|bench|build|\.py)\b[^`]*`|private loop|README names"
+    for page in ROOT.glob("docs/*.md"):
+        if page.name != "figures.md":
+            assert not re.search(rf"commits? {build}", page.read_text()), name_of(page)
+    sections = re.split(r"^#+ .*$", (ROOT / "docs/figures.md").read_text(), flags=re.MULTILINE)
+    measured = [text for text in sections[2:] if "\n|---" in text]
+    assert len(measured) > 10
+    for text in measured[:-1]:  # the last one is predicted
+        assert re.search(build, text), text
+        assert re.search(command, text.replace("\n", " ")), text
+
+
+def test_figures_of_the_readme_are_on_the_page_of_figures() -> None:
     systems = {row[0]: row for row in rows((ROOT / "README.md").read_text(), "tokens a rank")}
-    found = rows((ROOT / "docs/tuning.md").read_text(), "tokens")
+    found = rows((ROOT / "docs/figures.md").read_text(), "tokens")
     pairs = [row for row in found if re.fullmatch(r"\d+(, in one chunk)?", row[0])]
     assert len(pairs) == len(systems)
     for tokens, pair, *_, floor in pairs:

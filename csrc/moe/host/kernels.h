@@ -67,7 +67,7 @@ class HostKernels {
   void send_empty_combine(Step step);
   void recv_empty_combine(Step step) const;
 
-  // Forgets the masks, and tells the node that this rank will read nothing of earlier rounds.
+  // Clears the masks, and announces to the node that this rank reads nothing more of old rounds.
   void begin_round(uint64_t round) noexcept;
   // Whether a rank of the node has done that, for this round or a later one.
   bool has_cleaned(uint64_t round, int source) const noexcept;

@@ -1,8 +1,8 @@
-"""A worker's half of MoeP2pConnector: sends layers, awaits them, and says when blocks are free.
+"""A worker's half of MoeP2pConnector: sends layers, awaits them, and reports when blocks are free.
 
-vLLM may give blocks to another request once it is told that a transfer is over. So nothing is
-reported before the pages are reusable, whatever became of the transfer: after a failure or an abort
-that takes a round trip, or drain_s and a fence (docs/kv.md).
+vLLM may give blocks to another request after a transfer is reported as over. So nothing is reported
+before the pages are reusable, however the transfer ended: after a failure or an abort that takes a
+round trip, or drain_s and a fence (docs/kv.md).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class KVWorkerHalf:
         self._step[request] = (sending, step)
 
     def _take_back(self, sending: KVSending) -> None:
-        """Its receiver has heard that it failed, so later reads give wrong bytes to nobody: the
+        """Its receiver knows that it failed, so later reads give wrong bytes to nobody: the
         engine goes on where the fence does not succeed in time."""
         try:
             sending.wait_reusable()
@@ -172,7 +172,7 @@ class KVWorkerHalf:
             log.warning(f"{self.sender.name}: pages are used again, {error}")
 
     def _give_up(self, why: str) -> None:
-        """The requests of this step go on being computed; their decoders know why they failed."""
+        """Requests of this step are still computed here; their decoders get the error."""
         log.warning(f"{self.sender.name}: {why}")
         for sending, _ in self._step.values():
             sending.cancel(why)
@@ -316,7 +316,7 @@ class KVWorkerHalf:
 
     def take_moving(self) -> set[str] | None:
         """Sends that end soon: all their receivers have opened them, or they have failed and drain.
-        None: there are none, as before."""
+        None: there are still none."""
         found = set()
         for request, sending in self._sends.items():
             states = [flight.state for flight in sending.flights]

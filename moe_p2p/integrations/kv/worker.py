@@ -1,7 +1,7 @@
 """What engines' KV adapters share: a worker of moe_p2p.kv that finds others in the engines' store.
 
 All engines of a deployment name one store, HOST:PORT: workers find each other there. The first one
-on HOST serves it, and another one there once that has ended; `python -m moe_p2p store HOST:PORT`
+on HOST serves it; when that one ends, another one on HOST does. `python -m moe_p2p store HOST:PORT`
 serves it apart from any engine.
 """
 
@@ -47,7 +47,7 @@ def serve_store(address: str) -> TCPStore | None:
     """Serves it unless somebody does; None where HOST is not this machine, or it is served."""
     host, port = split_address(address)
     with suppress(OSError):
-        # torch reports a port in use only after a wait; a socket tells at once.
+        # torch reports a port in use only after a wait; a socket reports it at once.
         socket.create_server((host, port)).close()
         with suppress(RuntimeError):
             store = TCPStore(host, port, is_master=True, wait_for_workers=False)

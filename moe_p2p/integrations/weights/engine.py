@@ -140,7 +140,7 @@ def heard(store: Any, name: str, who: str) -> Iterator[None]:
 
 
 def own_address() -> str:
-    """Returns this host's address: Ray's, where Ray is installed."""
+    """Returns this host's address, by Ray if it is installed."""
     try:
         return str(importlib.import_module("ray").util.get_node_ip_address())
     except Exception:
@@ -240,7 +240,7 @@ class EngineWeights:
             self.generator.set_usable(False)
 
     def _agree(self, committed: int) -> int:
-        """Workers go to a version in `commit`, which the engine calls on all of them at once."""
+        """Workers switch to a version in `commit`, which the engine calls on all at once."""
         self._seen = committed
         return committed if self._may_commit else 0
 
@@ -407,8 +407,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class Recorded(NamedTuple):
-    """params: where this worker's loader puts parameters. One that lands nowhere, an expert or a
-    layer of other workers, is not there. padding: names of tensors that it leaves a part of."""
+    """params: where this worker's loader puts parameters, without those of other workers (experts,
+    layers). padding: names of tensors of which the loader leaves a part as it is."""
 
     params: list[Param]
     padding: set[str]

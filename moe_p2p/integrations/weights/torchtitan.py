@@ -122,9 +122,9 @@ class Pushes:
 
 
 class Pulls:
-    """Of a rank of the generator. TorchTitan's state dict has copies of fused parameters, other
-    ones each time; bytes land in tensors of this and are copied, so that a failed update leaves the
-    model as it was."""
+    """Pulls of one rank of the generator. TorchTitan's state dict has new copies of fused
+    parameters each time, so bytes land in tensors of this object and are copied then. A failed
+    update leaves the model as it was."""
 
     def __init__(self) -> None:
         self._landed = dict[str, Tensor]()
@@ -170,7 +170,7 @@ class Pulls:
 
 
 class Store:
-    """What the actors call of `torchstore`. Their one key is of the model's state dict."""
+    """The calls of `torchstore` that actors make. Their only key names the model's state dict."""
 
     def __init__(self) -> None:
         self._pushes, self._pulls = Pushes(), Pulls()

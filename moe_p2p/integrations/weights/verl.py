@@ -62,7 +62,7 @@ class Checkpoint:
 
     def prepare(self) -> dict[str, Any]:
         """Returns where all ranks meet: at the first worker, as long as the group lives. verl makes
-        a group for each update: what one has said ends with its store."""
+        a group for each update; its words end with its store."""
         self.finalize()
         limit = timedelta(seconds=self.timeout_s)
         if self._served is None:
