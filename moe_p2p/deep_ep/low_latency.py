@@ -60,6 +60,13 @@ class LowLatencyHandle(Sequence[Any]):
         self.received = received  # without its rows, which may be freed before this handle
         self._sizes = (received.call.max_tokens, hidden, num_experts)
 
+    def make_combine_buffer(self) -> Tensor:
+        if self.combine_buffer is None:
+            src_info, _, _, hidden, _ = self
+            shape = (*src_info.shape, hidden)
+            self.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
+        return self.combine_buffer
+
     @functools.cached_property
     def _elements(self) -> tuple[Any, ...]:
         source, ranges = self.received.source, self.received.ranges
@@ -238,11 +245,7 @@ class LowLatencyCalls(BufferBase):
 
         Each handle has its own: there is no ring of buffers that a later call would overwrite.
         """
-        if handle.combine_buffer is None:
-            src_info, _, _, hidden, _ = handle
-            shape = (*src_info.shape, hidden)
-            handle.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
-        return handle.combine_buffer
+        return handle.make_combine_buffer()
 
     def prepare_low_latency(
         self,

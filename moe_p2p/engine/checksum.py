@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,20 +69,20 @@ def rows_checksum(
 
 
 @functools.cache
-def _stream_of(device: torch.device) -> Any:
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
     with relaxed_captures():
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def apart(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream for checksums of bytes that have arrived: on the caller's stream they would wait for
-    the forward pass that is queued there, and delay other requests."""
+def apart(device: torch.device) -> AbstractContextManager[object]:
+    """Sums of bytes that are there already, on a stream of their own: on the caller's they would
+    wait for the forward pass that is queued there, and other requests for them."""
     return nullcontext() if device.type != "cuda" else torch.cuda.stream(_stream_of(device))
 
 
 def prepare(memory: Tensor, row_bytes: int) -> None:
-    """Loads the kernel for checksums of such rows. Otherwise the first checked request would load
-    it, and all others of its worker, and cancels, would wait."""
+    """Loads what sums of such rows need. The first request that is checked would do so while all
+    others of its worker wait, and a cancel, too."""
     if memory.is_cuda and memory.numel() * memory.element_size() >= row_bytes:
         # Without Triton, the first request that is checked says so.
         with apart(memory.device), suppress(ImportError):

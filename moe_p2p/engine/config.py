@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from moe_p2p import env, errors
 from moe_p2p.machine.transport import MAX_NICS, setting, without
@@ -66,7 +66,7 @@ class EngineConfig:
             f"{name} is {value!r}, must be an integer from {low} to {high}",
         )
 
-    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+    def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
         value = getattr(self, name)
         errors.require(value in choices, f"{name} is {value!r}, must be one of {choices}")
 

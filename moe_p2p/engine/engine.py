@@ -117,6 +117,10 @@ class Engine(NotCopied):
         """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
 
+    def use_communicators(self, below: int) -> None:
+        """Numbers below it are used."""
+        self.next_communicator = below
+
     def register(self, tensor: Tensor, *, in_order: bool = False) -> Memory:
         """Lets transfers from here use a contiguous tensor, and peers write to it and read it.
 
@@ -442,7 +446,7 @@ class Engine(NotCopied):
         limit = self.timeout_s if timeout_s is None else timeout_s
         return int(self._call_waiting(_ops.engine_imm_wait.default, imm, count, limit))
 
-    def _call_waiting(self, op: Callable[..., Any], *args: Any) -> Any:
+    def _call_waiting(self, op: Callable[..., Any], *args: object) -> Any:
         """`call` of an op that waits, which close() waits for."""
         self._waiting.append(None)
         try:

@@ -23,7 +23,7 @@ class Owner(Protocol):
     timeout_s: float
     _awaiting: Awaiting
 
-    def _call_waiting(self, op: Callable[..., Any], *args: Any) -> Any: ...
+    def _call_waiting(self, op: Callable[..., Any], *args: object) -> Any: ...
 
     def _forget(self, request: int) -> None: ...
 
@@ -325,7 +325,7 @@ class Request:
 # --- for compilers ---
 
 
-def _fake_number(*args: Any) -> torch.SymInt:
+def _fake_number(*args: object) -> torch.SymInt:
     """For ops that return the number of a new object."""
     return torch.library.get_ctx().new_dynamic_size()
 

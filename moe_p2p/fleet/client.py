@@ -86,6 +86,14 @@ class _Shared:
             self.store.set(key, value)
         return self.store
 
+    def answered(self, *, silent: bool) -> None:
+        """silent: only after a while."""
+        self.returns += silent or self.failing
+        self.failing = False
+
+    def fails(self) -> None:
+        self.failing = True
+
 
 class _Thread:
     def __init__(self, shared: _Shared, store: Any) -> None:
@@ -110,11 +118,11 @@ class _Thread:
                             store = shared.connect()
                         found = access(store)
                         silent = time.monotonic() - began > _SILENCE_S
-                        shared.returns += silent or shared.failing
-                        shared.failing = False
+                        shared.answered(silent=silent)
                         answer.set_result(found)
                     except BaseException as error:
-                        store, shared.failing = None, True
+                        store = None
+                        shared.fails()
                         answer.set_exception(error)
                 self.since = None
             del request, answer, access
@@ -241,7 +249,7 @@ class Client:
                 return
             left = self._threads.pop()
             self._patience *= 2
-            self._shared.failing = True
+            self._shared.fails()
         left.end(0)
 
 

@@ -32,6 +32,33 @@ class _State:
         self.error: Exception | None = None
         self.trouble: StoreError | None = None
 
+    def ask(self) -> None:
+        with self.changed:
+            self.asked += 1
+            self.changed.notify_all()
+
+    def take_error(self) -> Exception | None:
+        error, self.error = self.error, None
+        return error
+
+    def look(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+            self.trouble = None
+        except StoreError as error:
+            if self.trouble is None:
+                log.warning(f"{self.name}: generation goes on without updates: {error}")
+            self.trouble = error
+        except ClosedError:
+            self.over.set()
+        except Exception as error:
+            self.error, self.trouble = error, None
+
+    def has_looked(self, asked: int) -> None:
+        with self.changed:
+            self.looked = asked
+            self.changed.notify_all()
+
 
 class Lookout:
     """look: a method, called once for all calls of `ask` that come while it is in a look. device:
@@ -47,11 +74,8 @@ class Lookout:
 
     def ask(self) -> None:
         """Raises what an earlier look has raised."""
-        state = self._state
-        with state.changed:
-            state.asked += 1
-            state.changed.notify_all()
-        error, state.error = state.error, None
+        self._state.ask()
+        error = self._state.take_error()
         if error is not None:
             raise error
 
@@ -91,31 +115,15 @@ def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
             method = look()
             if method is None or state.over.is_set():
                 return
-            _look(state, method)
+            state.look(method)
             del method
             if state.trouble is not None:
                 state.over.wait(_AGAIN_S)
                 continue
-            with state.changed:
-                state.looked = asked
-                state.changed.notify_all()
+            state.has_looked(asked)
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def _look(state: _State, look: Callable[[], None]) -> None:
-    try:
-        look()
-        state.trouble = None
-    except StoreError as error:
-        if state.trouble is None:
-            log.warning(f"{state.name}: generation goes on without updates: {error}")
-        state.trouble = error
-    except ClosedError:
-        state.over.set()
-    except Exception as error:
-        state.error, state.trouble = error, None

@@ -1,6 +1,6 @@
 """One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
 
-Used by weights' trainer.py and generator.py, and by kv's membership.py. The thread touches no
+Used by weights' trainer.py and generator.py, and by kv's lease_keeper.py. The thread touches no
 device, and keeps no reference to its rank but for `then`. README.md says what names, incarnations
 and ids are.
 """
@@ -81,6 +81,15 @@ class _Beat:
             self.replaced = True
             self.stop()
 
+    def begin(self, then: Callable[[], None]) -> None:
+        """The thread claims the name, and calls `then` after each renewal."""
+        self.then = then
+        self.awake.set()
+
+    def announce(self, changes: Record) -> None:
+        self.record |= changes
+        self.renew()
+
     def renew(self) -> None:
         with self.lock:
             if not self.stopped.is_set():
@@ -144,15 +153,13 @@ class Member:
             self._beat.claim()
             self._beat.renew()
         else:
-            self._beat.then = partial(then, self)
-            self._beat.awake.set()
+            self._beat.begin(partial(then, self))
         threading.Thread(target=self._beat.run, name=f"lease of {name}", daemon=True).start()
         self.close = weakref.finalize(self, self._beat.stop)  # withdraws the lease; idempotent
 
     def announce(self, **changes: object) -> None:
         """Adds to the record that others read."""
-        self._beat.record |= changes
-        self._beat.renew()
+        self._beat.announce(changes)
 
     def sweep(self) -> None:
         """Drops what the process before this one said, where that has not left by `close`."""

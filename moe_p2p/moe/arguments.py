@@ -5,8 +5,7 @@ Shapes: as in all_to_all.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ def dispatch_form(
     layout: str | None,
     quantize: bool | None,
     capacity: int | None,
-    moved: dict[str, Any],
+    moved: Mapping[str, object],
 ) -> tuple[DispatchOptions, int, int]:
     """Fields of a DispatchForm from its named arguments. moved: names that it does not have."""
     if moved:

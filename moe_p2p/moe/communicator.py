@@ -236,7 +236,7 @@ class Communicator(NotCopied):
             Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")
         ]
         agreed = conclude(facts_of_all, self.rank, config.ranks_per_node)
-        self.engine.next_communicator = agreed.communicator + 1
+        self.engine.use_communicators(agreed.communicator + 1)
         self.ranks_per_node = agreed.ranks_per_node
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
         num_threads = config.num_threads

@@ -120,7 +120,7 @@ def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch
 
 
 def _new_scales(
-    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
+    like: Tensor, lead: tuple[int, ...], width: int, dtype: torch.dtype, options: int
 ) -> Tensor:
     """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""
     if not options & COLUMN_SCALES:

@@ -70,7 +70,13 @@ def _fake_dispatch_eager(
 
 
 def _fake_combine_plain(
-    comm: int, options: int, max_tokens: int, handle: Tensor, y: Tensor, topk_idx: Tensor, *_: Any
+    comm: int,
+    options: int,
+    max_tokens: int,
+    handle: Tensor,
+    y: Tensor,
+    topk_idx: Tensor,
+    *_: object,
 ) -> tuple[Tensor, list[Tensor]]:
     return y.new_empty((topk_idx.shape[0], shape_of(comm).hidden_dim)), []
 
@@ -91,7 +97,7 @@ def _fake_gather_counts(comm: int, values: Tensor) -> Tensor:
     return values.new_empty((shape_of(comm).world_size, values.numel()))
 
 
-def _fake_nothing(*args: Any) -> None:
+def _fake_nothing(*args: object) -> None:
     """For ops that only write into what they are given."""
 
 

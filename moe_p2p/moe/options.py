@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from moe_p2p import errors
 
@@ -216,7 +217,7 @@ def shorthand(
     return short
 
 
-def refuse_moved(given: dict[str, Any]) -> None:
+def refuse_moved(given: Mapping[str, object]) -> None:
     """Raises for keyword arguments that dispatch does not have, or no longer has."""
     options = [name for name in given if name in _NAMES]
     if not options:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Store
 
 from moe_p2p import errors
 from moe_p2p.fleet.bootstrap import store_of
@@ -60,6 +61,9 @@ class ReleasingAllToAll(AllToAll):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         call(_ops.all_to_all_release_oldest.default, self._comm)
+
+    def name_others(self, numbers: list[int]) -> None:
+        self.others = numbers
 
     def dispatch_counted(
         self,
@@ -131,7 +135,7 @@ class AllToAllPool:
 
     def __init__(
         self,
-        group_or_store: Any = None,
+        group_or_store: ProcessGroup | Store | None = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,
@@ -201,7 +205,7 @@ class AllToAllPool:
         """Keeps the numbers of all AllToAlls, for check() and for dispatches of each other."""
         self._comms = comms
         for made in self._made.values():
-            made.others = [number for number in comms if number != made._comm]
+            made.name_others([number for number in comms if number != made._comm])
 
     def _ranks_per_node(self, config: AllToAllConfig) -> int:
         """Masks work in one node, or with nodes of one rank."""

@@ -165,7 +165,7 @@ def train(
     losses = []
     started = time.perf_counter()
     for step, batch in enumerate(batches(settings, read_text())):
-        recorder.active = recorder.wants(step)
+        recorder.begin(step)
         mine = (batch.flip(0) if reverse else batch).chunk(world_size)[rank]
         logits = model(mine[:, :-1])
         loss = functional.cross_entropy(
@@ -200,8 +200,8 @@ class Recorder:
             if isinstance(module, Router):
                 module.register_forward_hook(self._keep)
 
-    def wants(self, step: int) -> bool:
-        return step % self.every == self.every - 1
+    def begin(self, step: int) -> None:
+        self.active = step % self.every == self.every - 1
 
     def _keep(self, _: nn.Module, __: tuple[Tensor], chosen: tuple[Tensor, Tensor]) -> None:
         if self.active:

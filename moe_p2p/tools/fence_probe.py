@@ -42,6 +42,11 @@ class Outcome:
     revoke_ms: list[float] = field(default_factory=list)  # of a key, for comparison
     problem: str = ""
 
+    def add_round(self, *, busy: bool, changed: bool) -> None:
+        self.rounds += 1
+        self.busy += busy
+        self.changed += changed
+
     @property
     def good(self) -> bool:
         return not self.problem and not self.changed and 2 * self.busy >= self.rounds > 0
@@ -124,9 +129,7 @@ def one_round(
     peer.disconnect()
     stopped = [_failed(request) for request in requests]
     time.sleep(LINGER_S)
-    outcome.rounds += 1
-    outcome.busy += any(stopped)
-    outcome.changed += bool((inbox != AFTER).any())
+    outcome.add_round(busy=any(stopped), changed=bool((inbox != AFTER).any()))
     outcome.revoke_ms.append(_took_ms(grant.revoke))
     source.unregister()
     target.unregister()

@@ -45,7 +45,7 @@ sender = kv.KVSender(t.engine(sys.argv[1]), t.cache_of(t.LAYOUT, 0, t.PAGES), in
                      timeouts=t.TIMEOUTS)
 sender.cache.tensors[0].fill_(7)
 leases = kv.TorchLeases(TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False), 60)
-with kv.Membership(sender, leases):
+with kv.LeaseKeeper(sender, leases):
     print("ready", flush=True)
     for request in sys.stdin:
         sender.wait_for("d", 30)
@@ -85,7 +85,7 @@ class Stops:
     def run(self, halves: int, rounds: int, *, until_late: bool = False) -> None:
         """Until so many requests were cut in two; over each round bytes are looked for that land
         after the pages were given back."""
-        with kv.Membership(self.receiver, kv.TorchLeases(self.store, 60)):
+        with kv.LeaseKeeper(self.receiver, kv.TorchLeases(self.store, 60)):
             try:
                 while self.halves < halves and self.rounds < rounds:
                     self.round()

@@ -167,7 +167,7 @@ class Scene:
             workers: list[Any] = []
             for kind, engine in zip((kv.KVSender, kv.KVReceiver), self.engines, strict=True):
                 worker = kind(engine, cache_of(KV, 0, PAGES), instance=kind.role, timeouts=QUICK)
-                stack.enter_context(kv.Membership(worker, kv.TorchLeases(store, QUICK.lease_s)))
+                stack.enter_context(kv.LeaseKeeper(worker, kv.TorchLeases(store, QUICK.lease_s)))
                 workers.append(worker)
             sender, receiver = workers
             sender.wait_for("receiver")

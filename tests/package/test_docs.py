@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
-from moe_p2p.kv import tail
+from moe_p2p.kv import footer
 from moe_p2p.machine import transport
 from moe_p2p.moe.config import LOCAL_FIELDS, AllToAllConfig
 from moe_p2p.moe.gpu import launch_shape
@@ -196,13 +196,13 @@ def test_immediates_are_divided_as_the_table_says() -> None:
     }
     found = re.search(r"kKeyedBit = 1u << (\d+);", (ROOT / "csrc/engine/imm_counter.h").read_text())
     assert found
-    keyed, kv_bit = 1 << int(found[1]), tail._KV_BIT
-    last = kv_bit | (tail.MAX_SLOTS - 1) << tail._EPOCH_BITS | (1 << tail._EPOCH_BITS) - 1
+    keyed, kv_bit = 1 << int(found[1]), footer._KV_BIT
+    last = kv_bit | (footer.MAX_SLOTS - 1) << footer._EPOCH_BITS | (1 << footer._EPOCH_BITS) - 1
     sent = [attempt.immediate(attempt.Keys(job, 1)) for job in range(5)]
     merged = [maxima.immediate(n, phase) for n in (0, -1) for phase in (maxima.UP, maxima.DOWN)]
     assert spaces == {
         "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
-        "moe_p2p/kv/tail.py:immediate": (kv_bit, last + 1),
+        "moe_p2p/kv/footer.py:immediate": (kv_bit, last + 1),
         "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),
         "moe_p2p/weights/attempt.py:FIRST_IMM": (attempt.FIRST_IMM, min(merged)),
         "": (0, attempt.FIRST_IMM),

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from moe_p2p import aliases
+from moe_p2p import aliases, kv
+from moe_p2p.kv import lease_keeper
 
 
 @pytest.mark.parametrize("old", aliases.MOVED)
@@ -23,3 +24,11 @@ def test_other_names_are_not_found() -> None:
     for name in ("moe_p2p.nothing", "moe_p2p.pools", "moe_p2p.integrations.nothing"):
         with pytest.raises(ModuleNotFoundError, match=name):
             importlib.import_module(name)
+
+
+def test_the_class_that_keeps_leases_is_found_under_its_old_name() -> None:
+    for module in (kv, lease_keeper):
+        with pytest.warns(DeprecationWarning, match=r"Membership is moe_p2p\.kv.*LeaseKeeper now"):
+            assert module.Membership is kv.LeaseKeeper
+    with pytest.raises(AttributeError, match=r"'moe_p2p\.kv' has no attribute 'Member'"):
+        kv.Member  # noqa: B018

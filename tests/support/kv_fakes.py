@@ -22,8 +22,8 @@ from moe_p2p import kv
 from moe_p2p.engine.transfers import LayerPlace, Report
 from moe_p2p.errors import ClosedError, PeerDeadError, RemoteAccessError, make
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.copies import Copier, Copy, Rows
 from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.ring import Copier, Copy, Rows
 from moe_p2p.kv.worker import KVWorker
 from moe_p2p.machine.transport import Opening
 
@@ -365,7 +365,7 @@ class FakeChannel:
 
 
 class Link:
-    """A pair of workers, both ends: what moe_p2p/kv/membership.py makes with sockets."""
+    """A pair of workers, both ends: what moe_p2p/kv/lease_keeper.py makes with sockets."""
 
     def __init__(self, one: KVWorker, other: KVWorker) -> None:
         self.workers = (one, other)

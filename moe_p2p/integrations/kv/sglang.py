@@ -30,10 +30,9 @@ from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv.worker import EngineWorker, KVReceiver, KVSender, serve_store
 from moe_p2p.kv.layout import KVGroup, KVLayout
-from moe_p2p.kv.memory import Place
-from moe_p2p.kv.pair import KVCache
-from moe_p2p.kv.reservation import KVReservation
-from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.memory import KVCache, Place
+from moe_p2p.kv.receiver import KVReservation
+from moe_p2p.kv.sender import KVSending
 from moe_p2p.mooncake.memory import tensor_at
 
 _COMMON = "sglang.srt.disaggregation.common.conn"

@@ -61,7 +61,7 @@ def run(options: Options) -> Wrong:
 def world(ranks: Ranks) -> None:
     """Says what is here."""
     with ranks.make() as comm:
-        ranks.is_software = comm.engine.provider in SOFTWARE
+        ranks.see(is_software=comm.engine.provider in SOFTWARE)
         nics = f"{len(comm.counters())} {comm.engine.provider} NICs a rank"
     nodes, hosts = f"nodes of {ranks.options.ranks_per_node}", ranks.options.hosts
     where = "CPUs" if ranks.options.device == "cpu" else torch.cuda.get_device_name()

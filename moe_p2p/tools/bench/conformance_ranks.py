@@ -66,6 +66,9 @@ class Ranks:
         self.is_software = False  # whether the NICs are software
         self.wrong: Wrong = []
 
+    def see(self, *, is_software: bool) -> None:
+        self.is_software = is_software
+
     # --- lines ---
 
     def print(self, text: str, end: str = "\n") -> None:

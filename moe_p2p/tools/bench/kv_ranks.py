@@ -138,7 +138,7 @@ def opened(options: Options, case: Case, rank: int, device: torch.device) -> Ite
         )
         if rank == 0:
             exchange(store.port)
-        stack.enter_context(kv.Membership(side.worker, kv.TorchLeases(store)))
+        stack.enter_context(kv.LeaseKeeper(side.worker, kv.TorchLeases(store)))
         side.worker.wait_for("decode" if rank == 0 else "prefill", LIMIT_S)
         if side.signals is not None:
             stack.callback(side.signals.close)
@@ -187,7 +187,7 @@ class Side:
         if rank:
             self.worker = kv.KVReceiver(engine, cache, instance="decode", verify="off")
         else:
-            self.worker = kv.KVSender(engine, cache, instance="prefill")
+            self.worker = _Sender(engine, cache, instance="prefill")
             self.signals = kv.KVSignals(self.worker)
         self.captured: Captured | None = None
         self.systems: list[kv_systems.System] = []
@@ -202,8 +202,10 @@ class Side:
         sending = self.worker.start(
             f"r{next(self.names)}", "decode", pages, total=self.options.tokens
         )
-        sending.stats = stats = _Reports(sending.request, "sender", time.monotonic())
-        _until(lambda: sending.flights[0].state == "open", "decode has not opened a request")
+        _until(
+            lambda: sending.transfers[0].state is kv.TransferState.OPEN,
+            "decode has not opened a request",
+        )
         sent = Sent(time.monotonic(), 0.0)
         if how in SIGNALLED:
             self._signalled(compute, sending, sent, in_graph=how == "graph")
@@ -216,6 +218,8 @@ class Side:
         sending.commit()
         sending.wait(LIMIT_S)
         sent.ended = time.monotonic()
+        stats = sending.stats
+        assert isinstance(stats, _Reports)
         sent.reports = sorted(stats.reports, key=lambda report: report.first_post_at or 0.0)
         return sent
 
@@ -271,7 +275,7 @@ class Side:
             {GROUP: self.pages[1].int()},
             total=self.options.tokens,
         )
-        imm, nics = reservation.legs[0].slot.imm, reservation.legs[0].pair.theirs.num_nics
+        imm, nics = reservation.transfers[0].slot.imm, reservation.transfers[0].pair.theirs.num_nics
         seen = []
         for layer in range(self.options.layers):
             self.engine.wait_imm(imm, nics * (layer + 1), LIMIT_S)
@@ -289,15 +293,20 @@ class Side:
 
 
 class _Reports(KVTransferStats):
-    """Keeps the engine's reports: one of each layer, and one of the tail."""
+    """Keeps the engine's reports: one of each layer, and one of the footer."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, request: str, side: str, queued_at: float) -> None:
+        super().__init__(request, side, queued_at)
         self.reports: list[Report] = []
 
     def add(self, report: Report) -> None:
         super().add(report)
         self.reports.append(report)
+
+
+class _Sender(kv.KVSender):
+    def new_stats(self, request: str) -> KVTransferStats:
+        return _Reports(request, self.role, self.clock())
 
 
 def _measure(options: Options, side: Side, compute: Compute) -> Measured:

@@ -208,10 +208,10 @@ def _ways(rank: int, sides: dict[str, tuple[_Decode, int | None]]) -> list[Way]:
             side.target.zero_()
             side.synchronize()
             dist.barrier()
-            side.sent, began = 0, time.monotonic()
+            before, began = side.sent, time.monotonic()
             times[name].append([])
             out = side.round(times[name][-1], priority)
-            moved, took = side.sent, time.monotonic() - began
+            moved, took = side.sent - before, time.monotonic() - began
             rates[name].append(moved / took / 1e9)
             side.stop()
             dist.barrier()

@@ -144,8 +144,7 @@ def run(options: Options) -> list[Measured]:
         with _store(rank) as store, _engine(rank, device) as engine:
             mine = side(options, rank, engine, device)
             baseline = weights_baseline.Baseline(mine) if options.baseline else None
-            mine.at_rest = mine.memory()
-            mine.open(store)
+            mine.begin(store)
             _measure(mine, baseline if baseline and baseline.runs else None)
             if options.join:
                 _join(mine, options.repeats + 2)
@@ -185,6 +184,10 @@ class _Side:
         if options.join:
             joiners = range(first + count, first + 2 * count)
             self.groups["joiner"] = dist.new_group(joiners, backend="gloo")
+
+    def begin(self, store: Any) -> None:
+        self.at_rest = self.memory()
+        self.open(store)
 
     def open(self, store: Any) -> None:
         raise NotImplementedError

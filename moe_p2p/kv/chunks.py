@@ -1,20 +1,23 @@
-"""The units of one request between one pair of workers, and what is done with them: writes, reads,
-checksums. A layer is the same units at another place, so they are worked out once a chunk."""
+"""The rows of a request's chunks between one pair of workers, and what is done with them: writes,
+reads, checksums. They come in units, which a layer has alike at another place: their indices are
+worked out once a chunk."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from moe_p2p.engine.checksum import add, apart, rows_checksum
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Request
 from moe_p2p.errors import require
 from moe_p2p.kv.layout import KVLayout
-from moe_p2p.kv.memory import KVRequest
-from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.memory import KVCache, KVRequest
+from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.plan import KVMove
 from moe_p2p.kv.requests import Span, indices, num_units, span_of
 
@@ -23,7 +26,7 @@ Chunk = tuple[int, int]
 Step = tuple[int, int]  # of which KVSignals, and its number
 
 
-class Units:
+class ChunkRows:
     """Of tokens `begin` to `total`. source, target: pages by group. None: of the other side, and
     not known here."""
 
@@ -76,10 +79,10 @@ class Units:
                 yield request, ours, theirs
 
     def write(
-        self, engine: Any, layers: tuple[int, ...], chunk: Chunk, imm: int, after: Step | None
-    ) -> list[Any]:
+        self, engine: Engine, layers: tuple[int, ...], chunk: Chunk, imm: int, after: Step | None
+    ) -> list[Request]:
         """Submits layers from here to the pair's worker; one immediate by each NIC a request."""
-        found: list[Any] = []
+        found: list[Request] = []
         for move, places in self.pair.placed(engine, layers):
             ours, theirs = self.of(move, chunk)
             if len(ours):
@@ -93,7 +96,7 @@ class Units:
                 )
         return found
 
-    def read(self, engine: Any, chunk: Chunk) -> list[Any]:
+    def read(self, engine: Engine, chunk: Chunk) -> list[Request]:
         """Submits reads of all layers from the pair's worker to here."""
         pair = self.pair
         return [
@@ -137,8 +140,19 @@ class Units:
         return total
 
 
-def _strides(move: KVMove, *, here: str) -> dict[str, int]:
-    """In the engine's words: `here` is the side that calls it."""
+class _Strides(TypedDict):
+    """Arguments of the engine's calls."""
+
+    page_bytes: int
+    stride: int
+    region_stride: int
+    row_bytes: int
+    row_stride: int
+    region_row_stride: int
+
+
+def _strides(move: KVMove, *, here: str) -> _Strides:
+    """here: the side that calls the engine."""
     shape = move.shape
     units = (shape.source_unit, shape.target_unit)
     rows = (shape.source_row_stride, shape.target_row_stride)

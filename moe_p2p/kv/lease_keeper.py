@@ -1,7 +1,7 @@
 """Workers find each other, connect, and notice who is gone. All of it off the path of requests.
 
     leases = kv.TorchLeases(store)
-    with kv.Membership(receiver, leases):       and the same for each sender
+    with kv.LeaseKeeper(receiver, leases):       and the same for each sender
         receiver.wait_for("prefill-0")
 
 Name, incarnation and lease are a moe_p2p.fleet `Member`'s. After each renewal its thread connects
@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from moe_p2p import env, log
+from moe_p2p import aliases, env, log
 from moe_p2p.errors import (
     ClosedError,
     MoeP2pError,
@@ -33,26 +34,30 @@ from moe_p2p.errors import (
 )
 from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
 from moe_p2p.fleet.member import Member, Record, name_of
 from moe_p2p.kv.channel import Channel, prove, receive
-from moe_p2p.kv.leases import TorchLeases, Worker
-from moe_p2p.kv.pair import Hello, Pair, PairMemory
+from moe_p2p.kv.pair import Hello, Pair, PairMemory, Worker
 from moe_p2p.kv.worker import KVWorker
 
 _BACKLOG = 64
 _WARN_S = 10.0  # between warnings of connections that were refused
 
 
-class Membership:
+if not TYPE_CHECKING:
+    __getattr__ = aliases.renamed(__name__, {"Membership": "LeaseKeeper"})
+
+
+class LeaseKeeper:
     """host: address under which others reach this process; it is also the one that listens."""
 
     def __init__(self, worker: KVWorker, leases: TorchLeases, *, host: str = "127.0.0.1") -> None:
-        require_type("Membership: worker", worker, KVWorker, "a KVSender or KVReceiver")
-        require_type("Membership: leases", leases, TorchLeases, "a kv.TorchLeases")
-        require_type("Membership: host", host, str, "a str")
+        require_type("LeaseKeeper: worker", worker, KVWorker, "a KVSender or KVReceiver")
+        require_type("LeaseKeeper: leases", leases, TorchLeases, "a kv.TorchLeases")
+        require_type("LeaseKeeper: host", host, str, "a str")
         self.worker, self.leases = worker, leases
-        worker.replaced = ""
+        worker.join()
         try:
             listening = socket.create_server((host, 0), backlog=_BACKLOG)
         except OSError as error:
@@ -114,7 +119,7 @@ class Membership:
         if member.replaced:
             text = f"{self.worker.name} was replaced: another process has taken its name"
             log.warning(text)
-            self.worker.replaced = text
+            self.worker.replace(text)
             self.close()
             return
         found = self._workers(member.members())
@@ -252,7 +257,7 @@ class Membership:
         """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent.
 
         Then no memory is registered. A fence that does not succeed within connect_s is tried again
-        afterwards, until the engine is closed. The worker may have another Membership then.
+        afterwards, until the engine is closed. The worker may have another LeaseKeeper then.
         """
         with self._closing:
             if not self._closed:
@@ -275,7 +280,7 @@ class Membership:
         if not self.worker.is_fencing:
             self._stepping.join(self.worker.timeouts.connect_s)
 
-    def __enter__(self) -> Membership:
+    def __enter__(self) -> LeaseKeeper:
         return self
 
     def __exit__(

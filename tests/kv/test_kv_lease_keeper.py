@@ -115,14 +115,14 @@ def test_workers_meet_again_in_a_store_that_was_lost() -> None:
             for kind, engine, name in zip(kinds, engines, ("decode", "p0", "p1"), strict=True)
         )
         leases = [kv.TorchLeases(leases_store(address), QUICK.lease_s) for _ in range(2)]
-        stack.enter_context(kv.Membership(decode, leases[0]))
-        stack.enter_context(kv.Membership(old, leases[1]))
+        stack.enter_context(kv.LeaseKeeper(decode, leases[0]))
+        stack.enter_context(kv.LeaseKeeper(old, leases[1]))
         decode.wait_for("p0", 20)
         pair = decode.pairs["p0/0"]
         del _SERVED[address]  # its process has ended
         eventually(lambda: address in _SERVED)
         late = kv.TorchLeases(join_store(address), QUICK.lease_s)
-        stack.enter_context(kv.Membership(new, late))
+        stack.enter_context(kv.LeaseKeeper(new, late))
         decode.wait_for("p1", 20)
         assert decode.pairs["p0/0"] is pair
 
@@ -144,8 +144,8 @@ def test_a_dead_prefiller_does_not_fail_the_decoder() -> None:
             kv.KVSender(engine, cache_of(LAYOUT, 0, 32), instance=name, **common)
             for engine, name in ((other, "p0"), (third, "p1"), (new, "p0"))
         ]
-        with kv.Membership(receiver, leases[0]), kv.Membership(senders[1], leases[2]):
-            dying = kv.Membership(senders[0], leases[1])
+        with kv.LeaseKeeper(receiver, leases[0]), kv.LeaseKeeper(senders[1], leases[2]):
+            dying = kv.LeaseKeeper(senders[0], leases[1])
             for name in ("p0", "p1"):
                 receiver.wait_for(name, 20)
             doomed = receiver.reserve("doomed", "p0", PAGES, total=16)
@@ -162,7 +162,7 @@ def test_a_dead_prefiller_does_not_fail_the_decoder() -> None:
                 sending.layer(layer)
             sending.commit()
             lives.wait(20)
-            with kv.Membership(senders[2], leases[3]) as new_one:
+            with kv.LeaseKeeper(senders[2], leases[3]) as new_one:
                 eventually(lambda: "p0/0" in receiver.pairs)
                 assert receiver.pairs["p0/0"].worker == new_one.record
 
@@ -176,8 +176,8 @@ def test_a_worker_whose_name_another_process_takes_stops(role: str) -> None:
         reservation = found.receivers[0].reserve("r", "prefill", PAGES, total=16)
         sending = found.senders[0].start("r", "decode", PAGES, total=16)
         new = type(old)(engine, cache_of(LAYOUT, 0, 32), instance=role, timeouts=QUICK)
-        with kv.Membership(
-            new, kv.TorchLeases(found.memberships[old.name].leases.client, QUICK.lease_s)
+        with kv.LeaseKeeper(
+            new, kv.TorchLeases(found.keepers[old.name].leases.client, QUICK.lease_s)
         ) as it:
             for request in (reservation, sending):
                 with pytest.raises(PeerDeadError, match="request 'r'"):
@@ -204,7 +204,7 @@ def test_a_worker_whose_name_another_process_takes_stops(role: str) -> None:
                 sending.layer(layer)
             sending.commit()
             reservation.wait(20)
-            found.memberships[old.name].close()
+            found.keepers[old.name].close()
             old.check_withdrawn()
 
 
@@ -215,7 +215,7 @@ def test_nothing_in_the_store_grows_with_restarts() -> None:
         for number in range(20):
             for name in ("prefill", f"prefill-{number}"):
                 worker = kv.KVSender(engine, cache_of(LAYOUT, 0, 32), instance=name, timeouts=QUICK)
-                with kv.Membership(worker, kv.TorchLeases(store, QUICK.lease_s)) as found:
+                with kv.LeaseKeeper(worker, kv.TorchLeases(store, QUICK.lease_s)) as found:
                     eventually(lambda it=found: bool(it.leases.members()))
             counts.append(store.num_keys())
     assert counts[-1] == counts[1], store.list_keys()
@@ -250,14 +250,14 @@ def test_a_worker_that_begins_while_the_store_is_away_claims_its_name_later() ->
         for kind, engine, name in ((kv.KVSender, one, "p"), (kv.KVReceiver, two, "d")):
             worker = kind(engine, cache_of(LAYOUT, 0, 4), instance=name, timeouts=quick)
             client = Client(object(), connect=Refuses(store, 2).connect)
-            stack.enter_context(kv.Membership(worker, kv.TorchLeases(client, QUICK.lease_s)))
+            stack.enter_context(kv.LeaseKeeper(worker, kv.TorchLeases(client, QUICK.lease_s)))
         worker.wait_for("p", 20)
 
 
 def test_a_lease_that_is_over_ends_the_pair() -> None:
     """A host that is gone closes no connection."""
     with workers(LAYOUT, LAYOUT, timeouts=dataclasses.replace(QUICK, lease_s=2)) as found:
-        receiver, member = found.receivers[0], found.memberships["prefill/0"]
+        receiver, member = found.receivers[0], found.keepers["prefill/0"]
         pair = receiver.pairs["prefill/0"]
         member.leases.renew = lambda name, record: None  # type: ignore[method-assign]
         reservation = receiver.reserve("r", "prefill", PAGES, total=16)
@@ -275,7 +275,7 @@ def test_a_store_that_does_not_answer_ends_nothing(capfd: pytest.CaptureFixture[
         def gone() -> dict[str, bytes]:
             raise RuntimeError("the store is gone")
 
-        for member in found.memberships.values():
+        for member in found.keepers.values():
             member.leases.members = gone  # type: ignore[method-assign]
         eventually(lambda: "the store of leases does not answer" in capfd.readouterr().err)
         until = time.monotonic() + 1
@@ -298,8 +298,8 @@ def test_waiting_for_nobody_names_who_is_missing() -> None:
 def test_a_stranger_is_refused_and_nobody_else() -> None:
     """It does not know the secret, sends what is no message, or stays silent."""
     with workers(LAYOUT, LAYOUT) as found:
-        record = found.memberships["prefill/0"].record
-        listener = found.memberships["prefill/0"]._listener
+        record = found.keepers["prefill/0"].record
+        listener = found.keepers["prefill/0"]._listener
         for limit_s, sent in ((0.5, b""), (20, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64)):
             listener._limit_s = limit_s
             with socket.create_connection((record.host, record.port), 10) as stranger:
@@ -352,7 +352,7 @@ def test_workers_may_share_an_engine() -> None:
             for kind, at in ((kv.KVSender, f"p-{name}"), (kv.KVReceiver, f"d-{name}")):
                 found[at] = kind(one, cache_of(LAYOUT, 0, 32), instance=at, timeouts=QUICK)
                 leases = kv.TorchLeases(store, QUICK.lease_s)
-                stack.enter_context(kv.Membership(found[at], leases))
+                stack.enter_context(kv.LeaseKeeper(found[at], leases))
         for name in names:
             for other in names:
                 found[f"d-{name}"].wait_for(f"p-{other}", 20)
@@ -437,31 +437,31 @@ def test_nothing_is_registered_after_close_while_others_connect() -> None:
         sender = kv.KVSender(of_sender, cache_of(LAYOUT, 0, 4), instance="p", timeouts=QUICK)
         receiver = kv.KVReceiver(of_receiver, cache_of(LAYOUT, 0, 4), instance="d", timeouts=QUICK)
         register, begun = sender.register, threading.Event()
-        membership = kv.Membership(sender, kv.TorchLeases(store))
+        keeper = kv.LeaseKeeper(sender, kv.TorchLeases(store))
 
         def slow_register() -> Any:
             made.append(register())
             begun.set()
-            membership._left.wait(QUICK.connect_s)
+            keeper._left.wait(QUICK.connect_s)
             threading.Event().wait(0.3)
             return made[-1]
 
         sender.register = slow_register  # type: ignore[method-assign]
-        with kv.Membership(receiver, kv.TorchLeases(store)):
+        with kv.LeaseKeeper(receiver, kv.TorchLeases(store)):
             assert begun.wait(QUICK.connect_s)
-            membership.close()
+            keeper.close()
             assert not any(memory.is_registered for memory in made)
             sender.check_withdrawn()
             sender.register = register  # type: ignore[method-assign]
-            with kv.Membership(sender, kv.TorchLeases(store)):
+            with kv.LeaseKeeper(sender, kv.TorchLeases(store)):
                 receiver.wait_for("p")
 
 
-def test_who_was_replaced_finds_out_though_the_other_one_has_left() -> None:
+def test_a_name_that_was_taken_and_left_is_not_taken_back() -> None:
+    """By a process that was stopped meanwhile: others may have read what the one after it did."""
     store = HashStore()
-    old, new = (Member(Board(store, "f"), "p0", {}, 5.0) for _ in range(2))
-    assert new.id != old.id
-    new.close()
-    old.wake()
-    eventually(lambda: old.replaced)
-    old.close()
+    stopped, after = (Member(Board(store, "fleet"), "trainer 0", {}, 60) for _ in range(2))
+    after.close()
+    stopped._beat.look()
+    assert stopped.replaced
+    stopped.close()

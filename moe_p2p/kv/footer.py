@@ -1,6 +1,6 @@
-"""The last write of a request, its *tail*, and the numbers that requests are counted by.
+"""The last write of a request, its *footer*, and the numbers that requests are counted by.
 
-A tail names the reservation (nonce), the number of immediates of all chunks that were sent,
+A footer names the reservation (nonce), the number of immediates of all chunks that were sent,
 checksums and what the user adds (a first token, say). It arrives like any other write, maybe before
 what it speaks of: only the count of immediates says that all is there. It ends with a checksum of
 its own, so that half of one is not taken for one.
@@ -11,8 +11,9 @@ from __future__ import annotations
 import secrets
 import struct
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -30,8 +31,8 @@ _SLOT_BITS, _EPOCH_BITS = 12, 18
 MAX_SLOTS = 1 << _SLOT_BITS
 
 
-class Tail(NamedTuple):
-    """Of tokens `begin` to `total`. immediates: of all that was sent for them, the tail included.
+class Footer(NamedTuple):
+    """Of tokens `begin` to `total`. immediates: of all that was sent for them, the footer included.
     checksums: by place of the layer among the source's layers; empty where they are not sent."""
 
     nonce: int
@@ -54,7 +55,7 @@ class Tail(NamedTuple):
         return body + _CRC.pack(zlib.crc32(body))
 
     @staticmethod
-    def parse(data: bytes | bytearray | memoryview) -> Tail | None:
+    def parse(data: bytes | bytearray | memoryview) -> Footer | None:
         """None: not all of it is there."""
         nonce, begin, total, immediates, checksums, user = _HEAD.unpack_from(data)
         size = _HEAD.size + 8 * checksums + user
@@ -64,11 +65,11 @@ class Tail(NamedTuple):
         if _CRC.unpack_from(data, size)[0] != zlib.crc32(body):
             return None
         sums = struct.unpack_from(f"<{checksums}q", body, _HEAD.size)
-        return Tail(nonce, begin, total, immediates, sums, body[size - user : size])
+        return Footer(nonce, begin, total, immediates, sums, body[size - user : size])
 
 
-def tail_bytes(num_layers: int) -> int:
-    """Of the largest tail, a multiple of 64."""
+def footer_bytes(num_layers: int) -> int:
+    """Of the largest footer, a multiple of 64."""
     size = _HEAD.size + 8 * num_layers + MAX_USER_BYTES + _CRC.size
     return -(-size // 64) * 64
 
@@ -149,7 +150,7 @@ class Slots:
 class CountedSlots(Slots):
     """Slots whose immediates arrive at `engine`: their counters are given back with them."""
 
-    def __init__(self, count: int, engine: Any, *, first: int = 0) -> None:
+    def __init__(self, count: int, engine: Engine, *, first: int = 0) -> None:
         super().__init__(count, first=first)
         self._engine = engine
         self._last_imm: dict[int, int] = {}  # by number
@@ -170,3 +171,8 @@ class CountedSlots(Slots):
             self._engine.free_imm(imm)
         except (InvalidArgumentError, ClosedError):
             return  # a thread waits for it: the next use of the slot drops it
+
+
+def slots_for(count: int, engine: Engine | None, *, first: int = 0) -> Slots:
+    """engine: where immediates of the slots arrive; None: not here."""
+    return Slots(count, first=first) if engine is None else CountedSlots(count, engine, first=first)
