@@ -411,7 +411,7 @@ def test_a_close_that_was_interrupted_is_called_again(monkeypatch: pytest.Monkey
     """By Ctrl-C; at exit it is called, too."""
     with workers(LAYOUT, LAYOUT) as found:
         receiver = found.receivers[0]
-        membership = found.memberships[receiver.name]
+        membership = found.keepers[receiver.name]
         wait_fenced = receiver.wait_fenced
 
         def interrupted(timeout_s: float) -> None:

@@ -122,7 +122,7 @@ def test_packed_rows_of_a_layer_are_gathered_when_it_is_signalled() -> None:
         assert sending.stats.packed > 0
 
 
-def test_a_tail_that_cannot_be_sent_fails_its_request(
+def test_a_footer_that_cannot_be_sent_fails_its_request(
     found: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for sums of the last layer; whoever polls then, an engine's loop say, goes on."""
@@ -130,14 +130,14 @@ def test_a_tail_that_cannot_be_sent_fails_its_request(
     with kv.KVSignals(sender) as signals:
         model = Model(signals)
         sending, reservation = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
 
         def fails(*_: Any, **__: Any) -> Any:
             raise errors.make(errors.TransportError, "the queue is broken")
 
         with signals.step([(sending, None)]):
             sending.commit(b"token")
-            assert sending.flights[0].tail_due
+            assert sending.transfers[0].footer_due
             monkeypatch.setattr(sender.engine, "write", fails)
             model.forward()
         until(sending.done)
