@@ -24,10 +24,10 @@ from moe_p2p.deep_ep import Buffer, ElasticBuffer
 from moe_p2p.moe import all_to_all, pool
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
-OPS = ("dispatch_eager", "combine_inference", "combine_plain", "combine_out", "release")
+OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
 DIRECT = [
-    (all_to_all, "_DISPATCH_EAGER", "dispatch_eager"),
-    (all_to_all, "_COMBINE_EAGER", "combine_plain"),
+    (all_to_all, "_DISPATCH_EAGER", "dispatch_inference"),
+    (all_to_all, "_COMBINE_EAGER", "combine_inference"),
     (pool, "_COUNTED", "dispatch_counted"),
 ]
 COUNTED = ("count_routing", "dispatch_counted")

@@ -261,8 +261,20 @@ def watched() -> Iterator[tuple[list[str], list[Any]]]:
         overload._op = call
     modules = [vars(sys.modules[name]) for name in CALLING if name in sys.modules]
     direct = [{n: each for n, each in module.items() if is_direct(each)} for module in modules]
+
+    def counted(real: Any) -> Call:
+        def call(*given: Any) -> Any:
+            before = len(names)
+            made = real(*given)
+            if len(names) == before:  # else it called its op, which is counted
+                names.append(real.__name__)
+                results.append(made)
+            return made
+
+        return call
+
     for module, calls in zip(modules, direct, strict=True):
-        module.update({name: each.__self__ for name, each in calls.items()})
+        module.update({name: counted(each) for name, each in calls.items()})
     try:
         yield names, results
     finally:

@@ -180,10 +180,6 @@ Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   return gathered;
 }
 
-int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
-  return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
-}
-
 // One line "name number" per field of abi::HandleLayout, and the most slots of a source in a chunk.
 std::string handle_layout(int64_t comm, int64_t num_rows, int64_t max_tokens) {
   const auto object = communicators().get(comm);
@@ -273,7 +269,6 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_clean_masks", TORCH_BOX(&all_to_all_clean_masks));
   m.impl("all_to_all_set_clean_kernel", TORCH_BOX(&all_to_all_set_clean_kernel));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
-  m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("handle_layout", TORCH_BOX(&handle_layout));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));
   m.impl("dispatch_recv", TORCH_BOX(&dispatch_recv));

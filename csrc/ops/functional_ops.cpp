@@ -125,16 +125,18 @@ int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int
 
 namespace {
 
-Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
-                    std::optional<Tensor> scales, std::vector<Tensor> extras,
-                    const Tensor& topk_idx, std::optional<Tensor> topk_weights,
-                    std::optional<Tensor> num_tokens, int64_t num_tokens_host, int64_t max_tokens,
-                    int64_t capacity) {
+Dispatched dispatch(int64_t comm_id, int64_t options_number, int64_t max_tokens, int64_t capacity,
+                    const Tensor& x, const Tensor& topk_idx, std::optional<Tensor> topk_weights,
+                    std::optional<Tensor> scales, std::vector<int64_t> others,
+                    std::optional<std::vector<Tensor>> extras, std::optional<Tensor> num_tokens,
+                    int64_t num_tokens_host) {
+  check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  const std::vector<Tensor> sent = std::move(extras).value_or(std::vector<Tensor>{});
   return dispatch_into_new(
       &*comm,
-      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
+      {x, scales, sent, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
       capacity);
 }
 
@@ -143,10 +145,10 @@ constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
 
 }  // namespace
 
-Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
-                          int64_t capacity, const Tensor& x, const Tensor& topk_idx,
-                          std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
-                          std::vector<int64_t> others) {
+Dispatched dispatch_directly(int64_t comm_id, int64_t options_number, int64_t max_tokens,
+                             int64_t capacity, const Tensor& x, const Tensor& topk_idx,
+                             std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
+                             std::vector<int64_t> others) {
   check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
@@ -190,10 +192,12 @@ void combine_into(AllToAllObject& comm, const CombineArguments& in, const Combin
 }
 
 std::tuple<Tensor, std::vector<Tensor>> combine(
-    int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
-    std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights, std::vector<Tensor> bias,
-    const Tensor& handle, const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
-    int64_t options, int64_t /*capacity*/, bool with_wait_ticks) {
+    int64_t comm_id, int64_t options, int64_t max_tokens, const Tensor& handle, const Tensor& y,
+    const Tensor& topk_idx, std::optional<Tensor> row_weights, std::optional<Tensor> topk_weights,
+    std::optional<Tensor> row_scalars, std::optional<std::vector<Tensor>> biases,
+    std::optional<ScalarType> sum_dtype, int64_t /*capacity*/, bool with_wait_ticks) {
+  const ScalarType out_dtype = sum_dtype.value_or(y.scalar_type());
+  const std::vector<Tensor> bias = std::move(biases).value_or(std::vector<Tensor>{});
   const Caller comm(comm_id);
   const abi::SumOrder order = moe::sum_order_from(options);
   const abi::Partials partials = moe::partials_from(options);
@@ -217,13 +221,13 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
 
 }  // namespace
 
-std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
-                                                      int64_t max_tokens, const Tensor& handle,
-                                                      const Tensor& y, const Tensor& topk_idx,
-                                                      std::optional<Tensor> row_weights,
-                                                      std::optional<Tensor> topk_weights) {
-  return combine(comm_id, y, std::move(row_weights), {}, std::move(topk_weights), {}, handle,
-                 topk_idx, max_tokens, y.scalar_type(), options, 0, false);
+std::tuple<Tensor, std::vector<Tensor>> combine_directly(int64_t comm_id, int64_t options,
+                                                         int64_t max_tokens, const Tensor& handle,
+                                                         const Tensor& y, const Tensor& topk_idx,
+                                                         std::optional<Tensor> row_weights,
+                                                         std::optional<Tensor> topk_weights) {
+  return combine(comm_id, options, max_tokens, handle, y, topk_idx, std::move(row_weights),
+                 std::move(topk_weights), {}, {}, {}, 0, false);
 }
 
 namespace {
@@ -247,10 +251,8 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
-  m.impl("dispatch_eager", TORCH_BOX(&dispatch_eager));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
-  m.impl("combine_plain", TORCH_BOX(&combine_plain));
   m.impl("combine_out", TORCH_BOX(&combine_out));
 }
 

@@ -18,7 +18,7 @@ from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
-from moe_p2p.moe.options import DispatchForm, SumOrder
+from moe_p2p.moe.options import CombineOptions, DispatchForm
 from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
 from moe_p2p.moe.row_counts import HostCounts
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
@@ -242,8 +242,8 @@ class ElasticBase:
             dtype, device_index, hidden, packs, num_topk, num_experts, num_tokens, num_sms, 1, rows
         )  # fmt: skip
         all_to_all, _, form = self._made.get(key) or self._make(values, key)
-        order: SumOrder = "ranks" if self.allow_multiple_reduction else "rows"
-        all_to_all.prepare(form.options, x_dtype=dtype, y_dtype=torch.bfloat16, order=order)
+        combine = CombineOptions(order="ranks" if self.allow_multiple_reduction else "rows")
+        all_to_all.prepare(form.options, x_dtype=dtype, y_dtype=torch.bfloat16, combine=combine)
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
         dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, rows = key

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from moe_p2p.engine.checksum import add, apart, rows_checksum
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.transfers import Request
+from moe_p2p.engine.transfers import PageRows, Request
 from moe_p2p.errors import require
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVCache, KVRequest
@@ -92,7 +91,7 @@ class ChunkRows:
                     region_pages=theirs,
                     imm=imm,
                     after=after,
-                    **_strides(move, here="source"),
+                    rows=_rows(move, here="source"),
                 )
         return found
 
@@ -107,7 +106,7 @@ class ChunkRows:
                 region_pages=ours,
                 offset=request.target.offset,
                 region_offset=request.source.offset,
-                **_strides(request.move, here="target"),
+                rows=_rows(request.move, here="target"),
             )
             for layer in pair.layers
             for request, ours, theirs in self.each(layer, chunk)
@@ -140,32 +139,21 @@ class ChunkRows:
         return total
 
 
-class _Strides(TypedDict):
-    """Arguments of the engine's calls."""
-
-    page_bytes: int
-    stride: int
-    region_stride: int
-    row_bytes: int
-    row_stride: int
-    region_row_stride: int
-
-
-def _strides(move: KVMove, *, here: str) -> _Strides:
-    """here: the side that calls the engine."""
+def _rows(move: KVMove, *, here: str) -> PageRows:
+    """In the engine's words: `here` is the side that calls it."""
     shape = move.shape
     units = (shape.source_unit, shape.target_unit)
     rows = (shape.source_row_stride, shape.target_row_stride)
     if here == "target":
         units, rows = units[::-1], rows[::-1]
-    return {
-        "page_bytes": move.unit_bytes,
-        "stride": units[0],
-        "region_stride": units[1],
-        "row_bytes": shape.row_bytes,
-        "row_stride": rows[0],
-        "region_row_stride": rows[1],
-    }
+    return PageRows(
+        page_bytes=move.unit_bytes,
+        stride=units[0],
+        region_stride=units[1],
+        row_bytes=shape.row_bytes,
+        row_stride=rows[0],
+        region_row_stride=rows[1],
+    )
 
 
 def _blank(layout: KVLayout, total: int) -> Pages:

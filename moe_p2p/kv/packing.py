@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_p2p.engine.transfers import Gate, Request
+from moe_p2p.engine.transfers import Gate, PageRows, Request
 from moe_p2p.kv.chunks import Chunk, ChunkRows
 from moe_p2p.kv.footer import Slot
 from moe_p2p.kv.memory import KVRequest
@@ -208,14 +208,13 @@ class Packing:
         yield worker.engine.write_pages(
             pair.memory.ring,
             pair.regions[request.target.region],
-            page_bytes=move.unit_bytes,
-            row_bytes=move.unit_bytes,
-            row_stride=move.unit_bytes,
-            region_row_stride=move.unit_bytes,
+            rows=PageRows(
+                page_bytes=move.unit_bytes,
+                region_stride=shape.target_unit,
+                row_bytes=move.unit_bytes,
+            ),
             pages=torch.arange(count, device="cpu"),
             region_pages=theirs.contiguous(),
-            stride=move.unit_bytes,
-            region_stride=shape.target_unit,
             offset=worker.ring.parts.offset(started.slots[0].number),
             region_offset=request.target.offset,
             imm=self._imm,

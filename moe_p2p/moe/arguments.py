@@ -37,8 +37,8 @@ NO_OUT_GRADIENT = (
     "or use torch.no_grad()"
 )
 NO_INT10_GRADIENT = (
-    "an input of combine requires grad, but with combine_dtype it is not differentiable; leave out "
-    "combine_dtype, or use torch.no_grad()"
+    "an input of combine requires grad, but with partials it is not differentiable; leave out "
+    "partials, or use torch.no_grad()"
 )
 NO_LATE_GRADIENT = (
     "{} requires grad, but a combine that is given topk_weights is not differentiable; give them "

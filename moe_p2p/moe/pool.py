@@ -197,7 +197,7 @@ class AllToAllPool:
         """Makes the AllToAll of this configuration, and compiles what calls with each of these
         options need: before a CUDA graph is captured. Collective when new.
 
-        types: x_dtype, y_dtype, out_dtype, order, row_bytes (AllToAll.prepare).
+        types: x_dtype, y_dtype, combine, row_bytes (AllToAll.prepare).
         """
         self.get(config, limit_bytes=limit_bytes).prepare(*options, **types)
 

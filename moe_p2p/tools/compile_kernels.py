@@ -27,7 +27,7 @@ from moe_p2p.moe.gpu.prepared import usual_calls, variants_of
 from moe_p2p.moe.gpu.shape_macros import shape_macros
 from moe_p2p.moe.options import (
     BY_RANK,
-    COMBINE_DTYPES,
+    PARTIALS,
     QUANTIZE,
     SCALE_FORMATS,
     DispatchOptions,
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
     add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")
     add("--fp8", action="store_true", help="also dispatches of fp8 given by the caller")
-    add("--combine-dtype", choices=COMBINE_DTYPES, help="also combines of it, of bf16")
+    add("--combine-dtype", choices=PARTIALS, help="also combines of it, of bf16")
     add("--masks", action="store_true", help="with mask_lost_ranks (Buffer(enable_shrink=True))")
     add("--arch", help="as sm_90a; not given: of this machine's GPU, without one sm_90a")
     add("--into", type=Path, help="the folder; not given: the one of MOE_P2P_CACHE")

@@ -42,16 +42,13 @@ class Keys(NamedTuple):
 
     @property
     def update(self) -> str:
-        """What it is: version, base, verify, only, changed, members, lost trainers."""
+        """What it is: version, base, verify, only, members, lost trainers."""
         return f"{self.job}/{self.attempt}/update"
 
     @property
     def decision(self) -> str:
         """COMMIT, or a `refusal`."""
         return f"{self.job}/{self.attempt}/decision"
-
-    def changed(self, trainer: int) -> str:
-        return f"{self.job}/{self.attempt}/changed/{trainer}"
 
     def requests(self, trainer: int) -> str:
         """How many it makes, by generator; each is counted once by each of its NICs."""
@@ -73,7 +70,7 @@ def immediate(keys: Keys) -> int:
 
 def refusal(why: str, **how: Any) -> dict[str, Any]:
     """A decision against an attempt. again: trainers go on with the next one, without the trainers
-    in `lost`; full: with all parameters."""
+    in `lost`."""
     return {"why": why, **how}
 
 

@@ -522,10 +522,8 @@ class WeightGenerator:
         elif names is not None:
             why = self._inbox.keep_others(names, self._stamp)
         if why:
-            changed = update["wish"]["changed"]
-            text = f"{self.name}: some parameters alone make no version here, {why}"
-            text = text if changed else f"{text}; update in full"
-            self._board.decide(keys.decision, refusal(text, again=changed, full=True))
+            text = f"{self.name}: some parameters alone make no version here, {why}; update in full"
+            self._board.decide(keys.decision, refusal(text))
 
     def _receive(self, keys: Keys) -> None:
         assert self._update is not None

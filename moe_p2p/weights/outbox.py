@@ -285,19 +285,6 @@ class Outbox:
         others = self._exchange.take_requests() if self._exchange else []
         self.sender.cancel(others, timeout_s)
 
-    # --- what changed ---
-
-    def checksums(self) -> dict[str, int]:
-        return {name: attempt.whole_sum(each) for name, each in self._tensors.items()}
-
-    def parameters_in(self, tensors: Collection[str]) -> list[str]:
-        """Returns names of the plan's parameters of which `tensors` hold a part on this rank."""
-        there = set(self._replicas[""].plan.names)
-        return sorted({
-            each.name for each in self._source.params
-            if each.tensor in tensors and self._rank in each.ranks and each.name in there
-        })  # fmt: skip
-
     def close(self) -> None:
         """Nothing of it is registered any more. Idempotent."""
         exchange, self._exchange = self._exchange, None

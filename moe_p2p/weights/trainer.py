@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -121,9 +122,6 @@ class WeightTrainer:
         self._members: dict[str, Record] | None = None  # the leader's; None: look
         self._updated: Collection[str] = ()  # members of the last update
         self._lost: frozenset[int] = frozenset()
-        self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
-        self._new_sums: dict[str, int] = {}  # of what the attempt sends
-        self._full = False  # a generator cannot take a part
         # Of the exchange of maxima: the attempt that it began with, which is its era; what it is
         # for; the last attempt that succeeded; and words about this trainer's inbox.
         self._era, self._succeeded = -1, 0
@@ -200,16 +198,18 @@ class WeightTrainer:
         tensors: new values, copied into the registered ones; None: these are as they should be.
         They must be left alone until it returns. verify: 64-bit checksums of all that is written.
         only: names of parameters; others are as in the version before, which every generator must
-        have. changed: those in tensors whose checksums differ from the update before, which had
-        `changed` too; where that cannot be known, or a generator has another version, all.
+        have. changed: for one release; all are sent, as without it.
 
         Raises AbortedError, with the name of the rank where it failed, and TimeoutError with the
         ranks that are missing. No generator goes to the version then; it may be called again.
         Generators that are lost are left out; for a lost trainer others send, if they hold what it
         held: each begins anew, with its own timeout.
         """
+        if changed:
+            text = "update(changed=True) sends all parameters now: say which ones, only=[...]"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
         check_update(version, only, changed, self.plan.names)
-        wish = {"version": version, "verify": verify, "changed": changed,
+        wish = {"version": version, "verify": verify,
                 "only": None if only is None else sorted(only), "newcomers": False}  # fmt: skip
         self._update(wish, tensors, timeout_s)
 
@@ -220,8 +220,7 @@ class WeightTrainer:
         All trainers call it, while their tensors hold the values of the last update.
         """
         require(self.version is not None, "admit: there was no update yet")
-        wish = {"version": self.version, "verify": False, "changed": False, "only": None,
-                "newcomers": True}  # fmt: skip
+        wish = {"version": self.version, "verify": False, "only": None, "newcomers": True}
         self._update(wish, None, timeout_s)
 
     @unaffected
@@ -252,7 +251,7 @@ class WeightTrainer:
                 tensors = None  # they have been taken
 
     def _begin(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
-        """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
+        """One attempt. False: begin again, without a rank that is lost."""
         deadline = Deadline(timeout_s)
         with self._board.within(deadline):
             self._attempt = self._next(wish)
@@ -260,7 +259,7 @@ class WeightTrainer:
 
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, deadline: Deadline) -> bool:
         keys = self._keys
-        self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
+        self.stages, self._began = {}, time.monotonic()
         self._decided_on = wish["version"]
         taken, update = False, dict[str, Any]()
         try:
@@ -301,7 +300,6 @@ class WeightTrainer:
         self.version, self._succeeded = wish["version"], keys.attempt
         self._stamp, self._updated = update["stamp"], {*self._updated, *update["members"]}
         if not wish["newcomers"]:
-            self._sums, self._full = self._new_sums, False
             self._updated = update["members"].keys()
         return True
 
@@ -354,7 +352,7 @@ class WeightTrainer:
     def _forget(self) -> None:
         """What this rank put for the attempt before the last one is read by nobody any more."""
         before = self._keys.before
-        for key in (before.changed(self.rank), before.requests(self.rank), before.sent(self.rank)):
+        for key in (before.requests(self.rank), before.sent(self.rank)):
             self._board.drop(key)
         if self.rank == self._there()[0]:
             self._board.drop(before.update)
@@ -368,8 +366,6 @@ class WeightTrainer:
     def _agree(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
         """The leader says what the attempt is; others find that they mean the same."""
         self._forget()
-        if wish["changed"]:
-            self._board.put(keys.changed(self.rank), self._changed())
         leader = self._there()[0]
         if self.rank == leader:
             now = self._now()
@@ -405,17 +401,9 @@ class WeightTrainer:
         if wish["newcomers"]:
             members = {who: members[who] for who in others}
         only = wish["only"]
-        if wish["changed"]:
-            keys_of = {keys.changed(i): f"trainer {i}" for i in self._there()}
-            found = [each["names"] for each in self._wait(keys, keys_of, deadline).values()]
-            only = None if None in found else sorted({name for each in found for name in each})
         others = others if self._stamp else list(members)
         if only is not None and others:
-            if not wish["changed"]:
-                raise make(
-                    ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version)
-                )
-            only = None
+            raise make(ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version))
         # After a success all trainers have met in its era; after a failure some may not have.
         shares = self._shared(each["digest"] for each in members.values())
         goes_on = shares == self._era_of and self._succeeded == keys.attempt - 1
@@ -441,14 +429,6 @@ class WeightTrainer:
             }  # fmt: skip
             self._changes = changes
         return self._members
-
-    def _changed(self) -> dict[str, Any]:
-        """names: parameters whose tensors changed on this rank; None: not known."""
-        self._new_sums, before = self._outbox.checksums(), self._sums
-        if not before or self._full:
-            return {"names": None}
-        tensors = {name for name, each in self._new_sums.items() if before[name] != each}
-        return {"names": self._outbox.parameters_in(tensors)}
 
     # --- bytes ---
 
@@ -554,7 +534,6 @@ class WeightTrainer:
             raise make(AbortedError, f"trainer {self.rank} was taken for lost: {decision['why']}")
         log.warning(f"trainer {self.rank}: the weight update begins again: {decision['why']}")
         self._lost = self._lost | frozenset(decision.get("lost", ()))
-        self._full = self._full or bool(decision.get("full"))
         return True
 
     # --- truth ---

@@ -257,9 +257,9 @@ def waits(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]
         prepare(rank, comm, wanted)
         for step in wanted:
             got = comm.dispatch(**dispatch_arguments(comm, step))
-            back = combine_arguments(comm, step) | {"dispatched": got}
+            back = combine_arguments(comm, step, with_wait_ticks=True) | {"dispatched": got}
             finish(comm)
-            out, ticks = comm.combine(**back, with_wait_ticks=True)
+            out, ticks = comm.combine(**back)
             finish(comm)
             assert torch.equal(out.cpu(), step.out[rank.rank])
             reported = ticks.cpu()

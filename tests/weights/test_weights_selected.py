@@ -84,17 +84,16 @@ def test_only_some_parameters(name: str, names: set[str], mode: str) -> None:
             found.trainers[0].update(3, only={"none"})
 
 
-@pytest.mark.parametrize("how", ["only", "changed"])
-def test_a_part_straight_after_an_update_that_engines_have_not_copied(how: str) -> None:
+def test_a_part_straight_after_an_update_that_engines_have_not_copied() -> None:
     """A forward pass takes longer than the next update takes to begin."""
     with fleet(MODELS["fused"]) as found:
-        running = begin(found, 1, found.model.values(1), changed=True)
+        running = begin(found, 1, found.model.values(1))
         while not all(each.done() for each in running):
             for each in found.generators:
                 each._progress()  # bytes arrive, and nothing is copied: the pass goes on
         assert [each.version for each in found.generators] == [None, None]
         whole, values = written(found), mixed(found, 1, 2, {"k"})
-        running = begin(found, 2, values, **({"only": {"k"}} if how == "only" else {how: True}))
+        running = begin(found, 2, values, only={"k"})
         for each in found.trainers:
             _until(lambda t=each: "begin" in t.stages and t.totals["attempts"] == 2)
         for each in found.generators:
@@ -135,26 +134,26 @@ def test_calls_that_overlap_are_refused_and_no_version_is_mixed() -> None:
         assert found.trainers[0].totals["failed"] == 0
 
 
-def test_parameters_whose_tensors_changed() -> None:
+def test_what_changed_is_all_for_one_release() -> None:
     with fleet(MODELS["mixed"]) as found:
-        update(found, 1, found.model.values(1), changed=True)  # nothing is known: all
-        whole = written(found)
-        values = mixed(found, 1, 2, {"b"})
-        update(found, 2, values, changed=True)
+        update(found, 1, found.model.values(1))
+        whole, values = written(found), mixed(found, 1, 2, {"b"})
+        with pytest.warns(DeprecationWarning, match="say which ones, only=") as warned:
+            update(found, 2, values, changed=True)
         check(found, 2, values)
-        part = written(found) - whole
-        assert 0 < part < whole
-        update(found, 3, values, changed=True)  # nothing changed: a version without bytes
-        check(found, 3, values)
-        assert written(found) == whole + part
-        update(found, 4, found.model.values(4))
-        check(found, 4, found.model.values(4))
+        assert written(found) == 2 * whole
+        assert len(warned) == len(found.trainers)
+        with (
+            pytest.raises(InvalidArgumentError, match="pass one"),
+            pytest.warns(DeprecationWarning, match="only="),
+        ):
+            found.trainers[0].update(3, only={"b"}, changed=True)
 
 
 def test_a_generator_at_another_version_refuses_a_part_and_takes_all() -> None:
     """One that joined, and could not read from a peer, has no version yet."""
     with fleet(MODELS["fused"]) as found:
-        update(found, 1, found.model.values(1), changed=True)
+        update(found, 1, found.model.values(1))
         for each in found.generators:
             each._lent.shut()  # a joining rank finds no peer
         late = found.join("late", 0)
@@ -162,13 +161,13 @@ def test_a_generator_at_another_version_refuses_a_part_and_takes_all() -> None:
         values = mixed(found, 1, 2, {"q"})
         running = begin(found, 2, values, only={"q"})
         fail(found, running, r"generator late/0 is at version None.*in full")
-        update(found, 3, values, changed=True)
+        update(found, 3, values)
         check(found, 3, values)
 
 
 def refuse_a_part(found: Fleet) -> Values:
-    """An update of a part fails, as will one of what changed; returns its values."""
-    update(found, 1, found.model.values(1), changed=True)
+    """An update of a part fails, as will the next one; returns its values."""
+    update(found, 1, found.model.values(1))
     found.generators[1]._stamp = 0
     values = mixed(found, 1, 2, {"q"})
     running = begin(found, 2, values, only={"q"})
@@ -180,12 +179,12 @@ def test_a_generator_that_missed_a_version_refuses_a_part() -> None:
     """The leader believes the store; the generator knows what it has."""
     with fleet(MODELS["fused"]) as found:
         values = refuse_a_part(found)
-        update(found, 3, values, changed=True)  # begins again, with all
+        update(found, 3, values)
         check(found, 3, values)
-        assert found.trainers[0].totals["failed"] == 2
+        assert found.trainers[0].totals["failed"] == 1
 
 
-def test_a_trainer_that_connects_after_a_refusal_begins_again_at_once() -> None:
+def test_a_trainer_that_connects_after_a_refusal_fails_at_once() -> None:
     """What it was told is lent has been taken back: what it waits for would never come."""
     with fleet(MODELS["fused"]) as found:
         values, late = refuse_a_part(found), found.trainers[1]
@@ -203,8 +202,11 @@ def test_a_trainer_that_connects_after_a_refusal_begins_again_at_once() -> None:
             return str(board.get(late._job.key(f"lends/{generator}"))["generation"])
 
         late._outbox.sender.generation = late_look  # type: ignore[method-assign]
-        update(found, 3, values, changed=True)
-        check(found, 3, values)
+        began, running = time.monotonic(), begin(found, 3, values, only={"q"})
+        fail(found, running, r"generator 1: some .* at version 1, and not what they are a part of")
+        assert time.monotonic() - began < late.timeout_s / 2
+        update(found, 4, values)
+        check(found, 4, values)
         assert late.totals["failed"] == 2
 
 

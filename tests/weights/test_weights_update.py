@@ -89,7 +89,7 @@ def under_a_default_device(rank: Rank) -> int | None:
         with WeightTrainer(engine, store, source, rank.rank, mine) as trainer:
             for version in (1, 2):
                 mine["w"].fill_(version)
-                trainer.update(version, verify=True, changed=True)
+                trainer.update(version, verify=True)
         return trainer.version
     q = torch.zeros(80, dtype=torch.uint8, **host).view(torch.float8_e4m3fn)
     live = {"q": q, "s": torch.zeros(6, dtype=torch.float32, **host)}

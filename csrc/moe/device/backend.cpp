@@ -378,7 +378,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
       !recv || (recv->out_dtype == out_dtype && recv->partials == partials &&
                 recv->order == form.order && (call.with_scalars || recv->out_scalars == nullptr)),
       Code::kInvalidArgument,
-      "out must be of the out_dtype and combine_dtype that combine_send was given, and "
+      "out must be of the out_dtype and partials that combine_send was given, and "
       "scalars come back only where row_scalars were sent");
   abi::CombineParams p{};
   p.comm = comm_;

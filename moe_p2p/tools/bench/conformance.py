@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched
 from moe_p2p.machine.transport import SOFTWARE
-from moe_p2p.moe.options import COMBINE_DTYPES
+from moe_p2p.moe.options import PARTIALS
 from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.check import answer, answer_by_rank, beyond_rounding, bound_of
@@ -82,8 +82,8 @@ def integers(ranks: Ranks) -> None:
     """Partial sums that travel as 10-bit integers."""
     with ranks.make() as comm:
         for layout in LAYOUTS:
-            for sent in COMBINE_DTYPES:
-                how = {"layout": layout, "combine_dtype": sent}
+            for sent in PARTIALS:
+                how = {"layout": layout, "partials": sent}
                 ranks.line(f"{layout}, combine sends {sent}", ranks.steps, comm, **how)
 
 

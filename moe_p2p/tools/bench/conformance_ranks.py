@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched, DispatchOptions, errors
 from moe_p2p.moe import reference
-from moe_p2p.moe.options import CombineDtype
+from moe_p2p.moe.options import CombineOptions, Partials
 from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.bench.cases import Job, changing_counts, make_job
 from moe_p2p.tools.bench.check import Expected, compare_rows, compare_sums, expect
@@ -53,7 +53,7 @@ class Call:
     y: Tensor  # [R, H] rows of combine
     expected: Expected
     job: Job
-    combine_dtype: CombineDtype | None = None
+    partials: Partials | None = None
 
 
 class Ranks:
@@ -118,7 +118,7 @@ class Ranks:
         gone: bool = False,
         full: bool = False,
         change: Callable[[Tokens, int], Tokens] | None = None,
-        combine_dtype: CombineDtype | None = None,
+        partials: Partials | None = None,
         **how: Any,
     ) -> Call:
         """gone: the last rank has no tokens, and no rank has any for its experts.
@@ -126,7 +126,7 @@ class Ranks:
         change: makes other tokens out of a rank's.
         """
         dtype, quantization = TYPES[kind]
-        options = replace(self.options, dtype=dtype, combine_dtype=combine_dtype)
+        options = replace(self.options, dtype=dtype, combine_dtype=partials)
         job, (most,) = make_job(options), options.tokens
         counts = changing_counts(0 if full else step, self.size, most)
         if gone:
@@ -146,7 +146,7 @@ class Ranks:
         given = {name: getattr(mine, name) for name in GIVEN_NAMES}
         y = expected.y.to(options.device)
         given["options"] = DispatchOptions(**quantization, **how)
-        return Call(given=given, y=y, expected=expected, job=job, combine_dtype=combine_dtype)
+        return Call(given=given, y=y, expected=expected, job=job, partials=partials)
 
     @staticmethod
     def _with_gaps(tokens: Tokens, step: int, lost: Tensor) -> Tokens:
@@ -167,7 +167,7 @@ class Ranks:
     def whole(self, comm: AllToAll, call: Call) -> Wrong:
         got = comm.dispatch(**call.given)
         found = self.rows(call, got)
-        out = comm.combine(call.y, got, combine_dtype=call.combine_dtype)
+        out = comm.combine(call.y, got, options=CombineOptions(partials=call.partials))
         return found + self.sums(call, out)
 
     def each_step(self, check: Callable[[int], Wrong]) -> Wrong:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_p2p.moe.options import CombineDtype
+from moe_p2p.moe.options import Partials
 from moe_p2p.moe.reference import Topology, int10
 from moe_p2p.moe.reference.wire import LINE, align, slot_head_bytes
 
@@ -64,11 +64,11 @@ class Sizes:
         topk: int,
         item: int,
         quantize: bool,
-        combine_dtype: CombineDtype | None = None,
+        combine_dtype: Partials | None = None,
     ) -> Sizes:
         """item: bytes of a value, in dispatch unless it is quantized, and in combine.
 
-        combine_dtype: of AllToAll.combine.
+        combine_dtype: `partials` of CombineOptions.
         """
         values = hidden_dim * (1 if quantize else item)
         scales = 4 * -(-hidden_dim // 128) if quantize else 0

@@ -12,7 +12,7 @@ import torch
 from moe_p2p import env
 from moe_p2p.engine.config import Wait
 from moe_p2p.machine.transport import TIMED
-from moe_p2p.moe.options import COMBINE_DTYPES, INT10_BLOCK, CombineDtype
+from moe_p2p.moe.options import INT10_BLOCK, PARTIALS, Partials
 from moe_p2p.tools.option_types import (
     above_zero,
     at_least_0,
@@ -40,7 +40,7 @@ class Options:
     topk: int = 8
     experts: int = 64
     dtype: DType = "bf16"  # fp8: bf16 rows quantized by dispatch, combined in bf16
-    combine_dtype: CombineDtype | None = None  # of combine's partial sums; None: x's
+    combine_dtype: Partials | None = None  # of combine's partial sums; None: x's
     routing: str = "uniform"  # or "skewed"
     trace: str | None = None  # file of a recorded routing; overrides topk, experts and routing
     checks: int = 4  # compared steps per token count
@@ -302,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--experts", type=at_least_1, help="experts of all ranks (64; 256)")
     add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="type that is sent (bf16; fp8)")
     kinds = "what combine sends, instead of values of x's type (x's type)"
-    add("--combine-dtype", choices=COMBINE_DTYPES, help=kinds)
+    add("--combine-dtype", choices=PARTIALS, help=kinds)
     add("--routing", choices=["uniform", "skewed"], help="how experts are chosen (uniform)")
     add("--trace", metavar="FILE", help="replay a routing that the demo recorded")
     add("--checks", type=at_least_0, help="steps compared with the reference, per token count (4)")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Dispatched
+from moe_p2p import AllToAll, AllToAllConfig, CombineOptions, Dispatched
 from moe_p2p.moe.reference import Layout, Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
@@ -102,7 +102,8 @@ class MoeP2p:
     ) -> None:
         """group: of AllToAll; None: the default group."""
         self._quantize = options.quantize
-        self.combining: dict[str, Any] = {"combine_dtype": options.combine_dtype}  # of combine
+        partials = CombineOptions(partials=options.combine_dtype)
+        self.combining: dict[str, Any] = {"options": partials}  # of combine
         made = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
         self.all_to_all = AllToAll(group, made)
         config = self.all_to_all.config

@@ -147,7 +147,8 @@ class _Decode:
 
     def pair(self) -> Tensor:
         got = self.comm.dispatch(self.x, self.experts, self.weights)
-        return self.comm.combine(got.x, got)
+        sums: Tensor = self.comm.combine(got.x, got)
+        return sums
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

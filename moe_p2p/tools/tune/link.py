@@ -1,6 +1,6 @@
 """Writes/s and bytes/s of the NICs of one rank: rank 0 writes rows to the last rank, by size.
 
-Rows lie at random places on both sides, as pages of a KV cache do, so none travel as one.
+PageRows lie at random places on both sides, as pages of a KV cache do, so none travel as one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 from moe_p2p.engine.transfers import Memory, Region
 from moe_p2p.machine import tuned
 from moe_p2p.machine.tuned import Rates
@@ -39,11 +39,10 @@ class Lane:
         request = self.engine.write_pages(
             self.memory,
             self.region,
-            page_bytes=row_bytes,
+            # They never follow each other.
+            rows=PageRows(page_bytes=row_bytes, stride=2 * row_bytes, region_stride=2 * row_bytes),
             pages=source,
             region_pages=target,
-            stride=2 * row_bytes,  # rows never follow each other
-            region_stride=2 * row_bytes,
         )
         request.wait()
         return time.perf_counter() - began

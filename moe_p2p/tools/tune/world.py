@@ -120,7 +120,8 @@ class World:
         y = y.expand(first.x.shape).contiguous()
 
         def pair() -> Tensor:
-            return comm.combine(y, comm.dispatch(x, idx, weights, **given))
+            sums: Tensor = comm.combine(y, comm.dispatch(x, idx, weights, **given))
+            return sums
 
         comm.combine(y, first)
         return pair

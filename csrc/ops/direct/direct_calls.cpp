@@ -1,11 +1,8 @@
-// dispatch_eager, dispatch_counted and combine_plain as functions of Python that skip torch's
-// dispatcher, which takes longer than the calls themselves. moe_p2p/moe/direct.py makes them and
-// has verified every fact about this torch that is used here. Where anything is not as they expect
-// (an argument of another type, a subclass of Tensor, autograd, a mode, a transform, a profiler),
-// they call the op, and that decides. Python's functions are looked up in the process, all of its
-// stable ABI.
-#include <dlfcn.h>
-
+// dispatch_inference, dispatch_counted and combine_inference as functions of Python that skip
+// torch's dispatcher, which takes longer than the calls themselves. moe_p2p/moe/direct.py makes
+// them and has verified every fact about this torch that is used here. Where anything is not as
+// they expect (an argument of another type, a subclass of Tensor, autograd, a mode, a transform, a
+// profiler), they call the op, and that decides. MOE_P2P_DIRECT=0 makes none of them.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
@@ -21,99 +18,13 @@
 #include <vector>
 
 #include "base/log.h"
+#include "ops/direct/python_calls.h"
+#include "ops/direct/torch_facts.h"
 #include "ops/whole_dispatch.h"
 
-namespace moe_p2p::ops {
+namespace moe_p2p::ops::direct {
 
 namespace {
-
-using Object = void;  // a PyObject
-
-using Function = Object* (*)(Object* self, Object* const* given, ptrdiff_t num);
-struct MethodDef {  // PyMethodDef
-  const char* name;
-  Function function;
-  int flags;
-  const char* doc;
-};
-constexpr int kFastCall = 0x80;  // METH_FASTCALL
-
-struct PythonCalls {
-  Object* (*new_function)(MethodDef*, Object* self, Object* module) = nullptr;
-  Object* (*call)(Object*, Object* args, Object* kwargs) = nullptr;
-  Object* (*new_tuple)(ptrdiff_t) = nullptr;
-  int (*set_in_tuple)(Object*, ptrdiff_t, Object*) = nullptr;  // takes the reference over
-  Object* (*new_list)(ptrdiff_t) = nullptr;
-  int (*set_in_list)(Object*, ptrdiff_t, Object*) = nullptr;  // likewise
-  ptrdiff_t (*list_size)(Object*) = nullptr;
-  Object* (*in_list)(Object*, ptrdiff_t) = nullptr;  // borrowed
-  long long (*to_number)(Object*, int* overflow) = nullptr;
-  Object* (*from_number)(long long) = nullptr;
-  void (*keep)(Object*) = nullptr;
-  void (*drop)(Object*) = nullptr;
-  void* (*release_gil)() = nullptr;
-  void (*take_gil)(void*) = nullptr;
-  int (*ensure_gil)() = nullptr;
-  void (*leave_gil)(int) = nullptr;
-  void (*set_error)(Object* type, const char* text) = nullptr;
-  Object* (*set_no_memory)() = nullptr;
-  Object *none = nullptr, *int_type = nullptr, *list_type = nullptr;
-  Object** runtime_error = nullptr;
-  bool complete = false;
-
-  PythonCalls() {
-    complete = find("PyCFunction_NewEx", new_function) && find("PyObject_Call", call) &&
-               find("PyTuple_New", new_tuple) && find("PyTuple_SetItem", set_in_tuple) &&
-               find("PyList_New", new_list) && find("PyList_SetItem", set_in_list) &&
-               find("PyList_Size", list_size) && find("PyList_GetItem", in_list) &&
-               find("PyLong_AsLongLongAndOverflow", to_number) &&
-               find("PyLong_FromLongLong", from_number) && find("Py_IncRef", keep) &&
-               find("Py_DecRef", drop) && find("PyEval_SaveThread", release_gil) &&
-               find("PyEval_RestoreThread", take_gil) && find("PyGILState_Ensure", ensure_gil) &&
-               find("PyGILState_Release", leave_gil) && find("PyErr_SetString", set_error) &&
-               find("PyErr_NoMemory", set_no_memory) && find("_Py_NoneStruct", none) &&
-               find("PyLong_Type", int_type) && find("PyList_Type", list_type) &&
-               find("PyExc_RuntimeError", runtime_error);
-  }
-
- private:
-  template <typename Found>
-  static bool find(const char* name, Found& found) {
-    found = reinterpret_cast<Found>(dlsym(RTLD_DEFAULT, name));
-    return found != nullptr;
-  }
-};
-
-const PythonCalls kPy;
-
-// What moe_p2p/moe/direct.py has found out about this torch; the fields in its order.
-struct Torch {
-  Object *tensor, *parameter;  // the types
-  int64_t head;           // bytes of an object before its at::Tensor; its type is the last word
-  int64_t keys;           // offset of the dispatch keys in a TensorImpl
-  uint64_t plain_keys;    // those of tensors that are nothing but memory of a CPU or a GPU
-  uint64_t inference[2];  // a thread's keys under inference_mode; none without any mode
-  Object* (*wrap)(AtenTensorHandle);
-  bool (*observed)();  // by a profiler
-  bool (*in_function_mode)();
-  bool (*requires_grad)(const void* impl);
-  void* libc10;
-};
-Torch torch_of_process;
-
-Object* type_of(Object* object) {
-  return *reinterpret_cast<Object**>(static_cast<char*>(object) + torch_of_process.head -
-                                     sizeof(void*));
-}
-
-// Whether the dispatcher would do more than to call the op.
-bool watched() {
-  thread_local const auto* const keys = static_cast<const uint64_t*>(
-      dlsym(torch_of_process.libc10, "_ZN3c104impl26raw_local_dispatch_key_setE"));
-  const auto& inference = torch_of_process.inference;
-  if ((keys[0] | keys[1]) != 0 && (keys[0] != inference[0] || keys[1] != inference[1])) return true;
-  return torch_of_process.observed() || torch_of_process.in_function_mode();
-}
 
 // --- arguments: false unless they are exactly what is expected; null: left out ---
 
@@ -236,7 +147,7 @@ Object* call_with(Result (*function)(Arguments...), Object* op, Object* const* g
 }
 
 template <auto Called>
-Object* direct(Object* op, Object* const* given, ptrdiff_t num) {
+Object* function_of(Object* op, Object* const* given, ptrdiff_t num) {
   return call_with(Called, op, given, num);
 }
 
@@ -244,9 +155,10 @@ Object* direct(Object* op, Object* const* given, ptrdiff_t num) {
 // in a process without Python's stable ABI. op: address of what is called as the op. torch: the
 // fields of Torch.
 int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> torch) {
-  static MethodDef all[] = {{"dispatch_eager", &direct<&dispatch_eager>, kFastCall, nullptr},
-                            {"dispatch_counted", &direct<&dispatch_counted>, kFastCall, nullptr},
-                            {"combine_plain", &direct<&combine_plain>, kFastCall, nullptr}};
+  static MethodDef all[] = {
+      {"dispatch_inference", &function_of<&dispatch_directly>, kFastCall, nullptr},
+      {"dispatch_counted", &function_of<&dispatch_counted>, kFastCall, nullptr},
+      {"combine_inference", &function_of<&combine_directly>, kFastCall, nullptr}};
   if (!kPy.complete) return 0;
   MOE_P2P_CHECK(torch.size() * sizeof(int64_t) == sizeof(Torch), base::Code::kInvalidArgument,
                 torch.size(), " facts about torch, must be ", sizeof(Torch) / sizeof(int64_t));
@@ -267,4 +179,4 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("direct_call", TORCH_BOX(&direct_call));
 }
 
-}  // namespace moe_p2p::ops
+}  // namespace moe_p2p::ops::direct
