@@ -36,7 +36,7 @@ def recorded(folder: Path, files: list[str], *, is_direct: bool) -> dict[str, Co
 
 
 def compare(folder: Path, names: list[str]) -> None:
-    files = [f"tests/calls/{name}.py" for name in names]
+    files = [f"tests/moe/{name}.py" for name in names]
     got = recorded(folder, files, is_direct=True)
     want = recorded(folder, files, is_direct=False)
     assert got.keys() == want.keys()

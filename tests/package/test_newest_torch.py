@@ -76,6 +76,6 @@ def test_a_pair_runs_with_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     if "through ops" in done.stdout:
         pytest.skip(f"the pair is right, {done.stdout.strip()}: {done.stderr.strip()}")
-    tests = ("tests/calls/test_direct_facts.py", "tests/calls/test_direct_calls.py")
+    tests = ("tests/moe/test_direct_facts.py", "tests/moe/test_direct_calls.py")
     checked = run(sys.executable, "-m", "pytest", "-q", *tests, PYTHONPATH=path)
     assert checked.returncode == 0, checked.stdout

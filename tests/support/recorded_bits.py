@@ -1,6 +1,6 @@
 """What eager calls return while tests run, as digests in a file: a plugin of pytest.
 
-    MOE_P2P_RECORD=FILE python -m pytest -p tests.support.recorded_bits tests/calls
+    MOE_P2P_RECORD=FILE python -m pytest -p tests.support.recorded_bits tests/moe
 
 Each call adds a line: its test, its name and a digest of what it returned, or the error's type.
 Processes that a test forks add theirs. Times, handles and rows without a token are left out: they

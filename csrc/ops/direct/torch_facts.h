@@ -1,6 +1,6 @@
 // What direct calls know of this torch beyond its stable ABI. moe_p2p/moe/direct.py finds and
 // verifies each fact, and makes no direct call where one is missing;
-// tests/calls/test_direct_facts.py names them all.
+// tests/moe/test_direct_facts.py names them all.
 #pragma once
 
 #include <dlfcn.h>
