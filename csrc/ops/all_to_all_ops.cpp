@@ -96,7 +96,7 @@ void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t op
       .x_dtype = x_bytes > 0 ? abi::DType::kFloat8E4M3 : payload_type(x_dtype, "x_dtype"),
       .quantize = options.quantize,
       .scale_format = options.scale_format,
-      .by_rank = options.by_rank(),
+      .layout = options.rows().kernel,
       .x_bytes = static_cast<uint64_t>(x_bytes),
       .plain = plain};
   caller->all_to_all.device().set_dispatch(variant, made);

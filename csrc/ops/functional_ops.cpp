@@ -90,7 +90,8 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
-  const auto row_topk = make_more(options.by_rank(), layout.row_topk(), topk_idx.scalar_type());
+  const auto row_topk =
+      make_more(options.rows().per_token, layout.row_topk(), topk_idx.scalar_type());
   for (const Tensor& extra : extras)
     row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), extra.scalar_type()));
   const auto row_scales = make_scales(*comm, layout, scales, beside);  // last: into room left
@@ -111,16 +112,16 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
 
 int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int64_t capacity) {
   const Layout layout(comm, in.options, capacity);
-  const bool by_rank = in.options.by_rank();
+  const bool per_token = in.options.rows().per_token;
   const int64_t tokens = in.x.dim() > 0 ? in.x.size(0) : 0, each = layout.num_rows * layout.topk;
   return Arena::room(comm.all_to_all.handle_words(tokens, in.max_tokens), 4) +
-         Arena::room(by_rank ? each : layout.num_rows, 4) +  // weights
+         Arena::room(per_token ? each : layout.num_rows, 4) +  // weights
          Arena::room(layout.experts, 4) + Arena::room(layout.ranks + layout.experts + 1, 4) +
          Arena::room(in.options.with_source ? 2 * layout.num_rows : 0, 4) +
          Arena::room(in.options.with_ranges ? layout.experts * layout.ranks : 0, 8) +
          Arena::room(in.options.with_wait_ticks ? layout.ranks : 0, 8) +
          Arena::room(in.options.copy_topk ? tokens * layout.topk : 0, 8) +
-         Arena::room(by_rank ? each : 0, 8);  // ids
+         Arena::room(per_token ? each : 0, 8);  // ids
 }
 
 namespace {
@@ -212,7 +213,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
   combine_into(*comm,
                {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order, partials,
-                moe::by_rank_from(options)},
+                moe::layout_from(options)},
                {out, scalars, bias, wait_ticks, order,
                 order == abi::SumOrder::kRanks ? nullptr : &topk_idx, partials},
                handle);

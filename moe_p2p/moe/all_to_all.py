@@ -27,9 +27,9 @@ from moe_p2p.library import num_modes, raise_typed, watched, without_default_dev
 from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.dispatched import Call, Dispatched, new_tuple
 from moe_p2p.moe.halves import Halves, with_more
+from moe_p2p.moe.layouts import LAYOUTS, RowLayout
 from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
 from moe_p2p.moe.options import (
-    BY_RANK,
     COPY_TOPK,
     DEFAULT_COMBINE,
     LAYOUT_MASK,
@@ -41,7 +41,6 @@ from moe_p2p.moe.options import (
     CombineOptions,
     DispatchForm,
     DispatchOptions,
-    RowLayout,
     combine_options,
     partials_from,
     sum_order_of,
@@ -315,7 +314,7 @@ def fields_of(
         ranges = next(rest) if options & WITH_RANGES else None
         wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
         topk_idx = next(rest) if options & COPY_TOPK else topk_idx
-        row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
+        row_topk = next(rest) if LAYOUTS[options & LAYOUT_MASK].per_token else None
         extras = tuple(rest)
     return (
         rows,

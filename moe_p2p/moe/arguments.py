@@ -12,13 +12,14 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.moe.dispatched import Dispatched
+from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.ops import NO_SCALAR_GRADIENT
 from moe_p2p.moe.options import (
-    BY_RANK,
     DEFAULT,
     LAYOUT_MASK,
     DispatchOptions,
     refuse_moved,
+    rows_of,
     shorthand,
 )
 from moe_p2p.moe.shape import CommunicatorShape
@@ -81,7 +82,7 @@ def dispatch_form(
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
     """Returns a capacity that is enough for any routing."""
     rows = shape.world_size * max_tokens
-    if options.layout == "grouped":
+    if rows_of(options.number).packs_experts:
         experts = shape.num_local_experts
         rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts
     return rows
@@ -105,7 +106,7 @@ def row_weights_of(
     """What combine multiplies rows with; None: nothing that dispatch has brought."""
     if not isinstance(dispatched, Dispatched):
         raise errors.wrong_type("dispatched", dispatched, "the result of a dispatch")
-    if dispatched.call.options & LAYOUT_MASK == BY_RANK:
+    if LAYOUTS[dispatched.call.options & LAYOUT_MASK].per_token:
         errors.require(
             not weighted and topk_weights is None,
             "rows by rank are sums over experts already, combine adds them as they are; "

@@ -16,12 +16,12 @@ from moe_p2p.library import call, refusal, unaffected, without_default_device
 from moe_p2p.moe import arguments
 from moe_p2p.moe.communicator import Communicator
 from moe_p2p.moe.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_outputs
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.options import (
     COPY_TOPK,
     CombineOptions,
     DispatchForm,
     DispatchOptions,
-    RowLayout,
     combine_options,
     partials_from,
     sum_order_of,

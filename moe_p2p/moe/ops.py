@@ -140,9 +140,9 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
         raise errors.make(errors.InvalidArgumentError, NO_FP8_GRADIENT)
     if any(extra.requires_grad for extra in extras):
         raise errors.make(errors.InvalidArgumentError, NO_EXTRA_GRADIENT.format("an extra"))
-    # Entries of row_weights by rank that stand for no expert here are constants.
-    by_rank = bits.layout_of(options) == bits.BY_RANK
-    row_topk = more[len(more) - len(extras) - 1] if by_rank else None
+    # Entries of row_weights, K for each token, that stand for no expert here are constants.
+    per_token = bits.rows_of(options).per_token
+    row_topk = more[len(more) - len(extras) - 1] if per_token else None
     ctx.save_for_backward(handle, topk_idx, row_topk)
     ctx.mark_non_differentiable(row_scales, *more)
     ctx.set_materialize_grads(False)

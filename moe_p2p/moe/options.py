@@ -17,16 +17,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from moe_p2p import errors
+from moe_p2p.moe.layouts import LAYOUTS, NAMES, LayoutFacts, RowLayout
 
-RowLayout = Literal["padded", "grouped", "by_rank"]
 SumOrder = Literal["ranks", "topk", "rows"]
 Partials = Literal["int10", "int10_nodes"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
-LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/shape.h has the same order
 SUM_ORDERS: tuple[str, ...] = get_args(SumOrder)
 PARTIALS: tuple[str, ...] = get_args(Partials)  # kernels/abi/shape.h has 0, and these from 1
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
-PADDED, GROUPED, BY_RANK = range(3)
 INT10_NODES = 1 + PARTIALS.index("int10_nodes")
 INT10_BLOCK = 32  # values that share a scale
 UE8M0 = SCALE_FORMATS.index("ue8m0")
@@ -52,9 +50,9 @@ _FLAGS = {
 }
 
 
-def layout_of(number: int) -> int:
-    """PADDED, GROUPED or BY_RANK."""
-    return number & LAYOUT_MASK
+def rows_of(number: int) -> LayoutFacts:
+    """The layout."""
+    return LAYOUTS[number & LAYOUT_MASK]
 
 
 def scale_format_of(number: int) -> int:
@@ -85,10 +83,9 @@ def partials_from(number: int) -> int:
 
 @functools.cache  # each call asks
 def variant_of(number: int) -> int:
-    """The bits that choose the kernel: whether rows lie by rank, and what quantize does."""
-    layout = BY_RANK if number & LAYOUT_MASK == BY_RANK else PADDED
+    """The bits that choose the kernel: of the layout, and of what quantize does."""
     scale_format = number & 3 << _SCALE_FORMAT_SHIFT
-    return layout | scale_format | number & QUANTIZE | 1 << _ALIGNMENT_SHIFT
+    return rows_of(number).kernel | scale_format | number & QUANTIZE | 1 << _ALIGNMENT_SHIFT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +135,7 @@ class DispatchOptions:
     number: int = field(init=False, repr=False, compare=False)  # what ops take
 
     def __post_init__(self) -> None:
-        layout = _position(self.layout, "layout", LAYOUTS)
+        layout = _position(self.layout, "layout", NAMES)
         scale_format = _position(self.scale_format, "scale_format", SCALE_FORMATS)
         alignment = self.alignment
         errors.require(
@@ -160,11 +157,12 @@ class DispatchOptions:
             "scale_format says how scales of quantize are rounded; pass quantize=True",
         )
         errors.require(
-            not self.with_ranges or layout == PADDED,
+            not self.with_ranges or LAYOUTS[layout].apart,
             "with_ranges returns rows within an expert's own, it needs layout='padded'",
         )
         errors.require(
-            not self.drop or layout == GROUPED, "drop leaves out rows of layout='grouped' only"
+            not self.drop or LAYOUTS[layout].packs_experts,
+            "drop leaves out rows of layout='grouped' only",
         )
         object.__setattr__(self, "number", number)
 

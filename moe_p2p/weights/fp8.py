@@ -1,10 +1,9 @@
 """fp8 in blocks of a tensor that nobody holds whole: maxima travel, elements do not.
 
 A shard takes the maxima of the blocks it touches, shards that share blocks merge theirs, and each
-quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The formulas are in
-moe_p2p/machine/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has them: amax = max(|x|, 1e-4),
-scale = amax / 448, q = e4m3(x * (448 / amax)). Scales multiply q: weight_scale_inv of DeepSeek's
-checkpoints.
+quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The arithmetic is in
+moe_p2p/machine/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has it. Scales multiply q:
+weight_scale_inv of DeepSeek's checkpoints.
 
 Shapes: x [.., N, K], a box of a parameter whose first element has index `first` there; amax and
 scales [.., n, k], of the blocks that the box touches. Blocks divide the last two dimensions. x [K]
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_p2p.machine.fp8 import FP8, FP8_MAX, MIN_AMAX
+from moe_p2p.machine import fp8
 
 BLOCK = (128, 128)
 
@@ -31,14 +30,13 @@ def block_amax(x: Tensor, first: Sequence[int], block: Sequence[int] = BLOCK) ->
     n, k = (
         _touched(at, size, b) for at, size, b in zip(first[-2:], x.shape[-2:], block, strict=True)
     )
-    values = x.abs()  # exact in every type; 0 beside the box changes no maximum
     before = [at % b for at, b in zip(first[-2:], block, strict=True)]
     after = [c * b - skip - size for c, b, skip, size in
              zip((n, k), block, before, x.shape[-2:], strict=True)]  # fmt: skip
-    padded = pad(values, (before[1], after[1], before[0], after[0]))
+    # 0 beside the box changes no maximum.
+    padded = pad(x, (before[1], after[1], before[0], after[0]))
     cells = padded.reshape(*x.shape[:-2], n, block[0], k, block[1])
-    amax = cells.amax(dim=(-3, -1)).to(torch.float32)
-    return torch.where(amax.isnan(), torch.inf, amax)
+    return fp8.largest(cells, (-3, -1), keepdim=False)
 
 
 def merge(maxima: Sequence[Tensor]) -> Tensor:
@@ -48,21 +46,17 @@ def merge(maxima: Sequence[Tensor]) -> Tensor:
 
 def scales(amax: Tensor) -> Tensor:
     """What dequantizing multiplies by, float32."""
-    # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal.
-    return amax.clamp_min(MIN_AMAX) / torch.full_like(amax, FP8_MAX)
+    return fp8.factors(amax)[0]
 
 
 def quantize(x: Tensor, first: Sequence[int], amax: Tensor, block: Sequence[int] = BLOCK) -> Tensor:
     """fp8 of the box, from the merged maxima of the blocks that it touches."""
     if x.dim() == 1:
         return quantize(x.unsqueeze(0), (0, *first), amax.unsqueeze(0), block)[0]
-    multiplier = torch.full_like(amax, FP8_MAX) / amax.clamp_min(MIN_AMAX)
+    multiplier = fp8.factors(amax)[1]
     for dim, at, size, b in zip((-2, -1), first[-2:], x.shape[-2:], block, strict=True):
         multiplier = multiplier.repeat_interleave(b, dim).narrow(dim, at % b, size)
-    scaled = x.to(torch.float32) * multiplier
-    q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    q.view(torch.uint8)[scaled.isnan()] = 0x7F  # without a sign
-    return q
+    return fp8.to_e4m3(x.to(torch.float32) * multiplier)
 
 
 def _touched(first: int, size: int, block: int) -> int:

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 
 from moe_p2p import AllToAll, CombineOptions, DispatchOptions
-from moe_p2p.moe.options import BY_RANK, QUANTIZE, layout_of, scale_format_of
+from moe_p2p.moe.options import QUANTIZE, rows_of, scale_format_of
 from tests.support import cells
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank, run_processes
@@ -246,7 +246,7 @@ class Kernels:
 
     def prepare_dispatch(self, x_dtype: torch.dtype, number: int, x_bytes: int = 0) -> None:
         assert x_bytes == 0
-        quantize, by_rank = bool(number & QUANTIZE), layout_of(number) == BY_RANK
+        quantize, by_rank = bool(number & QUANTIZE), rows_of(number).per_token
         self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))
 
     def prepare_combine(

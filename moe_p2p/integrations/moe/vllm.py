@@ -30,7 +30,8 @@ from moe_p2p.integrations.moe.vllm_managers import Handle, manager_classes
 from moe_p2p.integrations.weights import vllm as vllm_weights
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched
-from moe_p2p.moe.options import DispatchOptions, RowLayout, ScaleFormat
+from moe_p2p.moe.layouts import RowLayout
+from moe_p2p.moe.options import DispatchOptions, ScaleFormat
 from moe_p2p.moe.row_counts import capturing
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"

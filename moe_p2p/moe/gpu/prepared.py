@@ -12,7 +12,6 @@ from moe_p2p.library import settings_text
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.options import (
-    BY_RANK,
     DEFAULT,
     INT10_BLOCK,
     INT10_NODES,
@@ -21,8 +20,8 @@ from moe_p2p.moe.options import (
     SCALE_FORMATS,
     CombineOptions,
     DispatchOptions,
-    layout_of,
     partials_from,
+    rows_of,
     scale_format_of,
     sum_order_of,
 )
@@ -117,9 +116,9 @@ def refuse_capture(missing: str) -> None:
 
 def missing_dispatch(x_dtype: torch.dtype, variant: int) -> str:
     """For refuse_capture."""
-    scale_format = SCALE_FORMATS[scale_format_of(variant)]
+    layout, scale_format = rows_of(variant), SCALE_FORMATS[scale_format_of(variant)]
     options = {
-        "layout='by_rank'": layout_of(variant) == BY_RANK,
+        f"layout={layout.name!r}": layout.kernel,
         "quantize=True": variant & QUANTIZE,
         f"scale_format={scale_format!r}": scale_format_of(variant),
     }

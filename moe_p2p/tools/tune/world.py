@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig
-from moe_p2p.moe.options import RowLayout
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.rendezvous.mirror import MirrorGroup
 from moe_p2p.tools.bench.clocks import GpuClock
 from moe_p2p.tools.bench.gather import everyones
