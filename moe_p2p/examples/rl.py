@@ -28,7 +28,7 @@ from torch.nn.functional import one_hot
 
 from moe_p2p import Engine
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.gather import everyones
 from moe_p2p.tools.option_types import at_least
 from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
 

@@ -35,9 +35,9 @@ from torch.nn import functional
 from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.layer import MoELayer, Router
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.cases import Trace
-from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.draw import draw
 from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
+from moe_p2p.tools.trace import Trace
 
 TEXT_BYTES = 2_000_000
 PLOT = "bench_out/demo.png"

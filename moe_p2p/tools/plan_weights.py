@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
-from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.draw import draw
 from moe_p2p.weights import models
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan

@@ -158,13 +158,17 @@ class WeightGenerator:
         self._member = Member(self._board, self.name, record, lease_s)
         self._returns = self._board.client.returns
         with set_up.heard(self.close):
-            self._member.sweep()
-            self._board.put(f"live/{self._member.id}", self._lent.address())
-            self._serve(self._job, 1)
-            self._reached("registered")
-            self._join(deadline)
-        if mode == "shadow":
-            device = next((each.device for each in tensors.values()), torch.device("cpu"))
+            self._come(deadline)
+
+    def _come(self, deadline: Deadline) -> None:
+        """The end of the set-up: others see this rank, and it has the version that they have."""
+        self._member.sweep()
+        self._board.put(f"live/{self._member.id}", self._lent.address())
+        self._serve(self._job, 1)
+        self._reached("registered")
+        self._join(deadline)
+        if self.mode == "shadow":
+            device = next((each.device for each in self._tensors.values()), torch.device("cpu"))
             self._lookout = Lookout(self._progress, self.name, device)
         if self.version is not None:
             self.totals["joins"], self.totals["join_ms"] = 1, 1e3 * max(self.stages.values())

@@ -92,6 +92,7 @@ class Param:
         put("placements", self.placements or (Replicate(),) * len(self.mesh))
         put("tensor", self.tensor or self.name)
         self._check()
+        self._check_memory()
 
     def _check_types(self) -> None:
         require(
@@ -124,6 +125,9 @@ class Param:
         for each in self.placements:
             if isinstance(each, Shard) and not (0 <= each.dim < dims and each.split_factor > 0):
                 raise _wrong(f"{where} {each} is no dimension of shape {self.shape}")
+
+    def _check_memory(self) -> None:
+        where, dims = f"{self.name}:", len(self.shape)
         if not isinstance(self.dtype, str) or not _is_dtype(self.dtype):
             raise _wrong(
                 f"{where} torch has no dtype {self.dtype!r}; pass its name, as dtype_name gives it"

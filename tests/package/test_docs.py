@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folders with a README that says what is there.
 ROOMS = [
     *(f"moe_p2p/{name}" for name in ("engine", "fleet", "moe", "kv", "weights", "integrations")),
-    *("moe_p2p/tools/bench", "kernels", "csrc/provider", "tests"),
+    *("benchmarks/bench", "kernels", "csrc/provider", "tests"),
 ]
 PAGES = [
     *(
@@ -69,7 +69,7 @@ COPY, LOOPBACK = "csrc/platform/cuda_copy.cpp", "csrc/provider/loopback/copies.c
 ROWS, DOMAIN = "csrc/platform/row_copies.h", "csrc/provider/loopback/domain.cpp"
 CHANNEL = "csrc/provider/loopback/channel.h"
 STORE, CACHE = "moe_p2p/fleet/bootstrap.py", "moe_p2p/machine/kernel_cache.py"
-CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/bench/"
+CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "benchmarks/bench/"
 # Page, words around a number, and the constant that the number is: file, definition, its unit.
 NUMBERS = [
     ("gpu", r"up to (\d+) KiB are carried by a", COPY, r"Kernel = (\d+) << 10", 1),

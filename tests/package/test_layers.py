@@ -23,6 +23,7 @@ TIERS = [
     {"deep_ep", "mooncake", "layer"},
     {"integrations"},
     {"tools"},
+    {"bench"},  # a link to benchmarks/bench
     {"examples", "__init__", "__main__"},
 ]
 # Copies publish fragments through the Connections that have started them.
@@ -158,9 +159,11 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def import_graph() -> dict[str, set[str]]:
     """For each module of the package, the others of it that it imports."""
     modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in python_sources("moe_p2p")
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder, sources in ((ROOT, "moe_p2p"), (ROOT / "benchmarks", "benchmarks/bench"))
+        for path in python_sources(sources)
     }
+    modules = {re.sub(r"^bench\b", "moe_p2p.bench", name): path for name, path in modules.items()}
     graph = {}
     for name, path in modules.items():
         names = set(imported(ast.parse(path.read_text())))
@@ -185,6 +188,17 @@ def test_imports_of_python_point_downward() -> None:
             if tier > 0 or (tier == 0 and not same and tier_of(name) > 0):
                 problems.append(f"{name} imports {other}")
     assert not problems, "\n".join(sorted(problems))
+
+
+def test_nothing_of_the_package_imports_the_bench() -> None:
+    """It is outside of it: `python -m moe_p2p bench` alone names it."""
+    users = {
+        name
+        for name, others in import_graph().items()
+        if any(each.startswith("moe_p2p.bench") for each in others)
+    }
+    assert len(users) > 20
+    assert not [name for name in users if not name.startswith("moe_p2p.bench")]
 
 
 def test_only_users_import_the_whole_package() -> None:
@@ -223,8 +237,8 @@ def test_headers_and_their_sources_make_no_circle(folder: str) -> None:
 
 
 def test_no_collective_of_objects_is_used() -> None:
-    """They need numpy, which is no dependency; moe_p2p/tools/bench/gather.py does without."""
-    for source in (ROOT / "moe_p2p").rglob("*.py"):
+    """They need numpy, which is no dependency; moe_p2p/tools/gather.py does without."""
+    for source in [*python_sources("moe_p2p"), *python_sources("benchmarks")]:
         found = re.findall(r"dist\.\w+_object(?:_list)?\(", source.read_text())
         assert not found, f"{source}: {found}"
 
@@ -232,7 +246,7 @@ def test_no_collective_of_objects_is_used() -> None:
 def test_environment_is_read_in_one_place() -> None:
     offenders = [
         str(path.relative_to(ROOT))
-        for path in python_sources("moe_p2p")
+        for path in [*python_sources("moe_p2p"), *python_sources("benchmarks/bench")]
         if path.name != "env.py" and re.search(r"\bos\.(environ|getenv)\b", path.read_text())
     ]
     assert not offenders, f"only moe_p2p/env.py reads the environment, not {offenders}"
@@ -254,7 +268,7 @@ def test_files_are_short_and_finished(folder: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("folder", ["csrc", "kernels/abi", "moe_p2p"])
+@pytest.mark.parametrize("folder", ["csrc", "kernels/abi", "moe_p2p", "benchmarks"])
 def test_files_open_with_what_they_are(folder: str) -> None:
     headers = [p for p in native_sources(folder) if p.suffix in {".h", ".cuh"}]
     silent = [

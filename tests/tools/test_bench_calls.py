@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import CombineOptions
-from moe_p2p.tools.bench import cases, check, gpu_calls, systems
-from moe_p2p.tools.bench.options import Options
+from moe_p2p.bench import cases, check, gpu_calls, systems
+from moe_p2p.bench.options import Options
 
 TINY = Options(ranks=2, ranks_per_node=1, tokens=(6,), hidden=256, topk=2, experts=4)
 

@@ -19,7 +19,7 @@ from moe_p2p.machine import tuned
 from moe_p2p.machine.launches import BulkSteps, TunedLaunch
 from moe_p2p.machine.tuned import Parts, Rates, Tuned
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.options import MIRROR_GPUS
+from moe_p2p.tools.meeting import MIRROR_GPUS
 from moe_p2p.tools.option_types import above_zero, at_least_1, each_at_least_1
 from moe_p2p.tools.tune import launches, link, steps
 from moe_p2p.tools.tune.world import Options, World

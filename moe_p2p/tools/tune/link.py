@@ -16,7 +16,7 @@ from moe_p2p import Engine, EngineConfig, PageRows
 from moe_p2p.engine.transfers import Memory, Region
 from moe_p2p.machine import tuned
 from moe_p2p.machine.tuned import Rates
-from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.gather import everyones
 from moe_p2p.tools.tune.world import Options, World
 
 SMALL, LARGE = (64, 256, 1024), (64 << 10, 256 << 10, 1 << 20)  # bytes of a row
