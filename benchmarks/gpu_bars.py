@@ -4,7 +4,7 @@
 
 gpu_figures.py prints it last.
 
-Wanted is what docs/tuning.md, kv.md and weights.md aim at on two H200 of one host. A step that did
+Wanted are the goals in docs/figures.md on two H200 of one host. A step that did
 not run, or whose result is wrong, has no figure: "-".
 """
 

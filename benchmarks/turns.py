@@ -227,7 +227,7 @@ class Mirror:
     script = ROOT / "benchmarks" / "mirror_worker.py"
     width, counts, at_once, goes_on = 24, (), False, False
     names = ("pair", "dispatch", "combine")
-    # Pairs on 8 H200, commit 9e4a91b, python -m moe_p2p bench (docs/tuning.md).
+    # Pairs on 8 H200, commit 9e4a91b, python -m moe_p2p bench (docs/figures.md).
     recorded = {"T 8": 16.8, "T 32": 25.7, "T 128": 60.1, "T 4096": 1357.0}  # noqa: RUF012
     padded = ("T 8", "T 32", "T 128")
     cases = (
