@@ -54,6 +54,7 @@ GIVEN = {
         "size_of": "types of a function of ctypes",
         "wrap": "types of a function of ctypes",
         "requires_grad": "types of a function of ctypes",
+        "in_mode": "types of a function of ctypes",
     },
     "moe/gpu/memory.py": {
         "access": "a struct of CUDA",
@@ -63,11 +64,6 @@ GIVEN = {
     },
     "moe/gpu/prepared.py": {"function": "torch.compile's mark"},
     "moe/ops.py": {"ctx": "torch.autograd's context"},
-    "tools/bench/megatron_layer.py": dict.fromkeys(
-        ("cuda", "dist", "parameter", "random", "tensor", "token_dispatcher", "torch"),
-        "Megatron on CPUs: calls of CUDA and of the parent, replaced",
-    ),
-    "tools/bench/weights_watched.py": {"engine": "watches the calls of an engine"},
 }
 
 # Classes whose base is an engine's, which `integrations.derived` finds.
