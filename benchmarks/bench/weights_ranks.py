@@ -27,8 +27,8 @@ from moe_p2p.bench.weights_watched import Posted, Watched
 from moe_p2p.errors import ProtocolError, require
 from moe_p2p.tools import launch
 from moe_p2p.tools.gather import everyones
-from moe_p2p.weights import WeightGenerator, WeightLayout, WeightTrainer, agree_in
-from moe_p2p.weights.models import MODELS, Model, generators, trainers, weights
+from moe_p2p.weights import WeightEngineRank, WeightLayout, WeightTrainer, agree_in
+from moe_p2p.weights.models import MODELS, Model, engine_ranks, trainers, weights
 
 LIMIT_S = 120.0
 
@@ -79,7 +79,7 @@ class Options(Common):
     def layouts(self) -> tuple[WeightLayout, WeightLayout]:
         return (
             trainers(self.scaled, self.trainers),
-            generators(self.scaled, self.generators, ep=self.ep, tp=self.tp),
+            engine_ranks(self.scaled, self.generators, ep=self.ep, tp=self.tp),
         )
 
     @property
@@ -267,8 +267,8 @@ class _Generator(_Side):
     def open(self, store: Any) -> None:
         self.generator = self.made(store, "")
 
-    def made(self, store: Any, replica: str) -> WeightGenerator:
-        return WeightGenerator(
+    def made(self, store: Any, replica: str) -> WeightEngineRank:
+        return WeightEngineRank(
             self.engine,
             store,
             self.layouts[1],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
+from moe_p2p.deep_ep.elastic_handle import RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
@@ -30,7 +30,7 @@ _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
 _USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
 # Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, rows.
-_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Rows]
+_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, RowForm]
 # Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
 _Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 

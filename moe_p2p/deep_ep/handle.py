@@ -30,7 +30,7 @@ def no_handle(given: object) -> errors.MoeP2pError:
     return errors.wrong_type("handle", given, "what dispatch returned, the object itself")
 
 
-class Handle(Sequence[Tensor]):
+class NormalHandle(Sequence[Tensor]):
     """DeepEP's tuple with the tensors that users read, at the same indices; the others are empty.
 
     Up to 8 ranks: (rank_prefix_matrix, -, -, recv_src_idx, is_token_in_rank, -).

@@ -2,7 +2,8 @@
 
 torch waits for the answer of a TCPStore's server in C++, without a deadline, and never connects
 again. Here a call that gets no answer in time fails by name; after a failure the next call connects
-anew, and repeats this member's words where the store lost them. Used by board.py and leases.py.
+anew, and repeats this member's words where the store lost them. Used by store_keys.py and
+leases.py.
 """
 
 from __future__ import annotations

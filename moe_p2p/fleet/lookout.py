@@ -1,7 +1,7 @@
 """A thread that looks at the store for an engine's loop, which never waits for it.
 
-Used by weights' generator.py: `step` asks it to look once more, and takes up what it has found. It
-holds its rank weakly, and tries again by itself while the store does not answer.
+Used by weights' engine_rank.py: `step` asks it to look once more, and takes up what it has found.
+It holds its rank weakly, and tries again by itself while the store does not answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AGAIN_S = 0.25  # until the next try, where the store is gone
 _LEAVE_S = 1.0
 
 
-class _State:
+class _Looks:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device, self.changed = name, device, threading.Condition()
         self.asked = self.looked = 0
@@ -65,7 +65,7 @@ class Lookout:
     of what it computes, without gradients, and on a GPU on a stream of its own."""
 
     def __init__(self, look: Callable[[], None], name: str, device: torch.device) -> None:
-        self._state = _State(name, device)
+        self._state = _Looks(name, device)
         self._thread = threading.Thread(
             target=_run, args=(self._state, weakref.WeakMethod(look)), name=name, daemon=True
         )
@@ -97,7 +97,7 @@ class Lookout:
         _stop(self._state, self._thread, timeout_s)
 
 
-def _stop(state: _State, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
+def _stop(state: _Looks, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
     state.over.set()
     with state.changed:
         state.changed.notify_all()
@@ -105,7 +105,7 @@ def _stop(state: _State, thread: threading.Thread, timeout_s: float = _LEAVE_S) 
         thread.join(timeout_s)
 
 
-def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _run(state: _Looks, look: weakref.WeakMethod[Callable[[], None]]) -> None:
     # The engine may capture graphs meanwhile, and the stream brings its device along.
     with relaxed_captures(), torch.no_grad(), _own_stream(state.device):
         while True:

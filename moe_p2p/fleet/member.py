@@ -1,6 +1,6 @@
 """One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
 
-Used by weights' trainer.py and generator.py, and by kv's lease_keeper.py. The thread touches no
+Used by weights' trainer.py and engine_rank.py, and by kv's lease_keeper.py. The thread touches no
 device, and keeps no reference to its rank but for `then`. README.md says what names, incarnations
 and ids are.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 from moe_p2p import log
 from moe_p2p.errors import AbortedError, make
-from moe_p2p.fleet.board import Board, newer
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.letter import letter
+from moe_p2p.fleet.store_keys import StoreKeys, newer
 
 Record = dict[str, Any]
 _LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
@@ -41,10 +41,10 @@ class _Beat:
     """What the thread has: a lease to renew until it is stopped, or its name is another's."""
 
     def __init__(
-        self, board: Board, leases: TorchLeases, who: str, record: Record, lease_s: float
+        self, words: StoreKeys, leases: TorchLeases, who: str, record: Record, lease_s: float
     ) -> None:
         self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
-        self.board = board
+        self.words = words
         self.before = ""  # the id that had this name
         self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
         self.awake = threading.Event()
@@ -53,9 +53,9 @@ class _Beat:
     def claim(self) -> None:
         key = f"{name_of(self.who)} is"
         while True:
-            before = self.board.get(key)
+            before = self.words.get(key)
             claim = newer(before["claim"] if before else 0)
-            if self.board.swap(key, before, {"id": self.who, "claim": claim}):
+            if self.words.swap(key, before, {"id": self.who, "claim": claim}):
                 self.record["claim"], self.before = claim, before["id"] if before else ""
                 if self.before:
                     self.leases.end(self.before)
@@ -67,14 +67,14 @@ class _Beat:
         if self.before:
             return
         key = f"{name_of(self.who)} is"
-        found = self.board.get(key)
+        found = self.words.get(key)
         if found is not None and found["id"] == self.who:
-            self.board.drop(key)
+            self.words.drop(key)
 
     def look(self) -> None:
         """Whether the name is still this process's. A store that has lost it has it again, and one
         that was away when this process began gets its claim."""
-        found = self.board.get(f"{name_of(self.who)} is") if "claim" in self.record else None
+        found = self.words.get(f"{name_of(self.who)} is") if "claim" in self.record else None
         if found is None:
             self.claim()
         elif found["id"] != self.who:
@@ -127,7 +127,7 @@ class _Beat:
 
 
 class Member:
-    """board: of the fleet. name: "trainer 3". record: what others read of it.
+    """words: of the fleet. name: "trainer 3". record: what others read of it.
 
     lease_s: after it without a renewal, by the reader's clock, a member is lost. leases: where a
     caller has some already. then: called by the thread after each renewal, and once when the name
@@ -136,7 +136,7 @@ class Member:
 
     def __init__(
         self,
-        board: Board,
+        words: StoreKeys,
         name: str,
         record: Record,
         lease_s: float,
@@ -145,9 +145,9 @@ class Member:
         then: Callable[[Member], None] | None = None,
     ) -> None:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
-        self._board = board
-        self._leases = leases or TorchLeases(board.client, lease_s, prefix=board.prefix)
-        self._beat = _Beat(board, self._leases, self.id, {**record, "letter": letter()}, lease_s)
+        self._words = words
+        self._leases = leases or TorchLeases(words.client, lease_s, prefix=words.prefix)
+        self._beat = _Beat(words, self._leases, self.id, {**record, "letter": letter()}, lease_s)
         self._looked = 0.0
         if then is None:
             self._beat.claim()
@@ -165,7 +165,7 @@ class Member:
         """Drops what the process before this one said, where that has not left by `close`."""
         before = self._beat.before
         if before:
-            self._board.sweep(lambda key: before in key)
+            self._words.sweep(lambda key: before in key)
 
     def wake(self) -> None:
         """The thread looks and renews now."""

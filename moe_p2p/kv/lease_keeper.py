@@ -32,11 +32,11 @@ from moe_p2p.errors import (
     make,
     require_type,
 )
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
 from moe_p2p.fleet.member import Member, Record, name_of
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.kv.channel import Channel, prove, receive
 from moe_p2p.kv.pair import Hello, Pair, PairMemory, Worker
 from moe_p2p.kv.worker import KVWorker
@@ -89,7 +89,7 @@ class LeaseKeeper:
         atexit.register(self.close)
         self._stepping = self._thread("step", self._steps)
         self._member = Member(
-            Board(leases.client, leases.prefix),
+            StoreKeys(leases.client, leases.prefix),
             f"{worker.name} ({worker.role})",  # a rank may have a worker of either role
             dataclasses.asdict(self._place),
             worker.timeouts.lease_s,

@@ -68,7 +68,7 @@ def generators_of(model: models.Model, text: str, *, fp8: bool) -> WeightLayout:
     world, sizes = _side("--generators", text, ("ep", "tp"), GENERATOR_KEYS)
     if text.partition(":")[2].split(",")[0] == "ep":
         sizes.setdefault("ep", world)
-    return models.generators(model, world, fp8=fp8, **sizes)
+    return models.engine_ranks(model, world, fp8=fp8, **sizes)
 
 
 def _side(

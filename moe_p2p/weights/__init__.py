@@ -6,8 +6,8 @@ docs/weights.md explains it.
 
 from moe_p2p.weights import copies
 from moe_p2p.weights.agreeing import agree_in
+from moe_p2p.weights.engine_rank import WeightEngineRank
 from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
-from moe_p2p.weights.generator import WeightGenerator
 from moe_p2p.weights.layout import (
     Blocks,
     Param,
@@ -32,7 +32,7 @@ __all__ = [
     "Recording",
     "Replicate",
     "Shard",
-    "WeightGenerator",
+    "WeightEngineRank",
     "WeightLayout",
     "WeightPlan",
     "WeightTrainer",

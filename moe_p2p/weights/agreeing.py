@@ -1,4 +1,4 @@
-"""How ranks of an inference engine go to a version in the same step. Used by generator.py."""
+"""How ranks of an inference engine go to a version in the same step. Used by engine_rank.py."""
 
 from __future__ import annotations
 

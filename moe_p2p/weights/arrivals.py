@@ -1,4 +1,5 @@
-"""What a generator has of one attempt: immediates counted, sums compared. Used by generator.py."""
+"""What an engine rank has of one attempt: immediates counted, sums compared. Used by
+engine_rank.py."""
 
 from __future__ import annotations
 
@@ -7,20 +8,25 @@ from typing import Any
 
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import ProtocolError, make
-from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.weights import attempt
 from moe_p2p.weights.attempt import Keys
-from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights.engine_buffers import EngineBuffers
 from moe_p2p.weights.plan import Write
 
 
 class Arrivals:
-    """who: id of the generator. nics: of each trainer."""
+    """who: id of the engine rank. nics: of each trainer."""
 
     def __init__(
-        self, engine: Engine, board: Board, inbox: Inbox, who: str, nics: Sequence[int]
+        self,
+        engine: Engine,
+        words: StoreKeys,
+        buffers: EngineBuffers,
+        who: str,
+        nics: Sequence[int],
     ) -> None:
-        self._engine, self._board, self._inbox = engine, board, inbox
+        self._engine, self._words, self._buffers = engine, words, buffers
         self._who, self._nics = who, nics
         self._expected: Sequence[Write] = ()
         self._sources: list[int] = []  # trainers that write them
@@ -35,7 +41,7 @@ class Arrivals:
         if not self._counts:
             found = {}  # of all of them: the store may fail in between
             for trainer in self._sources:
-                theirs: dict[str, Any] | None = self._board.get(keys.requests(trainer))
+                theirs: dict[str, Any] | None = self._words.get(keys.requests(trainer))
                 if theirs is None:
                     return None
                 found[trainer] = int(theirs.get(self._who, 0)) * self._nics[trainer]
@@ -58,10 +64,10 @@ class Arrivals:
     def checked(self, keys: Keys) -> bool:
         """Compares sums; False until the trainers have given theirs."""
         for trainer in self._sources:
-            theirs = self._board.get(keys.sent(trainer))
+            theirs = self._words.get(keys.sent(trainer))
             if theirs is None:
                 return False
-            ours = self._inbox.sums(w for w in self._expected if w.source_rank == trainer)
+            ours = self._buffers.sums(w for w in self._expected if w.source_rank == trainer)
             wrong = [name for name, each in ours.items()
                      if theirs.get(self._who, {}).get(name) != each]  # fmt: skip
             if wrong:
@@ -70,6 +76,6 @@ class Arrivals:
         return True
 
     def missing(self, keys: Keys) -> str:
-        late = [f"trainer {i}" for i in self._sources if self._board.get(keys.sent(i)) is None]
+        late = [f"trainer {i}" for i in self._sources if self._words.get(keys.sent(i)) is None]
         counted = self._engine.imm_value(attempt.immediate(keys))
         return f"{counted} immediates counted; not done: {', '.join(late) or 'none'}"

@@ -1,5 +1,5 @@
-"""Arguments of weight updates: wrong ones are refused where they are given. Later a generator would
-find them, after the fleet has decided."""
+"""Arguments of weight updates: wrong ones are refused where they are given. Later an engine rank
+would find them, after the fleet has decided."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_rank(
     tensors: Mapping[str, Tensor],
     seconds: Mapping[str, float],
 ) -> None:
-    """Of a trainer or generator. seconds: timeout_s and lease_s."""
+    """Of a trainer or engine rank. seconds: timeout_s and lease_s."""
     require_type(f"{who}: engine", engine, Engine, "an Engine")
     require_type(f"{who}: layout", layout, WeightLayout, "a WeightLayout")
     require(
@@ -48,7 +48,7 @@ def check_rank(
 def check_engine(
     who: str, mode: str, engine_ranks: Sequence[int], agree: object, replica: str
 ) -> bool:
-    """Whether this generator shares its inference engine with others."""
+    """Whether this engine rank shares its inference engine with others."""
     require(mode in ("shadow", "in_place"), f"mode is {mode!r}, must be 'shadow' or 'in_place'")
     require_type(f"{who}: replica", replica, str, "a str")
     require_type(f"{who}: engine_ranks", engine_ranks, Sequence, "a list of ints")

@@ -178,7 +178,9 @@ class Conversions:
             scales = self.staged[f"{copy.tensor}:scales"]
             block = (copy.stage.blocks[-2], copy.stage.blocks[-1])
             origin = self.grids.origins[copy.tensor]
-            for parts, first in copies.boxes(copy, self._views(i), out, scales, grid, origin):
+            for parts, first in copies.launch_boxes(
+                copy, self._views(i), out, scales, grid, origin
+            ):
                 rows[parts[0].dtype, block].append(weights_fp8.box_row(parts, first, block))
         return [
             weights_fp8.Boxes(found, dtype, block, self._device)

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_p2p.weights import fp8, given, pieces
-from moe_p2p.weights.pieces import Box, Piece
+from moe_p2p.weights import boxes, fp8, given
+from moe_p2p.weights.boxes import Box, PlacedBox
 from moe_p2p.weights.placement import Axis
 from moe_p2p.weights.plan import Copy
 
@@ -41,20 +41,20 @@ def converted(copy: Copy, tensor: Tensor, grid: Tensor | None = None) -> tuple[T
 
 def held(copy: Copy, tensor: Tensor) -> list[Tensor]:
     """Views of what the rank holds of the parameter."""
-    ours = pieces.held(copy.param, copy.position)
+    ours = boxes.held(copy.param, copy.position)
     tensor = given.typed(tensor, copy.param.dtype)
-    return [_at(tensor, piece, copy.param.offset) for piece in ours]
+    return [_at(tensor, placed, copy.param.offset) for placed in ours]
 
 
 def dense(copy: Copy, tensor: Tensor) -> list[Tensor]:
     """The same of a dense tensor of these elements alone, in the checkpoint's order."""
-    return [_at(tensor, piece, 0) for piece in pieces.dense(_axes(copy))]
+    return [_at(tensor, placed, 0) for placed in boxes.dense(_axes(copy))]
 
 
 def window(copy: Copy) -> Box:
     """Blocks, (first, size) in each dimension, that hold all which the rank touches."""
     blocks = block_shape(copy)
-    found = [_touched(piece.box, blocks) for piece in pieces.held(copy.param, copy.position)]
+    found = [_touched(placed.box, blocks) for placed in boxes.held(copy.param, copy.position)]
     if not found:
         return ((0, 0),) * len(blocks)
     return tuple(
@@ -73,9 +73,9 @@ def merge_maxima(
     copy: Copy, views: Sequence[Tensor], grid: Tensor, origin: Sequence[int] = ()
 ) -> None:
     blocks = block_shape(copy)
-    for piece, view in zip(pieces.held(copy.param, copy.position), views, strict=True):
-        part = grid[_touched(piece.box, blocks, origin)]
-        part.copy_(fp8.merge([part, fp8.block_amax(view, _first(piece.box), copy.stage.blocks)]))
+    for placed, view in zip(boxes.held(copy.param, copy.position), views, strict=True):
+        part = grid[_touched(placed.box, blocks, origin)]
+        part.copy_(fp8.merge([part, fp8.block_amax(view, _first(placed.box), copy.stage.blocks)]))
 
 
 def convert_into(
@@ -96,12 +96,12 @@ def convert_into(
 
 def scales_into(copy: Copy, grid: Tensor, out: Tensor, origin: Sequence[int] = ()) -> None:
     """Of the blocks whose first element this rank has: each is written by one shard."""
-    for piece in _scale_places(copy):
-        part = grid[_touched(piece.box, (1,) * len(piece.box), origin)]
-        _at(out, piece, 0).copy_(fp8.scales(part))
+    for placed in _scale_places(copy):
+        part = grid[_touched(placed.box, (1,) * len(placed.box), origin)]
+        _at(out, placed, 0).copy_(fp8.scales(part))
 
 
-def boxes(
+def launch_boxes(
     copy: Copy,
     views: Sequence[Tensor],
     out: Tensor,
@@ -112,7 +112,7 @@ def boxes(
     """Elements, their fp8, cells of the blocks they touch, and scales of those that begin there,
     each [lead, rows, columns], and the index of the first element in the last two dimensions."""
     blocks = block_shape(copy)
-    owned = {piece.box: _at(scales, piece, 0) for piece in _scale_places(copy)}
+    owned = {placed.box: _at(scales, placed, 0) for placed in _scale_places(copy)}
     for view, place in zip(views, _places(copy), strict=True):
         begin = tuple(
             (-(-at // b), -(-(at + n) // b) - -(-at // b))
@@ -130,37 +130,37 @@ def boxes(
 
 
 def num_elements(copy: Copy) -> int:
-    return sum(_count(piece.box) for piece in pieces.dense(_axes(copy)))
+    return sum(_count(placed.box) for placed in boxes.dense(_axes(copy)))
 
 
 def num_scales(copy: Copy) -> int:
-    return sum(_count(piece.box) for piece in _scale_places(copy))
+    return sum(_count(placed.box) for placed in _scale_places(copy))
 
 
 def block_shape(copy: Copy) -> tuple[int, ...]:
     """In each dimension of the parameter; only where there are blocks."""
-    return pieces.block_sizes(copy.param.elements, copy.stage.blocks)
+    return boxes.block_sizes(copy.param.elements, copy.stage.blocks)
 
 
 def _axes(copy: Copy) -> tuple[Axis, ...]:
-    return pieces.parameter_axes(copy.param, copy.position)
+    return boxes.parameter_axes(copy.param, copy.position)
 
 
-def _places(copy: Copy) -> list[Piece]:
+def _places(copy: Copy) -> list[PlacedBox]:
     """Where the copy has what `held` says, in its own order."""
     order = copy.stage.order
     dims = range(len(copy.param.elements))
-    return pieces.dense(_axes(copy), (*(d for d in dims if d not in order), *order))
+    return boxes.dense(_axes(copy), (*(d for d in dims if d not in order), *order))
 
 
-def _scale_places(copy: Copy) -> list[Piece]:
-    return pieces.dense(pieces.block_axes(_axes(copy), copy.stage.blocks))
+def _scale_places(copy: Copy) -> list[PlacedBox]:
+    return boxes.dense(boxes.block_axes(_axes(copy), copy.stage.blocks))
 
 
-def _at(tensor: Tensor, piece: Piece, offset: int) -> Tensor:
-    sizes = [size for _, size in piece.box]
+def _at(tensor: Tensor, placed: PlacedBox, offset: int) -> Tensor:
+    sizes = [size for _, size in placed.box]
     base = tensor.storage_offset()
-    return torch.as_strided(tensor, sizes, piece.strides, base + offset + piece.offset)
+    return torch.as_strided(tensor, sizes, placed.strides, base + offset + placed.offset)
 
 
 def _touched(box: Box, blocks: tuple[int, ...], origin: Sequence[int] = ()) -> tuple[slice, ...]:

@@ -1,4 +1,4 @@
-"""What writes cover of their targets, in as few parts as can be. Pure; used by inbox.py.
+"""What writes cover of their targets, in as few parts as can be. Pure; used by engine_buffers.py.
 
 A model with many experts has thousands of writes to some hundred tensors. On a GPU a kernel for
 each write would take longer than the update itself; writes that follow each other without a gap are
@@ -17,7 +17,7 @@ from moe_p2p.weights import attempt
 from moe_p2p.weights.plan import Write
 
 
-class Part(NamedTuple):
+class Span(NamedTuple):
     """Rows of a tensor: `begin`, row_bytes and stride are bytes."""
 
     tensor: str
@@ -33,10 +33,10 @@ class Part(NamedTuple):
         return data.as_strided((self.num_rows, self.row_bytes), (self.stride, 1), at)
 
 
-def covered(writes: Iterable[Write]) -> list[Part]:
+def covered(writes: Iterable[Write]) -> list[Span]:
     """Returns the bytes that the writes change, and no other byte."""
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    found: list[Part] = []
+    found: list[Span] = []
     for write in writes:
         rows, tensor = write.rows, write.target_tensor
         stride, nbytes = rows.target_stride or rows.row_bytes, rows.row_bytes * rows.num_rows
@@ -44,9 +44,9 @@ def covered(writes: Iterable[Write]) -> list[Part]:
             if rows.num_rows == 1 or stride == rows.row_bytes:
                 spans[tensor].append((begin, begin + nbytes))
             else:
-                found.append(Part(tensor, begin, rows.num_rows, rows.row_bytes, stride))
+                found.append(Span(tensor, begin, rows.num_rows, rows.row_bytes, stride))
     for tensor, each in spans.items():
-        found += [Part(tensor, a, 1, b - a, b - a) for a, b in _joined(each)]
+        found += [Span(tensor, a, 1, b - a, b - a) for a, b in _joined(each)]
     return found
 
 

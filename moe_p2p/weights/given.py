@@ -1,5 +1,5 @@
 """What the caller's tensors are against what a layout says of them. Looked at once, when a rank is
-made; used by trainer.py and generator.py.
+made; used by trainer.py and engine_rank.py.
 
 Later nobody looks: bytes of another type, of a neighbour in the same storage, or of a parameter
 that lies where another one does, travel as well, and sums of bytes are equal on both sides.
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.errors import InvalidArgumentError, make, require, require_type
-from moe_p2p.weights import pieces
+from moe_p2p.weights import boxes
+from moe_p2p.weights.boxes import PlacedBox
 from moe_p2p.weights.layout import Param, WeightLayout, dtype_name, item_bytes
-from moe_p2p.weights.pieces import Piece
 
 _SHOWN = 3
 
@@ -68,7 +68,7 @@ def of_trainer(rank: int, layout: WeightLayout, tensors: Mapping[str, Tensor]) -
     return found
 
 
-def of_generator(
+def of_engine_rank(
     rank: int,
     layout: WeightLayout,
     tensors: Mapping[str, Tensor],
@@ -122,15 +122,15 @@ class _Claim(NamedTuple):
     param: Param
     dtype: str
     first: int
-    pieces: list[Piece]
+    boxes: list[PlacedBox]
     shape: tuple[int, ...] | None = None
     is_received: bool = False
 
 
 class _Held(NamedTuple):
     shape: tuple[int, ...]
-    pieces: list[Piece]
-    scales: list[Piece]
+    boxes: list[PlacedBox]
+    scales: list[PlacedBox]
     is_received: bool
 
 
@@ -145,11 +145,11 @@ def _claims(layout: WeightLayout, rank: int) -> dict[str, list[_Claim]]:
                 known[key] = _held(param, position)
             held = known[key]
             if held.is_received:
-                claim = _Claim(param, param.dtype, 0, held.pieces, is_received=True)
+                claim = _Claim(param, param.dtype, 0, held.boxes, is_received=True)
                 found.setdefault(param.received, []).append(claim)
                 continue
             shape = None if param.offset or param.part else held.shape
-            claim = _Claim(param, param.dtype, param.offset, held.pieces, shape)
+            claim = _Claim(param, param.dtype, param.offset, held.boxes, shape)
             found.setdefault(param.tensor, []).append(claim)
             if param.blocks is not None:
                 claim = _Claim(param, "float32", param.blocks.offset, held.scales)
@@ -163,15 +163,15 @@ def _positions(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 def _held(param: Param, position: int) -> _Held:
-    shape, axes = pieces.local_shape(param, position), pieces.parameter_axes(param, position)
+    shape, axes = boxes.local_shape(param, position), boxes.parameter_axes(param, position)
     blocks = param.blocks
-    if param.finalize or (blocks and pieces.why_unaligned(axes, blocks.shape)):
-        return _Held(shape, _some(pieces.dense(axes)), [], is_received=True)
-    scales = _some(pieces.target_blocks(axes, blocks)) if blocks else []
-    return _Held(shape, _some(pieces.held(param, position)), scales, is_received=False)
+    if param.finalize or (blocks and boxes.why_unaligned(axes, blocks.shape)):
+        return _Held(shape, _some(boxes.dense(axes)), [], is_received=True)
+    scales = _some(boxes.target_blocks(axes, blocks)) if blocks else []
+    return _Held(shape, _some(boxes.held(param, position)), scales, is_received=False)
 
 
-def _some(found: list[Piece]) -> list[Piece]:
+def _some(found: list[PlacedBox]) -> list[PlacedBox]:
     """Those that have elements."""
     return [each for each in found if all(size for _, size in each.box)]
 
@@ -181,7 +181,7 @@ def _end(claim: _Claim) -> int:
     ends = (
         each.offset
         + sum((n - 1) * step for (_, n), step in zip(each.box, each.strides, strict=True))
-        for each in claim.pieces
+        for each in claim.boxes
     )
     return max((claim.first + end + 1 for end in ends), default=0)
 
@@ -262,7 +262,7 @@ class _Given(NamedTuple):
     def _is_so_strided(self, claim: _Claim) -> bool:
         if claim.shape != tuple(self.tensor.shape):
             return False
-        strides = claim.param.strides or pieces.dense_strides(claim.shape, claim.param.order)
+        strides = claim.param.strides or boxes.dense_strides(claim.shape, claim.param.order)
         steps = zip(claim.shape, strides, self.tensor.stride(), strict=True)
         return all(n == 1 or said == have for n, said, have in steps)
 
@@ -320,14 +320,14 @@ def _runs(claims: list[_Claim]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     dense: list[tuple[int, int, int]] = []
     for number, claim in enumerate(claims):
         item = item_bytes(claim.dtype)
-        for piece in claim.pieces:
-            levels = [(size, step) for (_, size), step in zip(piece.box, piece.strides, strict=True)
+        for placed in claim.boxes:
+            levels = [(size, step) for (_, size), step in zip(placed.box, placed.strides, strict=True)
                       if size > 1]  # fmt: skip
             levels.sort(key=lambda level: -level[1])
             run = 1
             while levels and levels[-1][1] == run:
                 run *= levels.pop()[0]
-            begin = (claim.first + piece.offset) * item
+            begin = (claim.first + placed.offset) * item
             if not levels:
                 dense.append((begin, run * item, number))
                 continue

@@ -1,4 +1,4 @@
-"""The plan of a weight update: which strided bytes each trainer writes into which generator.
+"""The plan of a weight update: which strided bytes each trainer writes into which engine rank.
 
 `weight_plan` is pure and made once, from both layouts; every rank may make it by itself, read it
 from disk, or get it as bytes. Parameters that are described alike share a template (flows.py), so a
@@ -21,7 +21,7 @@ from moe_p2p import log
 from moe_p2p.engine.strides import Rows
 from moe_p2p.errors import InvalidArgumentError, require, require_type
 from moe_p2p.weights import stored
-from moe_p2p.weights.flows import Flow, Place, Stage, Template, template
+from moe_p2p.weights.flows import Flow, MeshPlace, Stage, Template, template
 from moe_p2p.weights.layout import Param, WeightLayout, item_bytes
 
 FORMAT = (
@@ -84,7 +84,7 @@ class Gathered(NamedTuple):
     why: str
 
 
-class Entry(NamedTuple):
+class PlanEntry(NamedTuple):
     """A parameter of a plan. turn: its number."""
 
     name: str
@@ -205,7 +205,7 @@ class WeightPlan:
                     found.update(entry.sources[i].ranks[at] for i, at in flow.sources)
         return sorted(found)
 
-    def _number(self, entry: Entry, flow: Flow, target: int) -> int:
+    def _number(self, entry: PlanEntry, flow: Flow, target: int) -> int:
         """Which of flow.sources serves flow.targets[target]."""
         number = flow.source_of(target, entry.turn)
         if self.lost and _rank(entry, flow.sources[number]) in self.lost:
@@ -229,12 +229,12 @@ class WeightPlan:
             for number, why in entry.template.received
         )
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[PlanEntry]:
         ours, theirs = self.source.by_name, self.target.by_name
         for turn, (name, number) in enumerate(zip(self.names, self.numbers, strict=True)):
-            yield Entry(name, turn, self.templates[number], ours[name], theirs[name])
+            yield PlanEntry(name, turn, self.templates[number], ours[name], theirs[name])
 
-    def _indexed(self) -> Iterator[tuple[Entry, tuple[_ByPlace, _ByPlace]]]:
+    def _indexed(self) -> Iterator[tuple[PlanEntry, tuple[_ByPlace, _ByPlace]]]:
         for entry, number in zip(self.entries(), self.numbers, strict=True):
             yield entry, self._indices[number]
 
@@ -315,11 +315,11 @@ def _positions(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return tuple(i for i, each in enumerate(ranks) if each == rank)
 
 
-def _places(params: Sequence[Param], rank: int) -> list[Place]:
+def _places(params: Sequence[Param], rank: int) -> list[MeshPlace]:
     return [(i, at) for i, each in enumerate(params) for at in _positions(each.ranks, rank)]
 
 
-_ByPlace = dict[Place, list[tuple[Flow, int]]]
+_ByPlace = dict[MeshPlace, list[tuple[Flow, int]]]
 
 
 def _by_place(each: Template) -> tuple[_ByPlace, _ByPlace]:
@@ -332,7 +332,7 @@ def _by_place(each: Template) -> tuple[_ByPlace, _ByPlace]:
     return sides
 
 
-def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
+def _write(entry: PlanEntry, flow: Flow, source: MeshPlace, target: MeshPlace) -> Write:
     ours, theirs = entry.sources[source[0]], entry.targets[target[0]]
     stage = entry.template.stages[flow.stage] if flow.stage >= 0 else None
     if stage is None:
@@ -358,11 +358,13 @@ def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
     )
 
 
-def _rank(entry: Entry, place: Place) -> int:
+def _rank(entry: PlanEntry, place: MeshPlace) -> int:
     return entry.sources[place[0]].ranks[place[1]]
 
 
-def _held_by(entry: Entry, places: Sequence[Place], lost: frozenset[int]) -> list[Place]:
+def _held_by(
+    entry: PlanEntry, places: Sequence[MeshPlace], lost: frozenset[int]
+) -> list[MeshPlace]:
     """Places of ranks that are there. Raises where there are none."""
     found = [place for place in places if _rank(entry, place) not in lost]
     holders = ", ".join(str(_rank(entry, place)) for place in places)
@@ -373,7 +375,7 @@ def _held_by(entry: Entry, places: Sequence[Place], lost: frozenset[int]) -> lis
     return found
 
 
-def _check_held(plan: WeightPlan, entry: Entry) -> None:
+def _check_held(plan: WeightPlan, entry: PlanEntry) -> None:
     for flow in entry.template.flows:
         _held_by(entry, flow.sources, plan.lost)
     for each in entry.template.exchanges:
@@ -381,7 +383,7 @@ def _check_held(plan: WeightPlan, entry: Entry) -> None:
             _held_by(entry, party, plan.lost)
 
 
-def _maxima(entry: Entry, places: set[Place], lost: frozenset[int]) -> Iterator[Maxima]:
+def _maxima(entry: PlanEntry, places: set[MeshPlace], lost: frozenset[int]) -> Iterator[Maxima]:
     """Places of the same number exchange; a shard with fewer of them takes part several times."""
     for each in entry.template.exchanges:
         parties = each.parties

@@ -39,14 +39,14 @@ class Rates:
     host: float = 55e9
 
 
-class Stage(NamedTuple):
+class StageTime(NamedTuple):
     name: str
     seconds: float
     how: str
 
 
 class Prediction(NamedTuple):
-    stages: tuple[Stage, ...]
+    stages: tuple[StageTime, ...]
     seconds: float
 
 
@@ -65,10 +65,10 @@ def predict(totals: Totals, layers: int, rates: Rates) -> Prediction:
     out, into = max(totals.source_bytes), max(totals.target_bytes)
     side = "in, at a generator" if into >= out else "out, at a trainer"
     stages = (
-        Stage("convert", convert, f"{launches} kernels, {moved / 1e9:.2f} GB of device memory"),
-        Stage("block maxima", exchange, f"{messages} messages, {sent / 1e6:.1f} MB"),
-        Stage("submit", submit, f"{calls} calls, {writes:,} writes"),
-        Stage("wire", max(out, into) / wire_rate, f"{max(out, into) / 1e9:.2f} GB {side}"),
+        StageTime("convert", convert, f"{launches} kernels, {moved / 1e9:.2f} GB of device memory"),
+        StageTime("block maxima", exchange, f"{messages} messages, {sent / 1e6:.1f} MB"),
+        StageTime("submit", submit, f"{calls} calls, {writes:,} writes"),
+        StageTime("wire", max(out, into) / wire_rate, f"{max(out, into) / 1e9:.2f} GB {side}"),
     )
     together = [stage.seconds for stage in stages if stage.name != "block maxima"]
     longest = max(together)
@@ -82,7 +82,7 @@ class Published(NamedTuple):
     how: str
 
 
-def paper(model: Model, trainers: int, generators: int, rates: Rates) -> tuple[Published, ...]:
+def paper(model: Model, trainers: int, engine_ranks: int, rates: Rates) -> tuple[Published, ...]:
     """fabric-lib's own procedure for Kimi-K2: bf16 shards on hosts, experts dealt to the 8 GPUs of
     a node and sharded over nodes, other parameters sharded over all; parameters gathered, each
     converted by eager torch where it is sent from, and one write per parameter, scale and target.
@@ -96,7 +96,7 @@ def paper(model: Model, trainers: int, generators: int, rates: Rates) -> tuple[P
             size *= n
         elements += size
         local += 1 / 8 if each.expert is not None else 1
-        times = 1 if each.expert is not None else generators
+        times = 1 if each.expert is not None else engine_ranks
         sends += times * (2 if each.quantized else 1)
         if each.quantized:
             quantized += times * size

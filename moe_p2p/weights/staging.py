@@ -25,7 +25,7 @@ class Need(NamedTuple):
     loaded: int = 0
 
 
-class Place(NamedTuple):
+class RingPlace(NamedTuple):
     """Offsets in the ring. after: number of the last copy that must be written before; -1: none."""
 
     elements: int
@@ -40,7 +40,7 @@ def sizes(need: Need) -> tuple[int, int, int]:
     return elements, scales, loaded
 
 
-def ring(needs: Sequence[Need], limit: int | None, who: str) -> tuple[list[Place], int]:
+def ring(needs: Sequence[Need], limit: int | None, who: str) -> tuple[list[RingPlace], int]:
     """Places of copies, in their order, and the size of the ring.
 
     Raises ResourceExhaustedError with a copy that is larger than `limit` by itself.
@@ -54,7 +54,7 @@ def ring(needs: Sequence[Need], limit: int | None, who: str) -> tuple[list[Place
                 "raise watermark"
             )
             raise make(ResourceExhaustedError, text)
-    places: list[Place] = []
+    places: list[RingPlace] = []
     at = lap = oldest = 0  # of the lap before, copies from `oldest` on lie in the ring
     for i, (need, total) in enumerate(zip(needs, totals, strict=True)):
         if at + total > size:
@@ -62,12 +62,12 @@ def ring(needs: Sequence[Need], limit: int | None, who: str) -> tuple[list[Place
         while oldest < lap and places[oldest].elements < at + total:
             oldest += 1
         elements, scales, _ = sizes(need)
-        places.append(Place(at, at + elements, at + elements + scales, at + total, oldest - 1))
+        places.append(RingPlace(at, at + elements, at + elements + scales, at + total, oldest - 1))
         at += total
     return places, size
 
 
-def batches(places: Sequence[Place], chosen: Sequence[int], size: int) -> Iterator[list[int]]:
+def batches(places: Sequence[RingPlace], chosen: Sequence[int], size: int) -> Iterator[list[int]]:
     """Yields the numbers of copies to convert together: at most a quarter of the ring, and no two
     of them in the same place."""
     most = min(max(size // 4, 1), _BATCH_BYTES)

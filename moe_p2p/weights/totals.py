@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moe_p2p.weights.flows import Place
+from moe_p2p.weights.boxes import parameter_axes
+from moe_p2p.weights.flows import MeshPlace
 from moe_p2p.weights.layout import item_bytes
-from moe_p2p.weights.pieces import parameter_axes
 from moe_p2p.weights.placement import length
-from moe_p2p.weights.plan import Entry, WeightPlan
+from moe_p2p.weights.plan import PlanEntry, WeightPlan
 
 
 @dataclass
@@ -37,7 +37,7 @@ def totals(plan: WeightPlan) -> Totals:
         peers=[set() for _ in range(world)],
     )  # fmt: skip
     kinds: Counter[tuple[int, ...]] = Counter()
-    examples: dict[tuple[int, ...], Entry] = {}
+    examples: dict[tuple[int, ...], PlanEntry] = {}
     for entry, number in zip(plan.entries(), plan.numbers, strict=True):
         ranks = (id(each.ranks) for each in (*entry.sources, *entry.targets))
         key: tuple[int, ...] = (number, entry.turn % entry.template.cycle, *ranks)
@@ -54,13 +54,13 @@ def totals(plan: WeightPlan) -> Totals:
 class _Sums(NamedTuple):
     """Of a template, by place: what `Totals` has by rank."""
 
-    out: dict[Place, list[int]]  # bytes, writes
-    into: Counter[Place]
-    copied: dict[Place, tuple[int, int]]  # bytes of copies, of their sources
-    maxima: dict[Place, tuple[int, set[Place]]]  # bytes, with whom
+    out: dict[MeshPlace, list[int]]  # bytes, writes
+    into: Counter[MeshPlace]
+    copied: dict[MeshPlace, tuple[int, int]]  # bytes of copies, of their sources
+    maxima: dict[MeshPlace, tuple[int, set[MeshPlace]]]  # bytes, with whom
 
 
-def _sums(entry: Entry) -> _Sums:
+def _sums(entry: PlanEntry) -> _Sums:
     found = _Sums({}, Counter(), {}, {})
     for flow in entry.template.flows:
         for number, place in enumerate(flow.targets):
@@ -86,7 +86,7 @@ def _sums(entry: Entry) -> _Sums:
     return found
 
 
-def _add(found: Totals, entry: Entry, sums: _Sums, times: int) -> None:
+def _add(found: Totals, entry: PlanEntry, sums: _Sums, times: int) -> None:
     ours = [each.ranks for each in entry.sources]
     for (i, at), (nbytes, writes) in sums.out.items():
         found.source_bytes[ours[i][at]] += nbytes * times

@@ -27,9 +27,9 @@ from moe_p2p import (
     errors,
     kv,
 )
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline
 from moe_p2p.fleet.member import Member
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations.kv.worker import _SERVED, join_store, leases_store, serve_store
 from moe_p2p.kv.channel import Message, prove, receive
 from moe_p2p.kv.pair import Hello
@@ -243,7 +243,7 @@ class Refuses:
 def test_a_worker_that_begins_while_the_store_is_away_claims_its_name_later() -> None:
     """It is not replaced by the process that had the name before."""
     store = HashStore()
-    before = Board(Client(store))
+    before = StoreKeys(Client(store))
     before.swap("p/0 (sender) is", None, {"id": "p/0 (sender)#0", "claim": 1})
     quick = dataclasses.replace(QUICK, lease_s=0.4)
     with Engine() as one, Engine() as two, ExitStack() as stack:
@@ -460,7 +460,7 @@ def test_nothing_is_registered_after_close_while_others_connect() -> None:
 def test_a_name_that_was_taken_and_left_is_not_taken_back() -> None:
     """By a process that was stopped meanwhile: others may have read what the one after it did."""
     store = HashStore()
-    stopped, after = (Member(Board(store, "fleet"), "trainer 0", {}, 60) for _ in range(2))
+    stopped, after = (Member(StoreKeys(store, "fleet"), "trainer 0", {}, 60) for _ in range(2))
     after.close()
     stopped._beat.look()
     assert stopped.replaced

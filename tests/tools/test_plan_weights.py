@@ -47,7 +47,7 @@ def test_layouts_of_models_are_carried_out(
     model: models.Model, trainers: dict[str, int], generators: dict[str, int]
 ) -> None:
     source = models.trainers(model, **trainers)  # type: ignore[arg-type]
-    target = models.generators(model, **generators)  # type: ignore[arg-type]
+    target = models.engine_ranks(model, **generators)  # type: ignore[arg-type]
     plan = weight_plan(source, target)
     torch.manual_seed(0)
     values = {each.name: torch.randn(each.shape).bfloat16() for each in models.weights(model)}

@@ -17,7 +17,7 @@ from moe_p2p.engine.transfers import Memory, Region
 from moe_p2p.machine import tuned
 from moe_p2p.machine.tuned import Rates
 from moe_p2p.tools.gather import everyones
-from moe_p2p.tools.tune.world import Options, World
+from moe_p2p.tools.tune.world import TuneOptions, World
 
 SMALL, LARGE = (64, 256, 1024), (64 << 10, 256 << 10, 1 << 20)  # bytes of a row
 MIDDLE = (4096, 16384)
@@ -76,7 +76,7 @@ def measure(world: World) -> Rates:
             end.close()
 
 
-def _engine(options: Options, rank: int) -> Engine:
+def _engine(options: TuneOptions, rank: int) -> Engine:
     on_gpu = options.device == "cuda"
     local = options.processes // options.hosts
     return Engine(

@@ -29,7 +29,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TuneOptions:
     """processes: ranks that are started. world: of the communicators, more in a mirror world."""
 
     device: str
@@ -58,7 +58,7 @@ class Timed(NamedTuple):
 
 
 class World:
-    def __init__(self, options: Options, rank: int) -> None:
+    def __init__(self, options: TuneOptions, rank: int) -> None:
         self.options, self.rank = options, rank
         self._on_gpu = options.device == "cuda"
         self._clock: Meeting | None = None

@@ -12,7 +12,7 @@ from moe_p2p.weights.placement import Axis, Run, axes_of, length, within
 Box = tuple[tuple[int, int], ...]  # (first, size) in each dimension of a parameter
 
 
-class Piece(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box of elements; the first lies at `offset`, neighbours in dimension d at strides[d]."""
 
     box: Box
@@ -30,13 +30,13 @@ def overlap(one: Box, other: Box) -> Box | None:
     return tuple(found)
 
 
-def offset_in(piece: Piece, box: Box) -> int:
+def offset_in(placed: PlacedBox, box: Box) -> int:
     """Of the first element of `box`, which is inside the piece."""
-    steps = zip(box, piece.box, piece.strides, strict=True)
-    return piece.offset + sum((at - first) * stride for (at, _), (first, _), stride in steps)
+    steps = zip(box, placed.box, placed.strides, strict=True)
+    return placed.offset + sum((at - first) * stride for (at, _), (first, _), stride in steps)
 
 
-def held(param: Param, position: int) -> list[Piece]:
+def held(param: Param, position: int) -> list[PlacedBox]:
     """What a rank holds, where its own tensor has it; offsets count from param.offset."""
     whole = _whole(param, position)
     strides = param.strides or dense_strides([length(axis) for axis in whole], param.order)
@@ -63,7 +63,7 @@ def parameter_axes(param: Param, position: int) -> tuple[Axis, ...]:
     return tuple(_packed(axis) for axis in axes[skipped:])
 
 
-def dense(axes: Sequence[Axis], order: Sequence[int] = ()) -> list[Piece]:
+def dense(axes: Sequence[Axis], order: Sequence[int] = ()) -> list[PlacedBox]:
     """The same elements in a dense tensor, its dimensions stored in `order`."""
     return _product(axes, dense_strides([length(axis) for axis in axes], order), 0)
 
@@ -84,7 +84,7 @@ def block_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
     )
 
 
-def target_blocks(axes: Sequence[Axis], blocks: Blocks) -> list[Piece]:
+def target_blocks(axes: Sequence[Axis], blocks: Blocks) -> list[PlacedBox]:
     """Where a target keeps scales of the blocks that it holds; offsets count from blocks.offset.
 
     Its runs begin at blocks: `why_unaligned` is empty.
@@ -153,9 +153,9 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
     return tuple(strides)
 
 
-def _product(axes: Sequence[Axis], strides: Sequence[int], base: int) -> list[Piece]:
+def _product(axes: Sequence[Axis], strides: Sequence[int], base: int) -> list[PlacedBox]:
     return [
-        Piece(
+        PlacedBox(
             box=tuple((run.first, run.size) for run in runs),
             offset=base + sum(run.local * step for run, step in zip(runs, strides, strict=True)),
             strides=tuple(strides),

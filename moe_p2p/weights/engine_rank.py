@@ -1,7 +1,8 @@
-"""The generators' end of weight updates: counts what arrives, and goes to a version with its fleet.
+"""The engine ranks' end of weight updates: counts what arrives, and goes to a version with its
+fleet.
 
-    generator = WeightGenerator(engine, store, layout, rank, tensors)  once, with all trainers
-    generator.step()                                                   between forward passes
+    engine_rank = WeightEngineRank(engine, store, layout, rank, tensors)  once, with all trainers
+    engine_rank.step()                                                   between forward passes
 
 An engine's ranks go to a version after the same step, so that no forward pass sees two. A version
 that failed anywhere is nobody's: a shadow keeps the old one, in place the target is dirty.
@@ -31,11 +32,11 @@ from moe_p2p.errors import (
     make,
     require,
 )
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.lookout import Lookout
 from moe_p2p.fleet.member import Member, name_of
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
 from moe_p2p.weights import attempt, given, job, joining
 from moe_p2p.weights.agreeing import Agree
@@ -48,7 +49,7 @@ from moe_p2p.weights.checks import (
     check_store,
     check_tensors,
 )
-from moe_p2p.weights.inbox import Finalize, Inbox
+from moe_p2p.weights.engine_buffers import EngineBuffers, Finalize
 from moe_p2p.weights.job import Job
 from moe_p2p.weights.joining import Lent, State
 from moe_p2p.weights.layout import WeightLayout
@@ -58,13 +59,13 @@ Mode = Literal["shadow", "in_place"]
 _LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
-class WeightGenerator:
-    """One generator rank.
+class WeightEngineRank:
+    """One engine rank.
 
-    engine, store, name, timeout_s, lease_s: as of `WeightTrainer`. layout: of all generators of
+    engine, store, name, timeout_s, lease_s: as of `WeightTrainer`. layout: of all engine ranks of
         the set-up, or of a replica. tensors: what this rank's kernels read, by the layout's names,
         and derived ones; contiguous.
-    replica: "": of the set-up, which waits for all ranks. Any other name: of generators that join
+    replica: "": of the set-up, which waits for all ranks. Any other name: of engine ranks that join
         when they like, by a layout of their own ranks; where one with the same tensors has a
         version, they have it when this returns, else the next update brings it.
     mode: "shadow": updates land in a second buffer while the engine generates. "in_place": they
@@ -102,18 +103,18 @@ class WeightGenerator:
     ) -> None:
         who = f"generator {rank}"
         check_store(who, store)
-        self._board = Board(store, job.prefix_of(name))
-        set_up = job.SetUp(self._board, who, heard=not replica)
-        with set_up.heard(self._board.client.close):
+        self._words = StoreKeys(store, job.prefix_of(name))
+        set_up = job.SetUp(self._words, who, heard=not replica)
+        with set_up.heard(self._words.client.close):
             seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
             check_rank(who, engine, layout, rank, tensors, seconds)
             self._shared = check_engine(who, mode, engine_ranks, agree, replica)
-            self._tensors = given.of_generator(rank, layout, tensors, padding)
+            self._tensors = given.of_engine_rank(rank, layout, tensors, padding)
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
         self.stages: dict[str, float] = {}  # of the set-up, then of the last update: seconds
-        self.name = attempt.generator_name(replica, rank)
+        self.name = attempt.engine_rank_name(replica, rank)
         self._agree: Agree = agree or (lambda number: number)
         self._poison, self._layout = poison, layout
         self.failure = ""  # of the last attempt
@@ -134,16 +135,16 @@ class WeightGenerator:
         deadline, self._began = Deadline(timeout_s), time.monotonic()
         self._signature = joining.signature(layout, rank, self._tensors)
         record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
-                  "engine": [attempt.generator_name(replica, each) for each in engine_ranks],
+                  "engine": [attempt.engine_rank_name(replica, each) for each in engine_ranks],
                   "signature": self._signature}  # fmt: skip
-        with set_up.heard(self._board.client.close):
-            job.publish(self._board, layout)
-            self._job = job.find(self._board, set_up, deadline)
-            self.plan = job.plan_of(self._board, self._job, layout, deadline)
+        with set_up.heard(self._words.client.close):
+            job.publish(self._words, layout)
+            self._job = job.find(self._words, set_up, deadline)
+            self.plan = job.plan_of(self._words, self._job, layout, deadline)
             if not replica:
                 self._check_layout(deadline)
             self._reached("planned")
-            self._inbox = Inbox(
+            self._buffers = EngineBuffers(
                 engine,
                 self.plan,
                 rank,
@@ -154,16 +155,16 @@ class WeightGenerator:
             )
             self._lent = Lent(engine, self._tensors)
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
-                       "buffer_bytes": len(self._inbox.buffer)}  # fmt: skip
-        self._member = Member(self._board, self.name, record, lease_s)
-        self._returns = self._board.client.returns
+                       "buffer_bytes": len(self._buffers.buffer)}  # fmt: skip
+        self._member = Member(self._words, self.name, record, lease_s)
+        self._returns = self._words.client.returns
         with set_up.heard(self.close):
             self._come(deadline)
 
     def _come(self, deadline: Deadline) -> None:
         """The end of the set-up: others see this rank, and it has the version that they have."""
         self._member.sweep()
-        self._board.put(f"live/{self._member.id}", self._lent.address())
+        self._words.put(f"live/{self._member.id}", self._lent.address())
         self._serve(self._job, 1)
         self._reached("registered")
         self._join(deadline)
@@ -175,9 +176,9 @@ class WeightGenerator:
 
     def _check_layout(self, deadline: Deadline) -> None:
         """Founders of a job have one layout; once it has met, `update` compares who is there."""
-        found = job.say_layout(self._board, self._job, self._layout, self.name)
-        if found["digest"] != self._layout.digest and self._board.get(job.FOUNDED) is None:
-            first = job.layout_of(self._board, found["digest"], found["of"], deadline)
+        found = job.say_layout(self._words, self._job, self._layout, self.name)
+        if found["digest"] != self._layout.digest and self._words.get(job.FOUNDED) is None:
+            first = job.layout_of(self._words, found["digest"], found["of"], deadline)
             text = f"another layout than {found['of']}: {self._layout.difference(first)}"
             raise make(ProtocolError, f"{self.name} has {text}")
 
@@ -185,15 +186,15 @@ class WeightGenerator:
         """From here on trainers of this job, and no others, may write, from attempt `number` on."""
         self._job, self._attempt = found, number
         self._arrivals = Arrivals(
-            self.engine, self._board, self._inbox, self._member.id, found.nics
+            self.engine, self._words, self._buffers, self._member.id, found.nics
         )
         self._lend()
 
     def _lend(self) -> None:
         self._generation = secrets.token_hex(8)
-        lent = self._inbox.lend(self.plan.writers_to(self.rank))
+        lent = self._buffers.lend(self.plan.writers_to(self.rank))
         lent["generation"] = self._generation
-        self._board.say(self._job.key(f"lends/{self._member.id}"), lent)
+        self._words.say(self._job.key(f"lends/{self._member.id}"), lent)
 
     @property
     def _keys(self) -> Keys:
@@ -203,9 +204,9 @@ class WeightGenerator:
         """Trainers may write from here on."""
         self._update, self._deadline, self._arrived, self._open = None, None, False, True
         if self._poison:
-            self._inbox.poison()
-        settle([self._inbox.buffer, *self._tensors.values()])
-        self._board.say(self._keys.ready(self._member.id), self._generation)
+            self._buffers.poison()
+        settle([self._buffers.buffer, *self._tensors.values()])
+        self._words.say(self._keys.ready(self._member.id), self._generation)
 
     def _join(self, deadline: Deadline) -> None:
         """Enters at the attempt under way, or the next one, with what peers have."""
@@ -215,19 +216,19 @@ class WeightGenerator:
                 require(deadline.left > 0, f"{self.name}: peers' versions changed all the time")
         self._member.look()
         self._member.announce(joining=False)
-        self._board.count("changes", 1)
+        self._words.count("changes", 1)
         if self.mode == "shadow":
             self._offer()
-        self._board.put(self._job.key(f"there/{self.name}"), self._member.id)
+        self._words.put(self._job.key(f"there/{self.name}"), self._member.id)
         self._reached("offered")
 
     def _current(self, found: Job) -> int:
         """The attempt of a job that is under way, or the next one."""
-        now = self._board.get(job.NOW)
+        now = self._words.get(job.NOW)
         number = 1 if found is not self._job else self._attempt
         if now is not None and now["job"] == found.number:
             number = max(number, now["attempt"])
-        while self._board.get(Keys(found.number, number).decision) is not None:
+        while self._words.get(Keys(found.number, number).decision) is not None:
             number += 1
         return number
 
@@ -245,22 +246,22 @@ class WeightGenerator:
 
     def _read_from_peers(self, deadline: Deadline) -> State | None:
         """The newest version of a rank with the same tensors, read into this rank's targets."""
-        places = {name: (*self._inbox.place(name), tensor.numel() * tensor.element_size())
+        places = {name: (*self._buffers.place(name), tensor.numel() * tensor.element_size())
                   for name, tensor in self._tensors.items() if tensor.numel()}  # fmt: skip
         peers = []
-        if not self._inbox.is_a_part:
-            peers = joining.newest(self._board, self._member, self._signature)
+        if not self._buffers.is_a_part:
+            peers = joining.newest(self._words, self._member, self._signature)
         if peers:
-            self._inbox.soil()
+            self._buffers.soil()
         self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))
-        return joining.read_one(self.engine, self._board, peers, places, deadline)
+        return joining.read_one(self.engine, self._words, peers, places, deadline)
 
     def _take(self, state: State, names: set[str] | None, *, received: bool = False) -> None:
         """The pause: the tensors become the version's. received: by this rank, in an update."""
         began = time.monotonic()
         self._lent.shut()
         self.dirty, self.failure = True, f"the copy of version {state.version} failed"
-        self._inbox.commit(names, state.stamp if received else None)
+        self._buffers.commit(names, state.stamp if received else None)
         settle(list(self._tensors.values())[:1])
         self._lent.open(*state)
         self._reached("copied")
@@ -271,7 +272,7 @@ class WeightGenerator:
     def _report(self) -> None:
         """Of what the tensors hold. Not waited for: the engine may be in `commit`."""
         runs = [self._stamp, self.version] if self._usable else None
-        self._board.put(f"runs/{self._member.id}", runs, wait=False)
+        self._words.put(f"runs/{self._member.id}", runs, wait=False)
 
     def set_usable(self, usable: bool) -> None:
         """False: the engine's own loader has not ended with this version. This rank counts as one
@@ -284,18 +285,18 @@ class WeightGenerator:
         TimeoutError while a peer may still write to the tensors: to be called again then."""
         if self._member.close.alive:
             self._member.close()
-            with suppress(MoeP2pError), self._board.within(Deadline(_LEAVE_S)):
-                self._board.count("changes", 1)
+            with suppress(MoeP2pError), self._words.within(Deadline(_LEAVE_S)):
+                self._words.count("changes", 1)
         self._give_back()
 
     def _give_back(self) -> None:
         """The tensors are the caller's: who still reads them finds that they are no version."""
-        job.withdraw(self._board)
-        self._board.client.close()  # a look that is under way ends at its next word
+        job.withdraw(self._words)
+        self._words.client.close()  # a look that is under way ends at its next word
         if self._lookout is not None:
             self._lookout.stop(self.timeout_s)
         late: TimeoutError | None = None
-        for each in (self._lent, self._inbox):
+        for each in (self._lent, self._buffers):
             try:
                 each.close()
             except TimeoutError as error:
@@ -313,7 +314,7 @@ class WeightGenerator:
         if not self._member.close.alive:
             raise make(ClosedError, f"{self.name} is closed")
 
-    def __enter__(self) -> WeightGenerator:
+    def __enter__(self) -> WeightEngineRank:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -364,11 +365,11 @@ class WeightGenerator:
         self._check_open()
         require(self.mode == "in_place", "begin: a shadow is always open; call step, or wait")
         require(not self._open, "begin: the update before is not over; call wait")
-        with self._board.within(Deadline(self.timeout_s)):
+        with self._words.within(Deadline(self.timeout_s)):
             self._member.look()
             self._follow()
             self._attempt = self._current(self._job)  # this rank may have taken no part in some
-            self._board.put(f"runs/{self._member.id}", None)
+            self._words.put(f"runs/{self._member.id}", None)
             self.dirty, self.failure = True, ""
             self._lent.shut()
             self._offer()
@@ -390,7 +391,7 @@ class WeightGenerator:
         if self._lookout is not None:
             self._lookout.settle(limit)  # an update that is over already is none to wait for
         ended = self._ended
-        with self._board.within(deadline):
+        with self._words.within(deadline):
             while self._ended == ended:
                 trouble = self._go_on()
                 if not deadline.left and self._ended == ended:
@@ -424,7 +425,7 @@ class WeightGenerator:
         if self.mode == "in_place":
             decision: Any = self._refusal(why)
             with suppress(StoreError):  # whatever others decide, nothing is written any more
-                decision = self._board.decide(self._keys.decision, decision)
+                decision = self._words.decide(self._keys.decision, decision)
             if decision == COMMIT and self._arrived:
                 self._commit()
                 self._end_taken()
@@ -435,10 +436,10 @@ class WeightGenerator:
 
     def _follow(self) -> dict[str, Any] | None:
         """The word of which job counts; goes over to that job where it is another one."""
-        now: dict[str, Any] | None = self._board.get(job.NOW)
+        now: dict[str, Any] | None = self._words.get(job.NOW)
         if now is None or now["job"] == self._job.number:
             return now
-        found = job.current(self._board)
+        found = job.current(self._words)
         if found is None:  # its trainers have not met yet; the old job is over
             return None
         if now.get("letter") != letter():  # they refuse this rank by name, in their set-up
@@ -454,15 +455,15 @@ class WeightGenerator:
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._keys))
         if found.source != self._job.source:
-            self.plan = job.plan_of(self._board, found, self._layout, Deadline(self.timeout_s))
-            self._inbox.replan(self.plan)
+            self.plan = job.plan_of(self._words, found, self._layout, Deadline(self.timeout_s))
+            self._buffers.replan(self.plan)
         over = self._job.key("")
-        self._board.withdraw(lambda key: key.startswith(over))
+        self._words.withdraw(lambda key: key.startswith(over))
         self._serve(found, self._current(found))
         if self._open:
             self._offer()
-        self._board.say(found.key(f"there/{self.name}"), self._member.id)
-        again: dict[str, Any] | None = self._board.get(job.NOW)  # None: the store was lost
+        self._words.say(found.key(f"there/{self.name}"), self._member.id)
+        again: dict[str, Any] | None = self._words.get(job.NOW)  # None: the store was lost
         return again
 
     @unaffected
@@ -474,14 +475,14 @@ class WeightGenerator:
     def _look(self) -> None:
         if self._taken == self._keys.stamp:
             self._end_taken()
-        if self._returns != self._board.client.returns:  # trainers look again who is there
-            self._board.count("changes", 1)
-            self._returns = self._board.client.returns
+        if self._returns != self._words.client.returns:  # trainers look again who is there
+            self._words.count("changes", 1)
+            self._returns = self._words.client.returns
         now = self._follow()
         if now is None or not self._open or self._committed == self._keys.stamp:
             return
         keys = self._keys
-        decision = self._board.get(keys.decision)
+        decision = self._words.get(keys.decision)
         if self._update is None:
             self._see(keys)
         if self._update is not None and self._member.id not in self._update["members"]:
@@ -500,10 +501,10 @@ class WeightGenerator:
             except (StoreError, ClosedError):
                 raise
             except Exception as error:  # of finalize, too: the engine goes on with what it has
-                self._board.decide(keys.decision, self._refusal(str(error)))
+                self._words.decide(keys.decision, self._refusal(str(error)))
 
     def _see(self, keys: Keys) -> None:
-        update = self._board.get(keys.update)
+        update = self._words.get(keys.update)
         if update is None:
             return
         ids = {name_of(who): who for who in update["members"]}
@@ -518,16 +519,16 @@ class WeightGenerator:
 
     def _expect(self, keys: Keys, update: dict[str, Any]) -> None:
         names, lost = _only(update), frozenset(update["lost"])
-        writes = self.plan.without(lost).writes_to(self.rank) if lost else self._inbox.writes
+        writes = self.plan.without(lost).writes_to(self.rank) if lost else self._buffers.writes
         self._arrivals.begin([e for e in writes if names is None or e.name in names])
         why = ""
         if names is not None and update["base"] != self._stamp:
             why = f"it is at version {self.version}, and not what they are a part of"
         elif names is not None:
-            why = self._inbox.keep_others(names, self._stamp)
+            why = self._buffers.keep_others(names, self._stamp)
         if why:
             text = f"{self.name}: some parameters alone make no version here, {why}; update in full"
-            self._board.decide(keys.decision, refusal(text))
+            self._words.decide(keys.decision, refusal(text))
 
     def _receive(self, keys: Keys) -> None:
         assert self._update is not None
@@ -538,9 +539,9 @@ class WeightGenerator:
         elif self._arrivals.counted(keys) and (
             not self._update["verify"] or self._arrivals.checked(keys)
         ):
-            self._inbox.finish()
-            settle([self._inbox.buffer])
-            self._board.put(keys.arrived(self._member.id), self._update["version"])
+            self._buffers.finish()
+            settle([self._buffers.buffer])
+            self._words.put(keys.arrived(self._member.id), self._update["version"])
             self._arrived, self._deadline = True, Deadline(2 * self.timeout_s)  # after trainer 0's
             self._reached("arrived")
         elif self._deadline is not None and not self._deadline.left:
@@ -558,7 +559,7 @@ class WeightGenerator:
         assert self._update is not None
         if decision is None:
             return
-        self._board.count("changes", 1)  # trainers look again who is there
+        self._words.count("changes", 1)  # trainers look again who is there
         if decision == COMMIT and self._update["stamp"] != self._stamp:
             state = self._read_newest()
             if state is not None and state.stamp == self._update["stamp"]:
@@ -571,7 +572,7 @@ class WeightGenerator:
 
     def _missed(self) -> None:
         """The fleet is more than one attempt ahead: this rank was away."""
-        self._board.count("changes", 1)
+        self._words.count("changes", 1)
         state = self._read_newest()
         if state is not None and state.stamp > self._stamp:
             self._update = {"stamp": state.stamp, "version": state.version, "members": {}}
@@ -612,7 +613,7 @@ class WeightGenerator:
     def _fenced(self) -> bool:
         """False: a trainer that is stopped may still finish a write, until it goes on or ends."""
         try:
-            self._inbox.fence()
+            self._buffers.fence()
         except TimeoutError as error:
             if not self._unfenced:
                 log.warning(f"{self.name}: the next update waits: {error}")
@@ -641,8 +642,8 @@ class WeightGenerator:
             self.engine.free_imm(attempt.immediate(self._keys))
         before = Keys(self._job.number, self._attempt - 1)
         self._attempt, self._open, self._again = self._attempt + 1, False, again
-        self._board.drop(before.ready(self._member.id))
-        self._board.drop(before.arrived(self._member.id))
+        self._words.drop(before.ready(self._member.id))
+        self._words.drop(before.arrived(self._member.id))
 
     # --- truth ---
 

@@ -1,4 +1,4 @@
-"""Where an update lands on a generator: its shadow, or its own tensors. Used by generator.py.
+"""Where an update lands on an engine rank: its shadow, or its own tensors. Used by engine_rank.py.
 
 What the plan does not write, tensors in checkpoint layout apart, is *derived*: `finalize` makes it.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Grant, Memory
 from moe_p2p.errors import ProtocolError, ResourceExhaustedError, make, require
-from moe_p2p.weights import attempt, pieces
-from moe_p2p.weights.covered import Part, covered
+from moe_p2p.weights import attempt, boxes
+from moe_p2p.weights.covered import Span, covered
 from moe_p2p.weights.layout import Param
 from moe_p2p.weights.placement import length
 from moe_p2p.weights.plan import WeightPlan, Write
@@ -29,7 +29,7 @@ _ALIGN = 256
 _UNTOUCHED = 0xFF  # NaN in every floating-point type of torch that has one
 
 
-class Inbox:
+class EngineBuffers:
     """live: the engine's tensors, contiguous. target: what is written and finalized, by name;
     received: what arrives in checkpoint layout, by parameter, or by place where it has several."""
 
@@ -133,7 +133,7 @@ class Inbox:
         self._poison_derived()
 
     @functools.cached_property
-    def _covered(self) -> list[Part]:
+    def _covered(self) -> list[Span]:
         return covered(self.writes)
 
     def soil(self) -> None:
@@ -226,7 +226,7 @@ def _typed(
     places = Counter(of_received[tensor][0].name for tensor in received)
     for tensor, data in received.items():
         param, position = of_received[tensor]
-        shape = [length(axis) for axis in pieces.parameter_axes(param, position)]
+        shape = [length(axis) for axis in boxes.parameter_axes(param, position)]
         values = data.view(getattr(torch, plan.source.by_name[param.name][0].dtype)).view(shape)
         found[param.name if places[param.name] == 1 else tensor] = values
     return found

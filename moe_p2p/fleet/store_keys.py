@@ -25,7 +25,7 @@ def newer(before: int) -> int:
     return max(before + 1, int(time.time()))
 
 
-class Board:
+class StoreKeys:
     """store: any torch store that all reach, or this member's client of it. prefix: of the fleet.
     alone: no other thread uses the store meanwhile. A call may raise StoreError."""
 

@@ -21,13 +21,13 @@ from moe_p2p.weights.conversion import Conversions
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import MaximaExchange, synchronize
 from moe_p2p.weights.plan import Maxima, WeightPlan, weight_plan
-from moe_p2p.weights.sending import Batch, Prepared, Replica, Sender, Stop, sums
+from moe_p2p.weights.sending import Batch, Prepared, RegionWriter, Replica, Stop, sums
 
 _GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
-Sending = dict[str, list[Prepared]]  # by generator
+Sending = dict[str, list[Prepared]]  # by engine rank
 
 
-class Outbox:
+class TrainerBuffers:
     """device, watermark: as of `WeightTrainer`."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Outbox:
     ) -> None:
         self._engine, self._rank, self._device, self._watermark = engine, rank, device, watermark
         self._source, self._tensors, self._lost = plan.source, tensors, frozenset[int]()
-        self.sender = Sender(engine, rank)
+        self.writer = RegionWriter(engine, rank)
         self._replicas = {"": Replica("", plan.target.digest, plan, rank)}
         self._registered: dict[str, Any] = {}
         self._ring: Any = None
@@ -105,10 +105,10 @@ class Outbox:
             staged = self._conversions.staged.get(name)
             if staged is not None:
                 at = int(staged.storage_offset()) * staged.element_size()
-                self.sender.places[name] = self._ring, at
+                self.writer.places[name] = self._ring, at
             elif name not in self._registered:
                 self._registered[name] = self._engine.register(self._tensors[name])
-                self.sender.places[name] = self._registered[name], 0
+                self.writer.places[name] = self._registered[name], 0
 
     def _convert_by(self, conversions: Conversions) -> None:
         """In the place of the ones before, whose memory is given back first."""
@@ -170,35 +170,35 @@ class Outbox:
     # --- bytes ---
 
     def sending(self, members: Mapping[str, tuple[str, int]], names: set[str] | None) -> Sending:
-        """Returns the writes of an update. members: replica and rank of each generator in it."""
+        """Returns the writes of an update. members: replica and rank of each engine rank in it."""
         if names is None and self._sending[0] == members:
             return self._sending[1]
-        who = {place: generator for generator, place in members.items()}
+        who = {place: engine_rank for engine_rank, place in members.items()}
         found: Sending = {}
         for name in dict.fromkeys(replica for replica, _ in members.values()):
             for each in self._replicas[name].prepared(self._numbers):
-                generator = who.get((name, each.write.target_rank))
-                if generator and (names is None or each.write.name in names):
-                    found.setdefault(generator, []).append(each)
+                engine_rank = who.get((name, each.write.target_rank))
+                if engine_rank and (names is None or each.write.name in names):
+                    found.setdefault(engine_rank, []).append(each)
         if names is None:
             self._sending = dict(members), found
         return found
 
     def groups(self, sending: Sending, names: set[str] | None) -> list[tuple[list[int], Batch]]:
         """Returns batches of copies with the writes that follow each; own tensors' writes first."""
-        key = (names is None, *((who, self.sender.generation(who)) for who in sending))
+        key = (names is None, *((who, self.writer.generation(who)) for who in sending))
         if names is None and self._grouped[0] == key:
             return self._grouped[1]
         by_copy: dict[int, list[tuple[str, Prepared]]] = {}
-        for generator, writes in sending.items():
+        for engine_rank, writes in sending.items():
             for each in writes:
-                by_copy.setdefault(each.copy, []).append((generator, each))
-        found = [(list[int](), self.sender.grouped(by_copy.pop(-1, [])))]
+                by_copy.setdefault(each.copy, []).append((engine_rank, each))
+        found = [(list[int](), self.writer.grouped(by_copy.pop(-1, [])))]
         for batch in self._conversions.batches(names):
             batch = [number for number in batch if number in by_copy]
             chosen = [pair for number in batch for pair in by_copy[number]]
             if batch:
-                found.append((batch, self.sender.grouped(chosen)))
+                found.append((batch, self.writer.grouped(chosen)))
         self._grouped = key, found
         return found
 
@@ -209,7 +209,7 @@ class Outbox:
         verify: bool,
         reached: Callable[[str], None],
     ) -> dict[str, dict[str, int]]:
-        """Converts and writes, batch by batch; returns sums by generator and its tensor."""
+        """Converts and writes, batch by batch; returns sums by engine rank and its tensor."""
         assert self._deadline is not None
         found: dict[str, dict[str, int]] = {}
         tensors = {**self._tensors, **self._conversions.staged}
@@ -238,7 +238,7 @@ class Outbox:
         reached("converted")
         reached("submitted")
         began = time.monotonic()
-        self.sender.finish(None, self._deadline, self._stop)
+        self.writer.finish(None, self._deadline, self._stop)
         self.seconds["wait"] += time.monotonic() - began
         reached("written")
         return found
@@ -251,7 +251,7 @@ class Outbox:
         began = time.monotonic()
         after = self._conversions.after(batch)
         if after >= 0:
-            self.sender.finish(after, self._deadline, self._stop)
+            self.writer.finish(after, self._deadline, self._stop)
         self._stop([])
         middle = time.monotonic()
         self._conversions.convert(batch)
@@ -259,7 +259,7 @@ class Outbox:
         if self._conversions.buffer.is_cuda:
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record(torch.cuda.current_stream(self._conversions.buffer.device))
-        oldest = self.sender.oldest()
+        oldest = self.writer.oldest()
         if oldest is None and before is not None and before.batch:
             oldest = before.batch[0]
         used = self._conversions.high_water(batch, oldest)
@@ -276,14 +276,14 @@ class Outbox:
 
     def _submit(self, chosen: Batch, imm: int) -> None:
         began = time.monotonic()
-        self.sender.write(chosen, imm)
+        self.writer.write(chosen, imm)
         self.totals["bytes_written"] += sum(group.nbytes for group in chosen.groups)
         self.totals["requests"] += len(chosen.groups)
         self.seconds["submit"] += time.monotonic() - began
 
     def cancel(self, timeout_s: float) -> None:
         others = self._exchange.take_requests() if self._exchange else []
-        self.sender.cancel(others, timeout_s)
+        self.writer.cancel(others, timeout_s)
 
     def close(self) -> None:
         """Nothing of it is registered any more. Idempotent."""
