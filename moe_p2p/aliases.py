@@ -119,6 +119,7 @@ MOVED = {
     "kv.membership": "kv.lease_keeper",
     "kv.reservation": "kv.receiver",
     "kv.sending": "kv.sender",
+    "weights.generator": "weights.engine_rank",
     **{
         f"integrations.{old}": f"integrations.{new}"
         for old, new in {

@@ -1,8 +1,8 @@
 """fp8 of weights in blocks, on a GPU: maxima, and values from merged maxima, of many boxes at once.
 
 One launch converts what thousands of parameters of a rank hold: each box of elements is a row of
-`FIELDS` numbers, addresses first. Bit for bit moe_p2p/weights/fp8.py, which says what the numbers
-are; moe_p2p/weights/conversion.py makes the rows.
+`FIELDS` numbers, addresses first. Bit for bit moe_p2p/weights/copies.py, which says what the
+numbers are; moe_p2p/weights/conversion.py makes the rows.
 
 A program has one block of a box: up to N x K elements of one grid cell. Example: with 128 x 128
 blocks a box of 300 x 200 elements whose first one is element (100, 0) of its parameter has blocks

@@ -148,7 +148,7 @@ class ElasticBuffer(ElasticBase):
                 num_sms=num_sms or self._usual_num_sms,
             )
         else:
-            handle.received = received  # holds the open step, for the next combine
+            handle.take(received)
         got, scales = fields[:2]
         return (
             got if scales is None else (got, scales),

@@ -87,6 +87,10 @@ class EPHandle:
         self.num_sms = num_sms
         self.row_counts = counts
 
+    def take(self, received: Dispatched) -> None:
+        """Of a cached dispatch: it holds the open step, for the next combine."""
+        self.received = received
+
     @property
     def num_max_tokens_per_rank(self) -> int:
         return self.received.call.max_tokens

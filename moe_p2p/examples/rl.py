@@ -51,16 +51,14 @@ def initial(device: torch.device) -> dict[str, Tensor]:
     return {name: each.to(device) for name, each in made.items()}
 
 
-def of_engine_ranks(count: int) -> WeightLayout:
+def targets(count: int) -> WeightLayout:
     found = (Param(n, s, "float32", range(count)) for n, s in SHAPES.items())
     return WeightLayout(tuple(found), count)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_p2p.examples.rl")
-    parser.add_argument(
-        "--steps", type=at_least(4), default=40
-    )  # an engine rank joins in the middle
+    parser.add_argument("--steps", type=at_least(4), default=40)  # one joins in the middle
     try:
         results = launch.run_ranks(rank_main, parser.parse_args().steps, num_ranks=RANKS)
     except launch.RanksFailedError as error:
@@ -102,14 +100,10 @@ def generate(store: Any, engine: Engine, number: int, device: torch.device) -> C
     """Returns how many answers were drawn of which version."""
     weights, drawn = initial(device), Counter[int]()
     if number < ENGINE_RANKS:
-        engine_rank = WeightEngineRank(
-            engine, store, of_engine_ranks(ENGINE_RANKS), number, weights
-        )
+        engine_rank = WeightEngineRank(engine, store, targets(ENGINE_RANKS), number, weights)
     else:
         store.wait(["join"], WAIT * 10)
-        engine_rank = WeightEngineRank(
-            engine, store, of_engine_ranks(1), 0, weights, replica="late"
-        )
+        engine_rank = WeightEngineRank(engine, store, targets(1), 0, weights, replica="late")
         print(f"generator {number} joined at version {engine_rank.version} in "
               f"{engine_rank.totals['join_ms']:.0f} ms")  # fmt: skip
         store.set("joined", "now")

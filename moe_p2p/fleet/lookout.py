@@ -25,39 +25,68 @@ _LEAVE_S = 1.0
 
 
 class _Looks:
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device, self.changed = name, device, threading.Condition()
-        self.asked = self.looked = 0
-        self.over = threading.Event()
-        self.error: Exception | None = None
+    """What the thread has."""
+
+    def __init__(self, look: Callable[[], None], name: str, device: torch.device) -> None:
+        self._look, self._name, self._device = weakref.WeakMethod(look), name, device
+        self._changed, self._over = threading.Condition(), threading.Event()
+        self._asked = self._looked = 0
+        self._error: Exception | None = None
         self.trouble: StoreError | None = None
 
     def ask(self) -> None:
-        with self.changed:
-            self.asked += 1
-            self.changed.notify_all()
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def take_error(self) -> Exception | None:
-        error, self.error = self.error, None
-        return error
+    def settle(self, timeout_s: float) -> None:
+        with self._changed:
+            wanted = self._asked
+            self._changed.wait_for(lambda: self._looked >= wanted, timeout_s)
 
-    def look(self, look: Callable[[], None]) -> None:
+    def stop(self, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
+        self._over.set()
+        with self._changed:
+            self._changed.notify_all()
+        if thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def run(self) -> None:
+        # The engine may capture graphs meanwhile, and the stream brings its device along.
+        with relaxed_captures(), torch.no_grad(), _own_stream(self._device):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._asked > self._looked or self._over.is_set()
+                    )
+                    asked = self._asked
+                look = self._look()
+                if look is None or self._over.is_set():
+                    return
+                self._once(look)
+                del look
+                if self.trouble is not None:
+                    self._over.wait(_AGAIN_S)
+                    continue
+                with self._changed:
+                    self._looked = asked
+                    self._changed.notify_all()
+
+    def _once(self, look: Callable[[], None]) -> None:
         try:
             look()
             self.trouble = None
         except StoreError as error:
             if self.trouble is None:
-                log.warning(f"{self.name}: generation goes on without updates: {error}")
+                log.warning(f"{self._name}: generation goes on without updates: {error}")
             self.trouble = error
         except ClosedError:
-            self.over.set()
+            self._over.set()
         except Exception as error:
-            self.error, self.trouble = error, None
-
-    def has_looked(self, asked: int) -> None:
-        with self.changed:
-            self.looked = asked
-            self.changed.notify_all()
+            self._error, self.trouble = error, None
 
 
 class Lookout:
@@ -65,62 +94,28 @@ class Lookout:
     of what it computes, without gradients, and on a GPU on a stream of its own."""
 
     def __init__(self, look: Callable[[], None], name: str, device: torch.device) -> None:
-        self._state = _Looks(name, device)
-        self._thread = threading.Thread(
-            target=_run, args=(self._state, weakref.WeakMethod(look)), name=name, daemon=True
-        )
+        self._looks = _Looks(look, name, device)
+        self._thread = threading.Thread(target=self._looks.run, name=name, daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, _stop, self._state, self._thread)
+        self._end = weakref.finalize(self, self._looks.stop, self._thread)
 
     def ask(self) -> None:
         """Raises what an earlier look has raised."""
-        self._state.ask()
-        error = self._state.take_error()
-        if error is not None:
-            raise error
+        self._looks.ask()
 
     def settle(self, timeout_s: float) -> None:
         """Returns when what was asked for has been looked at; not for the engine's loop."""
-        state = self._state
-        with state.changed:
-            wanted = state.asked
-            state.changed.wait_for(lambda: state.looked >= wanted, timeout_s)
+        self._looks.settle(timeout_s)
 
     @property
     def trouble(self) -> StoreError | None:
         """Why the last look saw nothing."""
-        return self._state.trouble
+        return self._looks.trouble
 
     def stop(self, timeout_s: float) -> None:
         """Looks no more; waits for the look that is under way."""
         self._end.detach()
-        _stop(self._state, self._thread, timeout_s)
-
-
-def _stop(state: _Looks, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
-    state.over.set()
-    with state.changed:
-        state.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join(timeout_s)
-
-
-def _run(state: _Looks, look: weakref.WeakMethod[Callable[[], None]]) -> None:
-    # The engine may capture graphs meanwhile, and the stream brings its device along.
-    with relaxed_captures(), torch.no_grad(), _own_stream(state.device):
-        while True:
-            with state.changed:
-                state.changed.wait_for(lambda: state.asked > state.looked or state.over.is_set())
-                asked = state.asked
-            method = look()
-            if method is None or state.over.is_set():
-                return
-            state.look(method)
-            del method
-            if state.trouble is not None:
-                state.over.wait(_AGAIN_S)
-                continue
-            state.has_looked(asked)
+        self._looks.stop(self._thread, timeout_s)
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.store_keys import StoreKeys, newer
 
 Record = dict[str, Any]
-_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
+LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
 class ReplacedError(AbortedError):
@@ -41,14 +41,20 @@ class _Beat:
     """What the thread has: a lease to renew until it is stopped, or its name is another's."""
 
     def __init__(
-        self, words: StoreKeys, leases: TorchLeases, who: str, record: Record, lease_s: float
+        self,
+        words: StoreKeys,
+        leases: TorchLeases,
+        who: str,
+        record: Record,
+        lease_s: float,
+        then: Callable[[], None] | None,
     ) -> None:
         self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
         self.words = words
         self.before = ""  # the id that had this name
         self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
         self.awake = threading.Event()
-        self.then: Callable[[], None] = lambda: None  # at the end of each beat
+        self._then = then  # at the end of each beat
 
     def claim(self) -> None:
         key = f"{name_of(self.who)} is"
@@ -81,11 +87,6 @@ class _Beat:
             self.replaced = True
             self.stop()
 
-    def begin(self, then: Callable[[], None]) -> None:
-        """The thread claims the name, and calls `then` after each renewal."""
-        self.then = then
-        self.awake.set()
-
     def announce(self, changes: Record) -> None:
         self.record |= changes
         self.renew()
@@ -105,7 +106,8 @@ class _Beat:
             try:
                 self.look()
                 self.renew()
-                self.then()
+                if self._then is not None:
+                    self._then()
                 failing = False
             except Exception as error:  # the store is gone: updates fail, the engine goes on
                 if not failing:
@@ -115,11 +117,9 @@ class _Beat:
     def stop(self) -> None:
         self.stopped.set()
         self.awake.set()
-        if self.lock.acquire(
-            timeout=_LEAVE_S
-        ):  # else the store is gone, and the lease will be over
+        if self.lock.acquire(timeout=LEAVE_S):  # else the store is gone, and the lease will be over
             try:
-                with suppress(Exception), self.leases.client.within(Deadline(_LEAVE_S)):
+                with suppress(Exception), self.leases.client.within(Deadline(LEAVE_S)):
                     self.leases.withdraw(self.who)
                     self.give_up_the_name()
             finally:
@@ -147,13 +147,14 @@ class Member:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
         self._words = words
         self._leases = leases or TorchLeases(words.client, lease_s, prefix=words.prefix)
-        self._beat = _Beat(words, self._leases, self.id, {**record, "letter": letter()}, lease_s)
+        record, after = {**record, "letter": letter()}, then and partial(then, self)
+        self._beat = _Beat(words, self._leases, self.id, record, lease_s, after)
         self._looked = 0.0
         if then is None:
             self._beat.claim()
             self._beat.renew()
         else:
-            self._beat.begin(partial(then, self))
+            self._beat.awake.set()
         threading.Thread(target=self._beat.run, name=f"lease of {name}", daemon=True).start()
         self.close = weakref.finalize(self, self._beat.stop)  # withdraws the lease; idempotent
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from torch._C._distributed_c10d import Store
+
 from moe_p2p.errors import TimeoutError, make
 from moe_p2p.fleet.client import Client, Deadline, StoreError
 
@@ -29,7 +31,7 @@ class StoreKeys:
     """store: any torch store that all reach, or this member's client of it. prefix: of the fleet.
     alone: no other thread uses the store meanwhile. A call may raise StoreError."""
 
-    def __init__(self, store: Any, prefix: str = "", *, alone: bool = False) -> None:
+    def __init__(self, store: Store | Client, prefix: str = "", *, alone: bool = False) -> None:
         self.client = store if isinstance(store, Client) else Client(store, alone=alone)
         self.prefix = prefix
 
@@ -89,7 +91,7 @@ class StoreKeys:
         """Drops what members have put that are no more. A store that cannot list it keeps it."""
         prefix = self._at("")
 
-        def drop(store: Any) -> None:
+        def drop(store: Store) -> None:
             try:
                 keys = store.list_keys()
             except (AttributeError, NotImplementedError):
@@ -129,7 +131,7 @@ class StoreKeys:
         found = self.client.run(lambda store: {key: self._read(store, key) for key in keys})
         return {key: value for key, value in found.items() if value is not None}
 
-    def _read(self, store: Any, key: str) -> Any:
+    def _read(self, store: Store, key: str) -> Any:
         at = self._at(key)
         return json.loads(store.get(at)) if store.check([at]) else None
 

@@ -1,7 +1,7 @@
 """The executable specification of fp8: values, one scale per block, and formats of scales.
 
 The one place of this arithmetic in Python: moe_p2p/moe/reference/routing.py has the calls,
-moe_p2p/weights/fp8.py blocks of weights, moe_p2p/deep_ep/utils/math.py DeepEP's casts. Hosts and
+moe_p2p/weights/copies.py blocks of weights, moe_p2p/deep_ep/utils/math.py DeepEP's casts. Hosts and
 kernels have it in kernels/abi/e4m3.h, Triton's kernels in kernels/triton/e4m3.py;
 tests/package/test_e4m3.py compares them bit for bit.
 """

@@ -16,8 +16,7 @@ from moe_p2p.tools.draw import draw
 from moe_p2p.weights import models
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
-from moe_p2p.weights.predict import Prediction, Published, Rates, paper, predict
-from moe_p2p.weights.totals import Totals, totals
+from moe_p2p.weights.predict import Prediction, Published, Rates, Totals, paper, predict, totals
 
 GB = 1e9
 TRAINER_KEYS, GENERATOR_KEYS = ("ep", "tp", "pp", "replicas"), ("ep", "tp")

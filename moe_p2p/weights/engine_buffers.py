@@ -1,4 +1,5 @@
-"""Where an update lands on an engine rank: its shadow, or its own tensors. Used by engine_rank.py.
+"""Where an update lands on an engine rank: its shadow, or its own tensors; and what has come of it.
+Used by engine_rank.py.
 
 What the plan does not write, tensors in checkpoint layout apart, is *derived*: `finalize` makes it.
 """
@@ -6,9 +7,9 @@ What the plan does not write, tensors in checkpoint layout apart, is *derived*: 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch import Tensor
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Grant, Memory
 from moe_p2p.errors import ProtocolError, ResourceExhaustedError, make, require
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.weights import attempt, boxes
-from moe_p2p.weights.covered import Span, covered
+from moe_p2p.weights.attempt import Keys
+from moe_p2p.weights.boxes import length
 from moe_p2p.weights.layout import Param
-from moe_p2p.weights.placement import length
 from moe_p2p.weights.plan import WeightPlan, Write
 
 # Makes derived tensors: of parameters in checkpoint layout, by name, and all tensors, by name.
@@ -27,6 +29,55 @@ Finalize = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 _ALIGN = 256
 _UNTOUCHED = 0xFF  # NaN in every floating-point type of torch that has one
+
+
+class Span(NamedTuple):
+    """Rows of a tensor: `begin`, row_bytes and stride are bytes."""
+
+    tensor: str
+    begin: int
+    num_rows: int
+    row_bytes: int
+    stride: int
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Returns a view of its bytes, [num_rows, row_bytes]."""
+        data = attempt.as_bytes(tensors[self.tensor])
+        at = int(data.storage_offset()) + self.begin
+        return data.as_strided((self.num_rows, self.row_bytes), (self.stride, 1), at)
+
+
+def covered(writes: Iterable[Write]) -> list[Span]:
+    """Returns the bytes that the writes change, and no other byte, in as few spans as can be: a
+    model with many experts has thousands of writes, and a kernel for each takes longer than the
+    update.
+    """
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    found: list[Span] = []
+    for write in writes:
+        rows, tensor = write.rows, write.target_tensor
+        stride, nbytes = rows.target_stride or rows.row_bytes, rows.row_bytes * rows.num_rows
+        for _, begin in rows.offsets:
+            if rows.num_rows == 1 or stride == rows.row_bytes:
+                spans[tensor].append((begin, begin + nbytes))
+            else:
+                found.append(Span(tensor, begin, rows.num_rows, rows.row_bytes, stride))
+    for tensor, each in spans.items():
+        found += [Span(tensor, a, 1, b - a, b - a) for a, b in _joined(each)]
+    return found
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(first byte, end) where spans touch as one."""
+    first = end = -1
+    for begin, after in sorted(spans):
+        if begin > end:
+            if end >= 0:
+                yield first, end
+            first = begin
+        end = max(end, after)
+    if end >= 0:
+        yield first, end
 
 
 class EngineBuffers:
@@ -230,3 +281,70 @@ def _typed(
         values = data.view(getattr(torch, plan.source.by_name[param.name][0].dtype)).view(shape)
         found[param.name if places[param.name] == 1 else tensor] = values
     return found
+
+
+class Arrivals:
+    """What has come of one attempt: immediates counted, sums compared. who: id of the engine rank.
+    nics: of each trainer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        words: StoreKeys,
+        buffers: EngineBuffers,
+        who: str,
+        nics: Sequence[int],
+    ) -> None:
+        self._engine, self._words, self._buffers = engine, words, buffers
+        self._who, self._nics = who, nics
+        self._expected: Sequence[Write] = ()
+        self._sources: list[int] = []  # trainers that write them
+        self._counts: dict[int, int] = {}  # immediates by trainer
+
+    def begin(self, expected: Sequence[Write]) -> None:
+        self._expected, self._counts = expected, {}
+        self._sources = sorted({write.source_rank for write in expected})
+
+    def _count(self, keys: Keys) -> int | None:
+        """Returns how many immediates the attempt has; None until all trainers have said so."""
+        if not self._counts:
+            found = {}  # of all of them: the store may fail in between
+            for trainer in self._sources:
+                theirs: dict[str, Any] | None = self._words.get(keys.requests(trainer))
+                if theirs is None:
+                    return None
+                found[trainer] = int(theirs.get(self._who, 0)) * self._nics[trainer]
+            self._counts = found
+        return sum(self._counts.values())
+
+    def counted(self, keys: Keys) -> bool:
+        """Returns whether all immediates have arrived, and so all bytes."""
+        expected = self._count(keys)
+        if expected is None:
+            return False
+        counted = self._engine.imm_value(attempt.immediate(keys))
+        if counted > expected:
+            text = f"counted {counted} immediates, the trainers sent {expected}"
+            raise make(ProtocolError, text)
+        if counted == expected and expected:  # for kernels that follow
+            self._engine.wait_imm(attempt.immediate(keys), expected)
+        return counted == expected
+
+    def checked(self, keys: Keys) -> bool:
+        """Compares sums; False until the trainers have given theirs."""
+        for trainer in self._sources:
+            theirs = self._words.get(keys.sent(trainer))
+            if theirs is None:
+                return False
+            ours = self._buffers.sums(w for w in self._expected if w.source_rank == trainer)
+            wrong = [name for name, each in ours.items()
+                     if theirs.get(self._who, {}).get(name) != each]  # fmt: skip
+            if wrong:
+                text = f"what trainer {trainer} wrote to {', '.join(wrong)} is not what it sent"
+                raise make(ProtocolError, text)
+        return True
+
+    def missing(self, keys: Keys) -> str:
+        late = [f"trainer {i}" for i in self._sources if self._words.get(keys.sent(i)) is None]
+        counted = self._engine.imm_value(attempt.immediate(keys))
+        return f"{counted} immediates counted; not done: {', '.join(late) or 'none'}"

@@ -1,5 +1,4 @@
-"""The engine ranks' end of weight updates: counts what arrives, and goes to a version with its
-fleet.
+"""The engine ranks' end of weight updates: counts what arrives, goes to a version with its fleet.
 
     engine_rank = WeightEngineRank(engine, store, layout, rank, tensors)  once, with all trainers
     engine_rank.step()                                                   between forward passes
@@ -14,12 +13,13 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Store
 
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
@@ -35,28 +35,32 @@ from moe_p2p.errors import (
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.lookout import Lookout
-from moe_p2p.fleet.member import Member, name_of
+from moe_p2p.fleet.member import LEAVE_S, Member, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
-from moe_p2p.weights import attempt, given, job, joining
-from moe_p2p.weights.agreeing import Agree
-from moe_p2p.weights.arrivals import Arrivals
+from moe_p2p.weights import attempt, checks, job, joining
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
-from moe_p2p.weights.checks import (
-    check_engine,
-    check_rank,
-    check_seconds,
-    check_store,
-    check_tensors,
-)
-from moe_p2p.weights.engine_buffers import EngineBuffers, Finalize
+from moe_p2p.weights.engine_buffers import Arrivals, EngineBuffers, Finalize
 from moe_p2p.weights.job import Job
 from moe_p2p.weights.joining import Lent, State
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import settle
 
 Mode = Literal["shadow", "in_place"]
-_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
+
+# Smallest of what an engine's ranks give it, on each of them; called once a step.
+Agree = Callable[[int], int]
+
+
+def agree_in(group: ProcessGroup) -> Agree:
+    """Over a CPU process group of the engine's ranks."""
+
+    def smallest(number: int) -> int:
+        value = torch.tensor([number], device="cpu")
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MIN, group=group)
+        return int(value)
+
+    return smallest
 
 
 class WeightEngineRank:
@@ -84,7 +88,7 @@ class WeightEngineRank:
     def __init__(
         self,
         engine: Engine,
-        store: Any,
+        store: Store,
         layout: WeightLayout,
         rank: int,
         tensors: Mapping[str, Tensor],
@@ -102,14 +106,14 @@ class WeightEngineRank:
         lease_s: float = 5.0,
     ) -> None:
         who = f"generator {rank}"
-        check_store(who, store)
+        checks.check_store(who, store)
         self._words = StoreKeys(store, job.prefix_of(name))
         set_up = job.SetUp(self._words, who, heard=not replica)
         with set_up.heard(self._words.client.close):
             seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-            check_rank(who, engine, layout, rank, tensors, seconds)
-            self._shared = check_engine(who, mode, engine_ranks, agree, replica)
-            self._tensors = given.of_engine_rank(rank, layout, tensors, padding)
+            checks.check_rank(who, engine, layout, rank, tensors, seconds)
+            self._shared = checks.check_engine(who, mode, engine_ranks, agree, replica)
+            self._tensors = checks.of_engine_rank(rank, layout, tensors, padding)
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
@@ -285,7 +289,7 @@ class WeightEngineRank:
         TimeoutError while a peer may still write to the tensors: to be called again then."""
         if self._member.close.alive:
             self._member.close()
-            with suppress(MoeP2pError), self._words.within(Deadline(_LEAVE_S)):
+            with suppress(MoeP2pError), self._words.within(Deadline(LEAVE_S)):
                 self._words.count("changes", 1)
         self._give_back()
 
@@ -386,7 +390,7 @@ class WeightEngineRank:
         )
         self._check_open()
         limit = self.timeout_s if timeout_s is None else timeout_s
-        check_seconds(f"{self.name}: wait: timeout_s", limit)
+        checks.check_seconds(f"{self.name}: wait: timeout_s", limit)
         deadline = Deadline(limit)
         if self._lookout is not None:
             self._lookout.settle(limit)  # an update that is over already is none to wait for
@@ -400,7 +404,7 @@ class WeightEngineRank:
                     raise make(TimeoutError, f"{self.name}: {self.failure}")
                 time.sleep(0.001)
         if self._lookout is not None:  # others know of it then, where the store answers
-            self._lookout.settle(_LEAVE_S)
+            self._lookout.settle(LEAVE_S)
         if self.failure:
             raise make(AbortedError, f"{self.name}: the update failed: {self.failure}")
         return self.version
@@ -658,7 +662,7 @@ class WeightEngineRank:
         equal because an earlier update wrote it.
         """
         self.require_clean()
-        check_tensors("check_equal: reference", reference)
+        checks.check_tensors("check_equal: reference", reference)
         wrong = attempt.differing(self._tensors, reference)
         if wrong:
             text = f"{self.name} at version {self.version}: {', '.join(wrong)} differ"

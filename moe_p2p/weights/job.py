@@ -18,7 +18,7 @@ from moe_p2p import log
 from moe_p2p.errors import AbortedError, InvalidArgumentError, MoeP2pError, TimeoutError, make
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import check_letter, letter
-from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
+from moe_p2p.fleet.member import LEAVE_S, Member, Record, ReplacedError, name_of
 from moe_p2p.fleet.store_keys import StoreKeys, newer
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
@@ -30,7 +30,6 @@ FOUNDED = "founded"  # the first job has met its engine ranks
 REFUSED = "refused"
 _LOOK_S = 0.002
 _SAY_S = 2.0  # who refuses waits so long for a store that is gone
-_LEAVE_S = 1.0  # and who leaves
 
 
 def prefix_of(name: str) -> str:
@@ -86,9 +85,14 @@ class SetUp:
 
     def __init__(self, words: StoreKeys, who: str, *, heard: bool = True) -> None:
         self._words, self._who, self._heard, self._before = words, who, heard, None
-        self.job: Job | None = None  # of a trainer that has met the others
+        self._job: Job | None = None  # of a trainer that has met the others
         with suppress(StoreError), words.within(Deadline(_SAY_S)):
             self._before = words.get(REFUSED)
+
+    def met(self, job: Job) -> Job:
+        """By a trainer: from here on another job ends the set-up."""
+        self._job = job
+        return job
 
     @contextmanager
     def heard(self, clean_up: Callable[[], None]) -> Iterator[None]:
@@ -117,8 +121,8 @@ class SetUp:
         if found is not None and found != self._before:
             text = str(make(AbortedError, f"the set-up failed: {found['why']}"))
             raise SetUpError(text)
-        if self.job is not None:
-            counting(self._words, self.job.number, self._who)
+        if self._job is not None:
+            counting(self._words, self._job.number, self._who)
 
 
 def counting(words: StoreKeys, number: int, who: str) -> dict[str, Any] | None:
@@ -151,7 +155,7 @@ def _job_of(key: str) -> float:
 def withdraw(words: StoreKeys) -> None:
     """By who leaves: all that it has said, but what others go on to read. NOW without its roll is
     of a trainer 0 that has begun: the next trainers would look at its layout and letter."""
-    with suppress(MoeP2pError), words.within(Deadline(_LEAVE_S)):
+    with suppress(MoeP2pError), words.within(Deadline(LEAVE_S)):
         words.withdraw(
             lambda key: (
                 not (

@@ -39,7 +39,7 @@ def signature(layout: WeightLayout, rank: int, tensors: Mapping[str, Tensor]) ->
     """Equal for ranks whose tensors hold the same elements in the same places."""
     found = hashlib.sha256()
     for each in layout.params:
-        for position in (i for i, other in enumerate(each.ranks) if other == rank):
+        for position in each.positions(rank):
             blocks = each.blocks
             row = (each.name, each.tensor, each.offset, each.dtype, blocks, each.finalize)
             found.update(repr((row, _held(_plain(each), position))).encode())

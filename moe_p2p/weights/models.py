@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_p2p.errors import require
-from moe_p2p.weights.layout import FP8, Blocks, Param, WeightLayout
-from moe_p2p.weights.placement import Placement, Replicate, Shard
+from moe_p2p.weights.layout import FP8, Blocks, Param, Placement, Replicate, Shard, WeightLayout
 
 BF16 = "bfloat16"
 BLOCK = 128

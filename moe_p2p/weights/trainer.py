@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
@@ -36,22 +37,13 @@ from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
-from moe_p2p.weights import attempt, given, job
+from moe_p2p.weights import attempt, checks, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
-from moe_p2p.weights.checks import (
-    alone,
-    check_rank,
-    check_seconds,
-    check_store,
-    check_tensors,
-    check_update,
-)
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import weight_plan
 from moe_p2p.weights.sending import UnwrittenError
-from moe_p2p.weights.trainer_buffers import TrainerBuffers
+from moe_p2p.weights.trainer_buffers import GRACE, TrainerBuffers
 
-_GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
 _Update = dict[str, Any]
 
 
@@ -75,7 +67,7 @@ class WeightTrainer:
     def __init__(
         self,
         engine: Engine,
-        store: Any,
+        store: Store,
         layout: WeightLayout,
         rank: int,
         tensors: Mapping[str, Tensor],
@@ -87,14 +79,14 @@ class WeightTrainer:
         device: torch.device | str | None = None,
     ) -> None:
         who = f"trainer {rank}"
-        check_store(who, store)
+        checks.check_store(who, store)
         self._words = StoreKeys(store, job.prefix_of(name))
         set_up = job.SetUp(self._words, who)
         with set_up.heard(self._words.client.close):
             seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-            check_rank(who, engine, layout, rank, tensors, seconds)
-            self._tensors = given.of_trainer(rank, layout, tensors)
-            self._given = {name: given.plain(each) for name, each in tensors.items()}  # as updates
+            checks.check_rank(who, engine, layout, rank, tensors, seconds)
+            self._tensors = checks.of_trainer(rank, layout, tensors)
+            self._given = {name: checks.plain(each) for name, each in tensors.items()}  # as updates
             self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
             self.version: int | None = None  # what the fleet is at
             self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
@@ -104,7 +96,8 @@ class WeightTrainer:
         self._member = Member(self._words, who, {}, lease_s)
         with set_up.heard(self._leave):
             among = (self._words, self._member, set_up)
-            self._job = set_up.job = job.meet(*among, rank, layout, engine.num_nics, deadline)
+            met = job.meet(*among, rank, layout, engine.num_nics, deadline)
+            self._job = set_up.met(met)
             self.plan = weight_plan(layout, job.engine_ranks_layout(*among, self._job, deadline))
             first = next(iter(self._tensors.values()), None)
             where = device or (first.device if first is not None else "cpu")
@@ -203,13 +196,12 @@ class WeightTrainer:
         Raises AbortedError, with the name of the rank where it failed, and TimeoutError with the
         ranks that are missing. No engine rank goes to the version then; it may be called again.
         Engine ranks that are lost are left out; for a lost trainer others send, if they hold what
-        it
-        held: each begins anew, with its own timeout.
+        it held: each begins anew, with its own timeout.
         """
         if changed:
             text = "update(changed=True) sends all parameters now: say which ones, only=[...]"
             warnings.warn(text, DeprecationWarning, stacklevel=3)
-        check_update(version, only, changed, self.plan.names)
+        checks.check_update(version, only, changed, self.plan.names)
         wish = {"version": version, "verify": verify,
                 "only": None if only is None else sorted(only), "newcomers": False}  # fmt: skip
         self._update(wish, tensors, timeout_s)
@@ -227,7 +219,7 @@ class WeightTrainer:
     @unaffected
     def abort(self, why: str) -> None:
         """In place of this rank's next `update`, which fails on every rank, with this reason."""
-        with alone(self._under_way, f"trainer {self.rank}: abort"):
+        with checks.alone(self._under_way, f"trainer {self.rank}: abort"):
             self._attempt += 1
             self.attempts_failed += 1
             self._forget()
@@ -245,9 +237,9 @@ class WeightTrainer:
         if not self._member.close.alive:
             raise make(ClosedError, f"trainer {self.rank} is closed")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        check_seconds("update: timeout_s", timeout_s)
-        check_tensors("update: tensors", tensors or {})
-        with alone(self._under_way, f"trainer {self.rank}: update"):
+        checks.check_seconds("update: timeout_s", timeout_s)
+        checks.check_tensors("update: tensors", tensors or {})
+        with checks.alone(self._under_way, f"trainer {self.rank}: update"):
             while not self._begin(wish, tensors, timeout_s):
                 tensors = None  # they have been taken
 
@@ -264,7 +256,7 @@ class WeightTrainer:
         self._decided_on = wish["version"]
         taken, update = False, dict[str, Any]()
         try:
-            given.take(tensors or {}, self._given)
+            checks.take(tensors or {}, self._given)
             taken = True
             update = self._agree(keys, wish, deadline)
             try:
@@ -483,11 +475,11 @@ class WeightTrainer:
         if self.rank == leader:
             wanted = {keys.sent(i): f"trainer {i}" for i in self._there()}
             wanted |= {keys.arrived(who): who for who in update["members"]}
-            self._wait(keys, wanted, deadline.later(_GRACE * deadline.timeout_s))
+            self._wait(keys, wanted, deadline.later(GRACE * deadline.timeout_s))
             self._reached("arrived")
             decision = self._words.decide(keys.decision, COMMIT)
         else:
-            later = deadline.later(2 * _GRACE * deadline.timeout_s)
+            later = deadline.later(2 * GRACE * deadline.timeout_s)
             wanted = {keys.decision: f"trainer {leader}"}
             decision = self._wait(keys, wanted, later)[keys.decision]
         self._reached("decided")

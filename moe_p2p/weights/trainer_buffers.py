@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Memory
 from moe_p2p.errors import TimeoutError, make
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.weights import attempt
@@ -23,7 +24,7 @@ from moe_p2p.weights.maxima import MaximaExchange, synchronize
 from moe_p2p.weights.plan import Maxima, WeightPlan, weight_plan
 from moe_p2p.weights.sending import Batch, Prepared, RegionWriter, Replica, Stop, sums
 
-_GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
+GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
 Sending = dict[str, list[Prepared]]  # by engine rank
 
 
@@ -43,8 +44,9 @@ class TrainerBuffers:
         self._source, self._tensors, self._lost = plan.source, tensors, frozenset[int]()
         self.writer = RegionWriter(engine, rank)
         self._replicas = {"": Replica("", plan.target.digest, plan, rank)}
-        self._registered: dict[str, Any] = {}
-        self._ring: Any = None
+        self._registered: dict[str, Memory] = {}
+        self._ring: Memory | None = None  # also where nothing is converted
+        self._converts = False
         self._exchange: MaximaExchange | None = None
         self._grouped: tuple[object, list[tuple[list[int], Batch]]] = ((), [])
         self._sending: tuple[Mapping[str, tuple[str, int]], Sending] = ({}, {})  # of all names
@@ -88,8 +90,8 @@ class TrainerBuffers:
 
     def _prepare(self) -> None:
         plans = {each.digest: each.plan for each in self._replicas.values()}
-        known = {} if self._ring is None else self._conversions.number
-        if self._ring is None or any(
+        known = self._conversions.number if self._converts else {}
+        if not self._converts or any(
             copy.tensor not in known for plan in plans.values() for copy in plan.copies(self._rank)
         ):
             self._convert_by(
@@ -104,6 +106,7 @@ class TrainerBuffers:
         for name in names:
             staged = self._conversions.staged.get(name)
             if staged is not None:
+                assert self._ring is not None
                 at = int(staged.storage_offset()) * staged.element_size()
                 self.writer.places[name] = self._ring, at
             elif name not in self._registered:
@@ -114,15 +117,15 @@ class TrainerBuffers:
         """In the place of the ones before, whose memory is given back first."""
         if self._ring is not None:
             self._ring.unregister()
-            self._ring = None
+        self._ring, self._converts = None, False
         if self._exchange is not None:
             self._exchange.close()
         self._conversions = conversions
         conversions.allocate()
         self._numbers = self._conversions.number
         buffer = self._conversions.buffer
-        self._ring = self._engine.register(buffer) if len(buffer) else _Nothing()
-        self._exchange = None
+        self._ring = self._engine.register(buffer) if len(buffer) else None
+        self._exchange, self._converts = None, True
         for each in self._replicas.values():
             each.forget()
 
@@ -155,7 +158,7 @@ class TrainerBuffers:
         self, condition: Callable[[], bool], trainers: tuple[int, ...], may_wait: bool
     ) -> None:
         assert self._deadline is not None
-        grace_s = _GRACE * self._deadline.timeout_s if may_wait else 0.0
+        grace_s = GRACE * self._deadline.timeout_s if may_wait else 0.0
         deadline = self._deadline.later(grace_s)
         who, pause = [f"trainer {i}" for i in trainers], 1e-4
         while not condition():
@@ -243,7 +246,7 @@ class TrainerBuffers:
         reached("written")
         return found
 
-    def _convert(self, batch: list[int], before: _Launched | None) -> Any:
+    def _convert(self, batch: list[int], before: _Launched | None) -> torch.cuda.Event | None:
         """Launches it; returns an event at its end, on a GPU. before: it is not submitted yet."""
         if not batch:
             return None
@@ -291,11 +294,11 @@ class TrainerBuffers:
         if exchange is not None:
             with suppress(RuntimeError):
                 exchange.close()
-        for each in (self._ring or _Nothing(), *self._registered.values()):
+        for each in ([self._ring] if self._ring else []) + [*self._registered.values()]:
             with suppress(RuntimeError):  # the engine may be closed
                 each.unregister()
         self._registered.clear()
-        self._ring = None
+        self._ring, self._converts = None, False
 
 
 class _Launched(NamedTuple):
@@ -303,11 +306,4 @@ class _Launched(NamedTuple):
 
     batch: list[int]
     chosen: Batch
-    end: Any
-
-
-class _Nothing:
-    """A ring without bytes."""
-
-    def unregister(self) -> None:
-        """Does nothing."""
+    end: torch.cuda.Event | None

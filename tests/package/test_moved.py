@@ -20,6 +20,14 @@ def test_a_moved_module_is_found_with_a_warning(old: str, monkeypatch: pytest.Mo
     assert found is importlib.import_module(new)
 
 
+def test_a_renamed_class_is_found_with_a_warning() -> None:
+    found = importlib.import_module("moe_p2p.weights")
+    with pytest.warns(DeprecationWarning, match=r"WeightGenerator is moe_p2p\.weights.*EngineRank"):
+        assert found.WeightGenerator is found.WeightEngineRank
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        found.nothing  # noqa: B018
+
+
 def test_other_names_are_not_found() -> None:
     for name in ("moe_p2p.nothing", "moe_p2p.pools", "moe_p2p.integrations.nothing"):
         with pytest.raises(ModuleNotFoundError, match=name):

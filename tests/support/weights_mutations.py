@@ -10,8 +10,7 @@ from unittest import mock
 
 from moe_p2p.fleet import member
 from moe_p2p.weights import WeightEngineRank, attempt
-from moe_p2p.weights.arrivals import Arrivals
-from moe_p2p.weights.engine_buffers import EngineBuffers
+from moe_p2p.weights.engine_buffers import Arrivals, EngineBuffers
 from moe_p2p.weights.joining import State
 from moe_p2p.weights.maxima import MaximaExchange
 

@@ -137,8 +137,8 @@ def train(place: Place) -> None:
 def generate(place: Place) -> None:
     live, model = place.model.empty(place.rank), place.model
     engine_rank = EngineRank(engine_of(f"generator {place.rank}", place.rank), place.watch.store(),
-                          model.layouts[1], place.rank, live, mode=place.mode, poison=True,
-                          timeout_s=SET_UP_S, lease_s=LEASE_S)  # fmt: skip
+                             model.layouts[1], place.rank, live, mode=place.mode, poison=True,
+                             timeout_s=SET_UP_S, lease_s=LEASE_S)  # fmt: skip
     engine_rank.place = place
     place.row[UP] = 1
     try:
@@ -277,9 +277,8 @@ class Supervisor:
         if run.side == "trainer":
             self.kill([*twins, *trainers])
             twins, trainers = [], [self.begin("trainer", i, job=1) for i in range(TRAINERS)]
-        self.recover(
-            [*trainers, *engine_ranks, *(each for each in twins if not each.row[OVER])], []
-        )
+        twins = [each for each in twins if not each.row[OVER]]
+        self.recover([*trainers, *engine_ranks, *twins], [])
 
     def kill(self, among: list[Process]) -> None:
         self.look()

@@ -12,7 +12,7 @@ import torch
 
 from moe_p2p.__main__ import main
 from moe_p2p.weights import models, predict, weight_plan
-from moe_p2p.weights.totals import totals
+from moe_p2p.weights.predict import totals
 from tests.support.weights_oracle import as_received, check
 
 MLA = models.Model(128, 2, 1, 256, 2, 256, 1, 4, 4, 16, q_lora=128, kv_lora=16)

@@ -222,10 +222,7 @@ def test_wrong_fields_of_a_param_are_named(changes: dict[str, Any], text: str) -
             "rank is 1, must be an int from 0 to 0",
         ),
         (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, "0", t), "rank is '0', must be an int"),
-        (
-            lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, t, agree=3),
-            "agree is 3, must be a fun",
-        ),
+        (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, t, agree=3), "agree is 3, must be a f"),
         (lambda e, s, t: WeightTrainer(e, s, None, 0, t), "layout is None"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, None), "tensors is None"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, t, lease_s=0), "lease_s is 0"),

@@ -317,11 +317,8 @@ def test_a_joiner_takes_the_version_that_was_decided_and_not_the_largest() -> No
 def misses(found: World, missing: int, version: int, *, by_engine_rank: bool = False) -> None:
     """One trainer is called alone. by_engine_rank: it is the engine rank that gives up."""
     engine_rank, patience = found.engine_ranks[0], found.engine_ranks[0].timeout_s
-    engine_rank.timeout_s, failed = (
-        0.3 if by_engine_rank else patience,
-        engine_rank.totals["failed"],
-    )
-    how = {} if by_engine_rank else {"timeout_s": 0.3}
+    engine_rank.timeout_s = 0.3 if by_engine_rank else patience
+    failed, how = engine_rank.totals["failed"], {} if by_engine_rank else {"timeout_s": 0.3}
     alone = found.pool.submit(found.trainers[1 - missing].update, version, **how)
     while not alone.done() or engine_rank.totals["failed"] == failed:
         engine_rank.step()

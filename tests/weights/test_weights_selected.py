@@ -14,7 +14,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ResourceExhaustedError, TimeoutError
 from moe_p2p.errors import make
-from moe_p2p.weights import staging, weight_plan
+from moe_p2p.weights import conversion, weight_plan
 from moe_p2p.weights.attempt import Keys
 from moe_p2p.weights.conversion import Conversions, _in_order
 from moe_p2p.weights.models import MODELS as SHAPES
@@ -332,10 +332,10 @@ def test_a_shadow_that_does_not_fit_is_named() -> None:
 def test_copies_in_the_ring_do_not_meet() -> None:
     draw = random.Random(3)
     for _ in range(200):
-        needs = [staging.Need(str(i), *(draw.randint(0, most) for most in (900, 99, 400)))
+        needs = [conversion.Need(str(i), *(draw.randint(0, most) for most in (900, 99, 400)))
                  for i in range(draw.randint(1, 40))]  # fmt: skip
-        most = max(sum(staging.sizes(each)) for each in needs)
-        places, size = staging.ring(needs, draw.choice([None, most, 2 * most, 5 * most]), "t")
+        most = max(sum(conversion.sizes(each)) for each in needs)
+        places, size = conversion.ring(needs, draw.choice([None, most, 2 * most, 5 * most]), "t")
         assert [each.after for each in places] == sorted(each.after for each in places)
         for i, place in enumerate(places):
             assert place.end <= size
@@ -343,7 +343,7 @@ def test_copies_in_the_ring_do_not_meet() -> None:
                 if other.elements < place.end and place.elements < other.end:
                     assert j <= place.after
         chosen = sorted(draw.sample(range(len(needs)), draw.randint(1, len(needs))))
-        made = list(staging.batches(places, chosen, size))
+        made = list(conversion.batches(places, chosen, size))
         assert [number for batch in made for number in batch] == chosen
         for batch in made:
             assert all(places[number].after < batch[0] for number in batch)

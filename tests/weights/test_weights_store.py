@@ -20,8 +20,8 @@ from moe_p2p.fleet import client
 from moe_p2p.fleet.client import Client, Deadline, StoreError
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer, job
-from moe_p2p.weights.arrivals import Arrivals
 from moe_p2p.weights.attempt import Keys
+from moe_p2p.weights.engine_buffers import Arrivals
 from tests.support import warm
 from tests.support.blocking_store import LONG_S, STEP_CPU_S, STEPS, Blocking
 from tests.support.store_clients import clients_of

@@ -41,13 +41,13 @@ from moe_p2p.errors import (
 )
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
+from moe_p2p.fleet.member import LEAVE_S
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.machine.driver import relaxed_captures
 from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, dtype_name, record
 from moe_p2p.weights.job import SetUp, prefix_of, source_of
 
 Load = Callable[[list[tuple[str, Tensor]]], Any]
-_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 _NOT_LOADED = "the engine's loader has not ended"
 _SAY_S = 0.25  # until a refusal is said again
 
@@ -342,7 +342,7 @@ class EngineWeights:
             raise make(ProtocolError, text)
 
     def close(self) -> None:
-        with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
+        with suppress(MoeP2pError), self._set_up.within(Deadline(LEAVE_S)):
             self._set_up.withdraw(leaves=True)
         self._set_up.client.close()
         self.engine_rank.close()

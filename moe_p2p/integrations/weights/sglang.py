@@ -31,6 +31,7 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.errors import MoeP2pError, ProtocolError, TimeoutError, make, require
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.member import LEAVE_S
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet, beside
 from moe_p2p.integrations.weights.sglang_calls import Call, in_process, over_http, payload
@@ -42,7 +43,6 @@ Requests = Literal["keep", "retract", "abort"]
 PAUSES: dict[str, str] = {"keep": "in_place", "retract": "retract", "abort": "abort"}
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _LOOK_S = 0.002
-_LEAVE_S = 1.0  # for a store that is gone
 
 
 # --- in each scheduler process ---
@@ -87,7 +87,7 @@ def _forget(model: Any) -> None:
     """What was answered to who called before."""
     before = _answers.pop(id(model), None)
     if before is not None:
-        with contextlib.suppress(MoeP2pError), before.within(Deadline(_LEAVE_S)):
+        with contextlib.suppress(MoeP2pError), before.within(Deadline(LEAVE_S)):
             before.withdraw(leaves=True)
         before.client.close()
 

@@ -33,7 +33,7 @@ from moe_p2p.integrations import optional, required
 from moe_p2p.integrations.kv.worker import split_address
 from moe_p2p.integrations.weights.engine import Fleet, heard
 from moe_p2p.weights import WeightEngineRank, WeightTrainer, layout_of
-from moe_p2p.weights.given import plain
+from moe_p2p.weights.checks import plain
 from moe_p2p.weights.job import prefix_of, source_of
 from moe_p2p.weights.layout import everyones
 
