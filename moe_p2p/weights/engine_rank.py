@@ -466,6 +466,8 @@ class WeightEngineRank:
         self._serve(found, self._current(found))
         if self._open:
             self._offer()
+        if not found.founded:  # this rank is a founder of that one, too
+            job.say_layout(self._words, found, self._layout, self.name)
         self._words.say(found.key(f"there/{self.name}"), self._member.id)
         again: dict[str, Any] | None = self._words.get(job.NOW)  # None: the store was lost
         return again
