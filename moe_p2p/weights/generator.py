@@ -457,6 +457,8 @@ class WeightGenerator:
         self._serve(found, self._current(found))
         if self._open:
             self._offer()
+        if not found.founded:  # this rank is a founder of that one, too
+            job.say_layout(self._board, found, self._layout, self.name)
         self._board.say(found.key(f"there/{self.name}"), self._member.id)
         again: dict[str, Any] | None = self._board.get(job.NOW)  # None: the store was lost
         return again

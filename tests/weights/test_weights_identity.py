@@ -152,7 +152,7 @@ def test_the_one_that_was_replaced_stops_and_the_new_one_has_the_bytes(
 
 
 def test_it_is_replaced_while_an_update_is_under_way() -> None:
-    """The update is for the process that was there; the new one has the next."""
+    """The update is for the process that was there; the new one has it too, or the next."""
     with world() as found:
         found.update(1)
         old = found.generators.pop()
@@ -161,15 +161,37 @@ def test_it_is_replaced_while_an_update_is_under_way() -> None:
             old._progress()
         new = found.begin_generator().result(60)
         found.generators.append(new)
+        for version in (3, 4):
+            while not all(each.done() for each in running):
+                new.step()
+            for each in running:
+                each.result()
+            running = found.start(version, 2.0)
         while not all(each.done() for each in running):
             new.step()
-        for each in running:
-            each.result()
-        while new.step() != 2:
+        while new.step() != 4:
             pass
-        found.check(2)
+        found.check(4, 2.0)
         is_replaced(old)
         assert found.live[old].unique().tolist() == [1.0]
+
+
+def test_trainers_begin_beside_founders_of_a_job_that_never_met() -> None:
+    """Its trainers were killed behind their roll."""
+    with ExitStack() as stack:
+        found = World(stack)
+        board = Board(found.store, job.prefix_of("weights"))
+        job.open_job(board, SOURCE)
+        roll = {"ids": ["a", "b"], "nics": [1, 1], "source": SOURCE.digest, "founded": False}
+        board.decide(f"{board.get(job.NOW)['job']}/roll", roll)
+        generator = found.begin_generator().result(60)
+        found.generators.append(generator)
+        making = [found.begin_trainer(i, 0.0) for i in range(2)]
+        while not all(each.done() for each in making):
+            generator.step()
+        found.trainers = [each.result() for each in making]
+        found.update(1)
+        found.check(1)
 
 
 def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
