@@ -176,24 +176,6 @@ def test_it_is_replaced_while_an_update_is_under_way() -> None:
         assert found.live[old].unique().tolist() == [1.0]
 
 
-def test_trainers_begin_beside_founders_of_a_job_that_never_met() -> None:
-    """Its trainers were killed behind their roll."""
-    with ExitStack() as stack:
-        found = World(stack)
-        board = Board(found.store, job.prefix_of("weights"))
-        job.open_job(board, SOURCE)
-        roll = {"ids": ["a", "b"], "nics": [1, 1], "source": SOURCE.digest, "founded": False}
-        board.decide(f"{board.get(job.NOW)['job']}/roll", roll)
-        generator = found.begin_generator().result(60)
-        found.generators.append(generator)
-        making = [found.begin_trainer(i, 0.0) for i in range(2)]
-        while not all(each.done() for each in making):
-            generator.step()
-        found.trainers = [each.result() for each in making]
-        found.update(1)
-        found.check(1)
-
-
 def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
     with ExitStack() as stack:
         found = World(stack)
