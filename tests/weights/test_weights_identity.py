@@ -178,24 +178,6 @@ def test_it_is_replaced_while_an_update_is_under_way() -> None:
         assert found.live[old].unique().tolist() == [1.0]
 
 
-def test_trainers_begin_beside_founders_of_a_job_that_never_met() -> None:
-    """Its trainers were killed behind their roll."""
-    with ExitStack() as stack:
-        found = World(stack)
-        words = StoreKeys(found.store, job.prefix_of("weights"))
-        job.open_job(words, SOURCE)
-        roll = {"ids": ["a", "b"], "nics": [1, 1], "source": SOURCE.digest, "founded": False}
-        words.decide(f"{words.get(job.NOW)['job']}/roll", roll)
-        engine_rank = found.begin_engine_rank().result(60)
-        found.engine_ranks.append(engine_rank)
-        making = [found.begin_trainer(i, 0.0) for i in range(2)]
-        while not all(each.done() for each in making):
-            engine_rank.step()
-        found.trainers = [each.result() for each in making]
-        found.update(1)
-        found.check(1)
-
-
 def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
     with ExitStack() as stack:
         found = World(stack)

@@ -18,6 +18,7 @@ from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
 from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer, job
 from tests.support.weights_fleet import BF16, engine_of
+from tests.weights import test_weights_identity as identity
 from tests.weights.test_weights_senders import Loaded
 
 LONG_S = 60.0
@@ -219,3 +220,26 @@ def test_ranks_of_an_engine_with_layouts_that_differ_are_not_written_to() -> Non
         with pytest.raises(MoeP2pError, match=r"generator [01] has another layout than"):
             found.trainer.update(2)
         late.close()
+
+
+def test_trainers_begin_beside_founders_of_a_job_that_never_met() -> None:
+    """Its trainers were killed behind their roll."""
+    with ExitStack() as stack:
+        found = identity.World(stack)
+        words = StoreKeys(found.store, job.prefix_of("weights"))
+        job.open_job(words, identity.SOURCE)
+        roll = {
+            "ids": ["a", "b"],
+            "nics": [1, 1],
+            "source": identity.SOURCE.digest,
+            "founded": False,
+        }
+        words.decide(f"{words.get(job.NOW)['job']}/roll", roll)
+        engine_rank = found.begin_engine_rank().result(60)
+        found.engine_ranks.append(engine_rank)
+        making = [found.begin_trainer(i, 0.0) for i in range(2)]
+        while not all(each.done() for each in making):
+            engine_rank.step()
+        found.trainers = [each.result() for each in making]
+        found.update(1)
+        found.check(1)
