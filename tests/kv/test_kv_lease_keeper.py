@@ -393,14 +393,22 @@ def test_workers_that_may_have_no_more_threads_meet_later(
 
         def works() -> bool:
             name = f"request {next(names)}"
+            held: list[Any] = []
             try:
-                reservation = receiver.reserve(name, "prefill", PAGES, total=16)
-                sending = sender.start(name, "decode", PAGES, total=16)
+                held.append(receiver.reserve(name, "prefill", PAGES, total=16))
+                held.append(sender.start(name, "decode", PAGES, total=16))
                 for layer in GROUP.layers:
-                    sending.layer(layer)
-                sending.commit()
-                reservation.wait(20)
+                    held[1].layer(layer)
+                held[1].commit()
+                while not held[0].done():  # never, if the other one is of another meeting
+                    if held[1].done():
+                        held[1].wait(0)
+                    time.sleep(0.001)
+                held[0].wait(0)
             except MoeP2pError:  # of a pair that is lost again
+                for each in held:
+                    each.cancel()
+                    each.wait_reusable(20)
                 return False
             return len(failed) == 2
 
