@@ -49,7 +49,7 @@ SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc' -not -name '*.md
            moe_p2p/moe/gpu/fd_exchange.py moe_p2p/moe/rendezvous/agreement.py moe_p2p/engine/checksum.py moe_p2p/engine/strides.py \
            $(wildcard $(addsuffix /*.py,$(addprefix moe_p2p/,fleet kv weights)))  # csrc/letter.py
 
-PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(TIMES),--times $(TIMES))
+PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(TIMES),--times=$(TIMES))
 
 TIERS := transfer moe kv weights adapters
 TIER_transfer := machine engine fleet package/test_cpp.py package/test_strangers.py gpu/test_gpu_engine.py \
@@ -105,7 +105,7 @@ WHEEL_MIB ?= 5
 
 # auditwheel tags the wheel with the oldest systems that it runs on. torch is not included.
 wheel: build
-	@rm -rf build/wheel build/compiled build/lib build/bdist.* && mkdir -p dist build/compiled
+	@rm -rf build/wheel build/compiled build/lib* build/bdist.* && mkdir -p dist build/compiled
 	@for shape in $(WHEEL_SHAPES); do \
 	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize --arch sm_90a \
 	    --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \

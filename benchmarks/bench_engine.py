@@ -15,7 +15,7 @@ import torch
 from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 
 NUM_PAGES, PAGE_BYTES = 10_000, 4096
 
@@ -40,7 +40,7 @@ def test_write_pages(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
         null_engine.write_pages(
             memory,
             region,
-            page_bytes=PAGE_BYTES,
+            rows=PageRows(page_bytes=PAGE_BYTES),
             pages=pages,
             region_pages=region_pages,
             imm=1,
@@ -72,12 +72,14 @@ def _pages_ns(
         engine.write_pages(
             memory,
             region,
-            page_bytes=rows * 128,
-            row_bytes=128,
-            row_stride=256,
-            region_row_stride=256,
-            stride=rows * 256,
-            region_stride=rows * 256,
+            rows=PageRows(
+                page_bytes=rows * 128,
+                row_bytes=128,
+                row_stride=256,
+                region_row_stride=256,
+                stride=rows * 256,
+                region_stride=rows * 256,
+            ),
             pages=pages,
             region_pages=region_pages,
             imm=imm,

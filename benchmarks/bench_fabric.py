@@ -17,7 +17,7 @@ import torch
 from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import Engine, EngineConfig, UnavailableError
+from moe_p2p import Engine, EngineConfig, PageRows, UnavailableError
 from moe_p2p.engine.transfers import Region
 
 SETTINGS = {"tcp": "provider=tcp,interfaces=lo", "shm": "provider=shm"}
@@ -78,7 +78,7 @@ def test_pages(benchmark: BenchmarkFixture, route: Route, page_bytes: int) -> No
         route.here.write_pages(
             route.source,
             route.region,
-            page_bytes=page_bytes,
+            rows=PageRows(page_bytes=page_bytes),
             pages=pages,
             region_pages=pages.flip(0),
         ).wait(30.0)

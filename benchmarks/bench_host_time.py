@@ -24,10 +24,10 @@ from moe_p2p.deep_ep import Buffer, ElasticBuffer
 from moe_p2p.moe import all_to_all, pool
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
-OPS = ("dispatch_eager", "combine_inference", "combine_plain", "combine_out", "release")
+OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
 DIRECT = [
-    (all_to_all, "_DISPATCH_EAGER", "dispatch_eager"),
-    (all_to_all, "_COMBINE_EAGER", "combine_plain"),
+    (all_to_all, "_DISPATCH_EAGER", "dispatch_inference"),
+    (all_to_all, "_COMBINE_EAGER", "combine_inference"),
     (pool, "_COUNTED", "dispatch_counted"),
 ]
 COUNTED = ("count_routing", "dispatch_counted")
@@ -83,96 +83,82 @@ def _place() -> Iterator[Place]:
 # --- pairs ---
 
 
-def padded(place: Place) -> Pair:
+def padded(at: Place) -> Pair:
+    all_to_all = at.all_to_all
+    return lambda: all_to_all.combine(at.padded, all_to_all.dispatch(at.x, at.idx, at.weights))
+
+
+def as_low_latency(at: Place) -> Pair:
     def pair() -> object:
-        received = place.all_to_all.dispatch(place.x, place.idx, place.weights)
-        return place.all_to_all.combine(place.padded, received)
+        received = at.all_to_all.dispatch(at.x, at.idx, options=AS_LOW_LATENCY)
+        return at.all_to_all.combine(at.padded, received, topk_weights=at.weights, out=at.out)
 
     return pair
 
 
-def as_low_latency(place: Place) -> Pair:
+def low_latency(at: Place) -> Pair:
     def pair() -> object:
-        received = place.all_to_all.dispatch(
-            place.x,
-            place.idx,
-            options=AS_LOW_LATENCY,
-        )
-        return place.all_to_all.combine(
-            place.padded, received, topk_weights=place.weights, out=place.out
-        )
+        handle = at.buffer.low_latency_dispatch(at.x, at.idx, TOKENS, EXPERTS)[2]
+        return at.buffer.low_latency_combine(at.padded, at.idx, at.weights, handle, out=at.out)
 
     return pair
 
 
-def low_latency(place: Place) -> Pair:
-    def pair() -> object:
-        handle = place.buffer.low_latency_dispatch(place.x, place.idx, TOKENS, EXPERTS)[2]
-        return place.buffer.low_latency_combine(
-            place.padded, place.idx, place.weights, handle, out=place.out
-        )
-
-    return pair
-
-
-def low_latency_hooks(place: Place) -> Pair:
+def low_latency_hooks(at: Place) -> Pair:
     def pair() -> None:
-        _, _, handle, _, receive = place.buffer.low_latency_dispatch(
-            place.x, place.idx, TOKENS, EXPERTS, return_recv_hook=True
+        _, _, handle, _, receive = at.buffer.low_latency_dispatch(
+            at.x, at.idx, TOKENS, EXPERTS, return_recv_hook=True
         )
         receive()
-        _, _, receive = place.buffer.low_latency_combine(
-            place.padded, place.idx, place.weights, handle, out=place.out, return_recv_hook=True
+        _, _, receive = at.buffer.low_latency_combine(
+            at.padded, at.idx, at.weights, handle, out=at.out, return_recv_hook=True
         )
         receive()
 
     return pair
 
 
-def as_by_rank(place: Place) -> Pair:
+def as_by_rank(at: Place) -> Pair:
     def pair() -> object:
-        received = place.all_to_all.dispatch(
-            place.x, place.idx, options=AS_BY_RANK, capacity=TOKENS
-        )
-        return place.all_to_all.combine(place.by_rank, received, weighted=False)
+        received = at.all_to_all.dispatch(at.x, at.idx, options=AS_BY_RANK, capacity=TOKENS)
+        return at.all_to_all.combine(at.by_rank, received, weighted=False)
 
     return pair
 
 
-def _dispatch_normal(place: Place, layout: tuple[Any, ...]) -> Any:
-    per_rank, _, per_expert, in_rank, _ = layout
-    return place.buffer.dispatch(
-        place.x,
+def _normal(at: Place) -> Callable[[], Any]:
+    """A dispatch with counts, available at once; returns its handle."""
+    per_rank, _, per_expert, in_rank, _ = at.buffer.get_dispatch_layout(at.idx, EXPERTS)
+    return lambda: at.buffer.dispatch(
+        at.x,
         num_tokens_per_rank=per_rank,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
-        topk_idx=place.idx,
-        topk_weights=place.weights,
+        topk_idx=at.idx,
+        topk_weights=at.weights,
     )[4]
 
 
-def normal(place: Place) -> Pair:
-    """With counts, available at once."""
-    layout = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
-    return lambda: place.buffer.combine(place.by_rank, _dispatch_normal(place, layout))
+def normal(at: Place) -> Pair:
+    dispatch = _normal(at)
+    return lambda: at.buffer.combine(at.by_rank, dispatch())
 
 
-def normal_cached(place: Place) -> Pair:
-    layout = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
-    handle = _dispatch_normal(place, layout)
+def normal_cached(at: Place) -> Pair:
+    handle = _normal(at)()
 
     def pair() -> object:
-        place.buffer.dispatch(place.x, handle=handle)
-        return place.buffer.combine(place.by_rank, handle)
+        at.buffer.dispatch(at.x, handle=handle)
+        return at.buffer.combine(at.by_rank, handle)
 
     return pair
 
 
-def _dispatch_elastic(place: Place, do_handle_copy: bool = True) -> Any:
-    return place.elastic.dispatch(
-        place.x,
-        topk_idx=place.idx,
-        topk_weights=place.weights,
+def _dispatch_elastic(at: Place, do_handle_copy: bool = True) -> Any:
+    return at.elastic.dispatch(
+        at.x,
+        topk_idx=at.idx,
+        topk_weights=at.weights,
         num_experts=EXPERTS,
         num_max_tokens_per_rank=TOKENS,
         do_cpu_sync=False,
@@ -180,20 +166,20 @@ def _dispatch_elastic(place: Place, do_handle_copy: bool = True) -> Any:
     )[3]
 
 
-def elastic(place: Place) -> Pair:
-    return lambda: place.elastic.combine(place.by_rank, _dispatch_elastic(place))
+def elastic(at: Place) -> Pair:
+    return lambda: at.elastic.combine(at.by_rank, _dispatch_elastic(at))
 
 
-def elastic_no_copy(place: Place) -> Pair:
-    return lambda: place.elastic.combine(place.by_rank, _dispatch_elastic(place, False))
+def elastic_no_copy(at: Place) -> Pair:
+    return lambda: at.elastic.combine(at.by_rank, _dispatch_elastic(at, False))
 
 
-def elastic_cached(place: Place) -> Pair:
-    handle = _dispatch_elastic(place)
+def elastic_cached(at: Place) -> Pair:
+    handle = _dispatch_elastic(at)
 
     def pair() -> object:
-        place.elastic.dispatch(place.x, topk_weights=place.weights, handle=handle)
-        return place.elastic.combine(place.by_rank, handle)
+        at.elastic.dispatch(at.x, topk_weights=at.weights, handle=handle)
+        return at.elastic.combine(at.by_rank, handle)
 
     return pair
 

@@ -19,8 +19,10 @@ import torch
 from moe_p2p import AllToAllConfig
 from moe_p2p.machine import jit
 from moe_p2p.moe.gpu.kernel import Kernel
-from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel, shape_macros
+from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel
 from moe_p2p.moe.gpu.prepared import variants_of
+from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.layouts import NAMES
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -50,7 +52,7 @@ def kernels_of(tokens: int, num_ranks: int, num_sms: int | None) -> Iterator[tup
     kernels = {
         "dispatch": dispatch_kernel(shape, BF16, quantize=True, num_sms=num_sms),
         "dispatch by rank, fp8": dispatch_kernel(
-            shape, FP8, quantize=False, by_rank=True, num_sms=num_sms
+            shape, FP8, quantize=False, layout=NAMES.index("by_rank"), num_sms=num_sms
         ),
         "combine": combine_kernel(shape, BF16, BF16, num_sms=num_sms),
     }

@@ -4,7 +4,7 @@
 
 gpu_figures.py prints it last.
 
-Wanted is what docs/tuning.md, kv.md and weights.md aim at on two H200 of one host. A step that did
+Wanted are the goals in docs/figures.md on two H200 of one host. A step that did
 not run, or whose result is wrong, has no figure: "-".
 """
 
@@ -45,8 +45,17 @@ class Bar(NamedTuple):
 # --- what steps wrote ---
 
 
+def row_of(rows: Any, **wanted: Any) -> dict[str, Any]:
+    """The first row with these values; {}: there is none."""
+    return next((row for row in rows if all(row[k] == v for k, v in wanted.items())), {})
+
+
+def number(row: dict[str, Any], what: str) -> float | None:
+    return None if row.get(what) is None else float(row[what])
+
+
 def turn(case: str, what: str = "pair", *, tree: int = -1) -> Find:
-    """Median of a case of mirror_turns.py or host_turns.py, by default of the last tree."""
+    """Median of a case of turns.py, by default of the last tree."""
 
     def find(rows: Any) -> float | None:
         of_case = [row for row in rows if row["case"] == case]
@@ -73,15 +82,8 @@ def ratio(case: str, what: str, of: str = "") -> Find:
 def pair(tokens: int, interface: str = "", what: str = "pair graph") -> Find:
     """Median of this package in `bench`; interface: of its DeepEP calls."""
     system = "moe_p2p.deep_ep" if interface else "moe_p2p"
-
-    def find(rows: Any) -> float | None:
-        for row in rows:
-            ours = row["system"] == system and row["correct"]
-            if ours and (row["tokens"], row["interface"], row["what"]) == (tokens, interface, what):
-                return float(row["p50_us"])
-        return None
-
-    return find
+    wanted = {"system": system, "correct": True, "tokens": tokens, "interface": interface}
+    return lambda rows: number(row_of(rows, **wanted, what=what), "p50_us")
 
 
 def hops(tokens: int) -> Find:
@@ -89,8 +91,7 @@ def hops(tokens: int) -> Find:
 
     def find(rows: Any) -> float | None:
         whole = pair(tokens)(rows)
-        all_parts = (row["hops"] for row in rows if row["tokens"] == tokens and row.get("hops"))
-        parts = next(all_parts, None)
+        parts = row_of([row for row in rows if row.get("hops")], tokens=tokens).get("hops")
         return abs(sum(parts.values()) / whole - 1) * 100 if whole and parts else None
 
     return find
@@ -114,10 +115,10 @@ def megatron(system: str, what: str, of: str = "") -> Find:
     """Milliseconds; of: part of another system's."""
 
     def find(rows: Any) -> float | None:
-        found = {row["system"]: row["median_ms"] for row in rows if row["what"] == what}
-        if system not in found or (of and of not in found):
-            return None
-        return float(found[system] / (found[of] if of else 1))
+        found, base = (
+            number(row_of(rows, system=each, what=what), "median_ms") for each in (system, of)
+        )
+        return found if not of or found is None else base and found / base
 
     return find
 
@@ -126,11 +127,9 @@ def kv(system: str, what: str, page_kib: int) -> Find:
     """what: a field of kv.Figure, or a span, whose p50 is taken."""
 
     def find(body: Any) -> float | None:
-        for each in body["figures"]:
-            if (each["system"], each["page_kib"]) == (system, page_kib) and not each["wrong_bytes"]:
-                value = each[what] if what in each else each["spans_us"].get(what, [None])[0]
-                return None if value is None else float(value)
-        return None
+        row = row_of(body["figures"], system=system, page_kib=page_kib, wrong_bytes=0)
+        spans = {name: times[0] for name, times in row.get("spans_us", {}).items()}
+        return number(spans | row, what)
 
     return find
 
@@ -144,11 +143,8 @@ def kv_more(system: str, page_kib: int) -> Find:
 def weights(what: str) -> Find:
     def find(body: Any) -> float | None:
         found = body["figures"]
-        if found["wrong"] or found.get(what) is None:
-            return None
-        if isinstance(found[what], list):
-            return float(len(found[what]))
-        return float(found[what])
+        counted = {what: len(found[what])} if isinstance(found.get(what), list) else found
+        return None if found["wrong"] else number(counted, what)
 
     return find
 
@@ -157,10 +153,9 @@ def decode(way: str, of: str = "") -> Find:
     """p99 of pairs beside weights; of: of what is allowed."""
 
     def find(body: Any) -> float | None:
-        one = next((each for each in body["ways"] if each["name"] == way), None)
-        if one is None or one["wrong"]:
-            return None
-        return float(one["p99_us"] / one[of] if of else one["p99_us"])
+        row = row_of(body["ways"], name=way, wrong=0)
+        p99 = number(row, "p99_us")
+        return p99 / row[of] if of and p99 is not None else p99
 
     return find
 

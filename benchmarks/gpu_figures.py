@@ -131,10 +131,10 @@ def _turns(base: str, first: str) -> Iterator[Step]:
     """base: the tree before this one. first: the one that host time counts from."""
     quoted = [shlex.quote(each) for each in (first, base) if each]
     trees = " ".join([*quoted[-1:], "."])
-    yield Step("turns", f"benchmarks/mirror_turns.py {trees} --rounds 6 --json {{out}}/turns.json",
+    yield Step("turns", f"benchmarks/turns.py mirror {trees} --rounds 6 --json {{out}}/turns.json",
                150, 1, needs=base)  # fmt: skip
     trees = " ".join([*quoted[:1], "."])
-    host = f"benchmarks/host_turns.py {trees} --json {{out}}"
+    host = f"benchmarks/turns.py host {trees} --json {{out}}"
     yield Step("host", f"{host}/host.json --only host --rounds 6", 120, needs=first or base)
     waiting = "normal_counted 512,normal_counted 4096,v2_counted 128,v2_counted 4096"
     yield Step("span", f"{host}/span.json --only span --rounds 4 --cases "

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/host_turns.py: a process that imports the package of one tree.
+"""One rank of `benchmarks/turns.py host`: a process that imports the package of one tree.
 
 It obeys commands, one JSON object a line on its standard input, and answers each with one line. All
 ranks of a tree get the same commands, so they make the same calls. Only names that trees of other
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench.exchanges import V2, Exchange, LowLatency, Normal
 from cores import Cores, choose
 from obeying import module_of, obey, take_output
 from torch import Tensor
@@ -112,60 +113,37 @@ def all_to_all(place: Place, tokens: int) -> Call:
     return pair
 
 
-def low_latency(place: Place, tokens: int) -> Call:
-    buffer, (x, idx, weights) = place.buffer, place.inputs(tokens)
-    experts = place.shape[1]
-    y = place.rows(experts // place.world, place.world * tokens)
-
+def _pair(exchange: Exchange, y: Tensor) -> Call:
     def pair() -> object:
-        handle = buffer.low_latency_dispatch(x, idx, tokens, experts)[2]
-        return buffer.low_latency_combine(y, idx, weights, handle)
+        exchange.dispatch()
+        return exchange.combine(y)
 
     return pair
 
 
-def _with_layout(place: Place, given: Any, idx: Tensor, weights: Tensor) -> tuple[Any, Any]:
-    """V1's layout and the dispatch that waits for the counts: rows and handle."""
-    per_rank, _, per_expert, in_rank, _ = place.buffer.get_dispatch_layout(idx, place.shape[1])
-    got, _, _, _, handle, _ = place.buffer.dispatch(
-        given,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=idx,
-        topk_weights=weights,
-    )
-    return got, handle
+def low_latency(place: Place, tokens: int) -> Call:
+    experts = place.shape[1]
+    y = place.rows(experts // place.world, place.world * tokens)
+    return _pair(LowLatency(place.buffer, *place.inputs(tokens), experts), y)
+
+
+def _by_rank(place: Place, tokens: int, kind: Any, buffer: Any, **how: Any) -> Call:
+    x, idx, weights = place.inputs(tokens)
+    exchange = kind(buffer, place.in_fp8(x), idx, weights, place.shape[1], **how)
+    exchange.dispatch()
+    return _pair(exchange, place.rows(len(exchange.rows)))
 
 
 def normal_counted(place: Place, tokens: int) -> Call:
     """Layout, dispatch that waits for the counts, combine."""
-    buffer, (x, idx, weights) = place.buffer, place.inputs(tokens)
-    given, rows = place.in_fp8(x), list[Tensor]()
-
-    def pair() -> object:
-        got, handle = _with_layout(place, given, idx, weights)
-        if not rows:
-            rows.append(place.rows(len(got[0] if isinstance(got, tuple) else got)))
-        return buffer.combine(rows[0], handle)
-
-    return pair
+    return _by_rank(place, tokens, Normal, place.buffer)
 
 
 def normal_cached(place: Place, tokens: int) -> Call:
-    buffer, (x, idx, weights) = place.buffer, place.inputs(tokens)
-    given = place.in_fp8(x)
-    got, handle = _with_layout(place, given, idx, weights)
-    y = place.rows(len(got[0] if isinstance(got, tuple) else got))
-
-    def pair() -> object:
-        buffer.dispatch(given, handle=handle)
-        return buffer.combine(y, handle)
-
-    return pair
+    return _by_rank(place, tokens, Normal, place.buffer, cached=True)
 
 
-def _v2(place: Place, tokens: int, sync: bool) -> Call:
+def v2(place: Place, tokens: int, sync: bool = False) -> Call:
     from moe_p2p.deep_ep import ElasticBuffer
 
     buffer = ElasticBuffer(
@@ -175,26 +153,11 @@ def _v2(place: Place, tokens: int, sync: bool) -> Call:
         num_topk=place.shape[2],
         explicitly_destroy=True,
     )
-    (x, idx, weights), rows = place.inputs(tokens), list[Tensor]()
-    given = place.in_fp8(x)
-
-    def pair() -> object:
-        got, _, _, handle, _ = buffer.dispatch(
-            given, idx, weights, num_experts=place.shape[1], num_sms=NUM_SMS, do_cpu_sync=sync
-        )
-        if not rows:
-            rows.append(place.rows(len(got[0] if isinstance(got, tuple) else got)))
-        return buffer.combine(rows[0], handle)
-
-    return pair
-
-
-def v2(place: Place, tokens: int) -> Call:
-    return _v2(place, tokens, False)
+    return _by_rank(place, tokens, V2, buffer, num_sms=NUM_SMS, sync=sync)
 
 
 def v2_counted(place: Place, tokens: int) -> Call:
-    return _v2(place, tokens, True)
+    return v2(place, tokens, sync=True)
 
 
 def megatron(place: Place, tokens: int) -> Call:
@@ -208,23 +171,14 @@ def megatron(place: Place, tokens: int) -> Call:
     pool, sizes = pools.AllToAllPool(dist.group.WORLD), counts.SizeExchange()
     options = DispatchOptions(layout="grouped", solo=True)
     config = pools.config_of(
-        num_experts=experts,
-        hidden_dim=hidden,
-        topk=topk,
-        max_tokens=1 << 20,
-        device=place.device,
+        num_experts=experts, hidden_dim=hidden, topk=topk, max_tokens=1 << 20, device=place.device
     )
     made, (x, idx, weights) = pool.get(config), place.inputs(tokens)
 
     def pair() -> object:
         found = sizes.ask(made, idx)
         got = made.dispatch(
-            x,
-            idx,
-            weights,
-            options=options,
-            max_tokens=found.max_tokens,
-            capacity=found.capacity,
+            x, idx, weights, options=options, max_tokens=found.max_tokens, capacity=found.capacity
         )
         return made.combine(got.x, got, weighted=False)
 
@@ -261,8 +215,20 @@ def watched() -> Iterator[tuple[list[str], list[Any]]]:
         overload._op = call
     modules = [vars(sys.modules[name]) for name in CALLING if name in sys.modules]
     direct = [{n: each for n, each in module.items() if is_direct(each)} for module in modules]
+
+    def counted(real: Any) -> Call:
+        def call(*given: Any) -> Any:
+            before = len(names)
+            made = real(*given)
+            if len(names) == before:  # else it called its op, which is counted
+                names.append(real.__name__)
+                results.append(made)
+            return made
+
+        return call
+
     for module, calls in zip(modules, direct, strict=True):
-        module.update({name: each.__self__ for name, each in calls.items()})
+        module.update({name: counted(each) for name, each in calls.items()})
     try:
         yield names, results
     finally:
@@ -350,7 +316,7 @@ class Worker:
 
         return pair
 
-    def host(self, calls: str, tokens: int, way: str) -> float:
+    def host(self, calls: str, tokens: int, way: str) -> list[float]:
         """Microseconds of the host for a pair: median of blocks, each into an empty stream.
 
         way: "plain", "default device" or "floor".
@@ -373,9 +339,9 @@ class Worker:
             torch.set_default_device(None)
             self._cores.leave()
         place.wait()
-        return median(spent[1:]) / PAIRS * 1e6
+        return [median(spent[1:]) / PAIRS * 1e6]
 
-    def span(self, calls: str, tokens: int, times: int) -> float:
+    def span(self, calls: str, tokens: int, times: int) -> list[float]:
         """Median microseconds of a pair from its begin to its end on the GPU, behind an all-reduce
         that lines the ranks up, with nothing of it in the GPU's caches. On CPUs of the host."""
         place, pair = self._place, self._made[calls, tokens]
@@ -400,7 +366,7 @@ class Worker:
         place.wait()
         if place.on_gpu:
             spans = [begin.elapsed_time(end) * 1e3 for begin, end in events]
-        return float(torch.tensor(spans).median())
+        return [float(torch.tensor(spans).median())]
 
     def leave(self) -> None:
         self._place.file.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import TCPStore
 
 from moe_p2p import Engine, EngineConfig, kv
-from moe_p2p.kv.copies import Copier, Rows
+from moe_p2p.kv.ring import Copier, Rows
 from tests.support.kv_fakes import cache_of
 from tests.support.kv_workers import QUICK, random_bytes, random_cache, some_pages
 
@@ -97,7 +97,7 @@ class Case:
                 if side
                 else kv.KVSender(engine, cache, **given)
             )
-            with kv.Membership(worker, kv.TorchLeases(store, QUICK.lease_s)):
+            with kv.LeaseKeeper(worker, kv.TorchLeases(store, QUICK.lease_s)):
                 worker.wait_for(NAMES[1 - side])
                 yield worker
 
@@ -139,7 +139,7 @@ def requests(case: Case) -> float:
             pipe.recv()
             pages, total = {"kv": case.numbers(0)}, case.pages * PAGE
             sending = sender.start("r", NAMES[1], pages, total=total)
-            while sending.flights[0].state == "waiting":
+            while sending.transfers[0].state == "waiting":
                 time.sleep(0)
             began = time.perf_counter()
             for layer in range(LAYERS):

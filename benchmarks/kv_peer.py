@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from moe_p2p import AbortedError, Engine, EngineConfig, MoeP2pError, UnavailableError, kv
-from moe_p2p.kv.tail import Slot, Slots
+from moe_p2p.kv.footer import Slot, Slots
 from tests.support.kv_fakes import cache_of
 from tests.support.kv_mutations import mutated
 
@@ -193,7 +193,7 @@ class Peer:
             "127.0.0.1", setting.store_port, is_master=False, timeout=timedelta(seconds=60)
         )
         leases = kv.TorchLeases(store, setting.timeouts.lease_s)
-        self.membership = kv.Membership(self.worker, leases)
+        self.keeper = kv.LeaseKeeper(self.worker, leases)
         self.jobs: list[threading.Thread] = []
         self.requests: dict[int, kv.KVSending | kv.KVReservation] = {}  # under way, by job
 
@@ -221,13 +221,13 @@ class Peer:
         until = time.monotonic() + FOUND_OUT_S
         while message.replaced and not self.worker.replaced and time.monotonic() < until:
             time.sleep(0.01)
-        self.membership.close()
+        self.keeper.close()
         prefill = self.setting.role == "prefill"
         left = Left(
             self.pool.num_missing,
             self.worker.slots.num_taken + self.worker.ring.slots.num_taken,
             len(self.worker.sendings if prefill else self.worker.reservations),
-            0 if prefill else self.worker._holds.num_held,
+            0 if prefill else self.worker.holds.num_held,
             bool(self.worker.replaced),
         )
         self.engine.close()
@@ -281,7 +281,7 @@ class Peer:
                 return
             self._cancel(job, result, sending, began)
             sending.wait(60)
-            result.packed = sum(flight.packing.written for flight in sending.flights)
+            result.packed = sum(each.packed_writes for each in sending.transfers)
         finally:
             del self.requests[job.number]
             result.ended_at = result.ended_at or time.monotonic()
@@ -352,7 +352,7 @@ class Peer:
                 return
             self._cancel(job, result, reservation, began)
             if reservation.wait(60) != b"token":
-                raise AssertionError("the tail is of another request")
+                raise AssertionError("the footer is of another request")
             self._check(job, own)
             time.sleep(random.random() * 0.02)
             self._check(job, own)  # nothing has landed late

@@ -17,16 +17,16 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import soak
 
-import kv_soak  # noqa: E402
-import torch  # noqa: E402
-from kv_peer import Job, Result  # noqa: E402
+# isort: split
+import kv_soak
+import torch
+from kv_peer import Job, Result
 
-from moe_p2p.tools import launch  # noqa: E402
+from moe_p2p.bench.harness import at
+from moe_p2p.tools import launch
 
 HEALTHY_MS = 5.0
 OTHER = {"prefill": "decode", "decode": "prefill"}
@@ -43,7 +43,7 @@ class Reclaim(kv_soak.Soak):
     def take(self, process: kv_soak.Process, message: object) -> None:
         if isinstance(message, Result):
             if message.end == "wrong":
-                raise kv_soak.FailedError(message.text)
+                raise soak.FailedError(message.text)
             process.jobs.pop(message.number, None)
             self.results[message.number, message.role] = message
         else:
@@ -80,7 +80,7 @@ class Reclaim(kv_soak.Soak):
             number = self.job("", after_s=0, pause_s=0)
             if {self.result(number, side).end for side in OTHER} == {"complete"}:
                 return
-        raise kv_soak.FailedError("no request goes through")
+        raise soak.FailedError("no request goes through")
 
     def healthy(self, side: str) -> float:
         number = self.job(side, after_s=0.01, pause_s=0.004)  # 16 ms for all layers
@@ -158,22 +158,21 @@ def main() -> int:
                 if not got:
                     continue
                 slowest = got.index(max(got)) + 1
-                got.sort()
-                p50, p99 = got[len(got) // 2], got[int(len(got) * 0.99)]
+                p50, p99, most = at(got, 50), at(got, 99), max(got)
                 bound = HEALTHY_MS if case == "healthy" else drain_ms + arguments.margin_ms
-                good = (p50 if case == "healthy" else got[-1]) <= bound
+                good = (p50 if case == "healthy" else most) <= bound
                 ok &= good
                 print(
-                    f"{name:9} {case:9} {times:5}  {p50:6.2f}  {p99:6.2f}  {got[-1]:7.2f}  "
+                    f"{name:9} {case:9} {times:5}  {p50:6.2f}  {p99:6.2f}  {most:7.2f}  "
                     f"{slowest:7}  {bound:g}{' (p50)' if case == 'healthy' else ''}"
                     f"{'' if good else '  BROKEN'}",
                     flush=True,
                 )
-    except kv_soak.FailedError as error:
+    except soak.FailedError as error:
         print(f"kv_reclaim: {error}", file=sys.stderr)
         return 1
     finally:
-        run.end()
+        soak.end_all()
     return 0 if ok else 1
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -40,20 +39,19 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+import soak
+from soak import FailedError
 
-import torch  # noqa: E402
-from kv_peer import LEASE_S, Cancel, Job, Leave, Left, Pairs, Result, Setting  # noqa: E402
-from kv_peer import main as peer_main  # noqa: E402
-from torch.distributed import TCPStore  # noqa: E402
+# isort: split
+from kv_peer import LEASE_S, Cancel, Job, Leave, Left, Pairs, Result, Setting
+from kv_peer import main as peer_main
+from torch.distributed import TCPStore
 
-from moe_p2p import Engine, EngineConfig, UnavailableError, kv  # noqa: E402
-from moe_p2p.tools import launch  # noqa: E402
+from moe_p2p import Engine, EngineConfig, UnavailableError, kv
+from moe_p2p.bench.harness import at
+from moe_p2p.tools import launch
 
 OVER = {
     "loopback": ("loopback", "seed={seed}"),
@@ -68,10 +66,6 @@ MOST_TOUCHED = 4  # requests that a worker gets before it has healed
 ASK_S = 0.1  # between two questions for pairs
 STUCK_S = 90.0  # after which a request that has not ended at a living worker hangs
 START_S = 90.0
-
-
-class FailedError(Exception):
-    """The run failed; the text says why."""
 
 
 @dataclass
@@ -96,8 +90,7 @@ class Soak:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.draw = random.Random(arguments.seed)
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["kv_peer"])
+        self.workers = soak.Processes("kv_peer")
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.timeouts = kv.KVTimeouts(
             connect_s=30,
@@ -139,11 +132,7 @@ class Soak:
             mutation=self.arguments.mutation,
             fence=self.arguments.fence,
         )
-        ours, theirs = self.context.Pipe()
-        handle = self.context.Process(target=peer_main, args=(setting, theirs), daemon=True)
-        with launch.signals_wait():
-            handle.start()
-        theirs.close()
+        handle, ours = self.workers.start(peer_main, setting)
         if not ours.poll(START_S) or ours.recv() != "ready":
             raise FailedError(f"{setting.instance} did not start")
         self.processes.append(Process(role, setting.instance, handle, ours))
@@ -355,15 +344,8 @@ class Soak:
             if time.monotonic() - ending > STUCK_S:
                 raise FailedError(f"{[p.instance for p in self.processes]} do not leave")
 
-    def end(self) -> None:
-        for child in multiprocessing.active_children():
-            child.kill()
-            child.join(10)
-        torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
-
     def summary(self) -> dict[str, Any]:
-        slowest = sorted(self.reusable_s)
-        at = [slowest[int(len(slowest) * share)] for share in (0.5, 0.99)] if slowest else [0, 0]
+        p50, p99 = (at(self.reusable_s or [0.0], percent) for percent in (50, 99))
         return {
             "requests": self.arguments.requests,
             "over": self.arguments.over,
@@ -373,7 +355,7 @@ class Soak:
             "untouched": self.arguments.requests - len(self.excused),
             "packed": self.packed,
             "preempted": self.preempted,
-            "reusable_ms": {"p50": round(at[0] * 1e3, 1), "p99": round(at[1] * 1e3, 1)},
+            "reusable_ms": {"p50": round(p50 * 1e3, 1), "p99": round(p99 * 1e3, 1)},
         }
 
 
@@ -389,6 +371,7 @@ def why_not(over: str) -> str:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, launch.exit_by_signal)
     about, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -426,17 +409,16 @@ def main() -> int:
 
 def failure_of(arguments: argparse.Namespace) -> str:
     """Empty: all went well."""
-    soak = Soak(arguments)
+    run = Soak(arguments)
     try:
-        soak.run()
+        run.run()
     except FailedError as error:
         return str(error)
     finally:
-        soak.end()
-    print(json.dumps(soak.summary()), flush=True)
+        soak.end_all()
+    print(json.dumps(run.summary()), flush=True)
     return ""
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, launch.exit_by_signal)
     sys.exit(main())

@@ -51,7 +51,7 @@ def main() -> int:
                             sends.append(
                                 (sender.start(f"r{at}", "decode", place, total=total), None)
                             )
-                        while any(sending.flights[0].state != "open" for sending, _ in sends):
+                        while any(sending.transfers[0].state != "open" for sending, _ in sends):
                             time.sleep(0.001)
                         began = time.thread_time()
                         signals.begin_step(sends)

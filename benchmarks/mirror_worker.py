@@ -1,4 +1,4 @@
-"""One rank of benchmarks/mirror_turns.py: a process that imports the package of one tree.
+"""One rank of `benchmarks/turns.py mirror`: a process that imports the package of one tree.
 
 Rank 0 of a mirror world (moe/rendezvous/mirror.py): its partner is the worker of the same tree on
 the other GPU, or itself. It obeys commands, one JSON object a line on its standard input, and
@@ -14,10 +14,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bench.exchanges import V2, Exchange, LowLatency
 from obeying import module_of, obey, take_output
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class Made:
     want: Callable[[], tuple[Tensor, Tensor]]
     int10: bool = False  # sums are as far away as their blocks' largest
     replay: Callable[[], None] | None = None
-    keep: list[Any] = field(default_factory=list)
+    keep: Any = ()
 
     def pair(self) -> None:
         self.dispatch()
@@ -191,7 +192,16 @@ def make_all_to_all(case: Case, place: tuple[int, int, str], device: str) -> Mad
     combine()
     want = lambda: closed_form(case, inputs, reference.dequantize(q, scales))  # noqa: E731
     int10 = case.combine_dtype is not None
-    return Made(dispatch, combine, step, want, int10, keep=[comm, state])
+    return Made(dispatch, combine, step, want, int10, keep=(comm, state))
+
+
+def made_of(exchange: Exchange, step: Callable[[], Tensor], want: Any, int10: bool = False) -> Made:
+    """Of DeepEP's calls, with answers of one value."""
+    exchange.dispatch()
+    y = torch.randn(exchange.rows.shape[-1], device=exchange.rows.device).bfloat16()
+    y = y.expand(exchange.rows.shape).contiguous()
+    exchange.combine(y)
+    return Made(exchange.dispatch, lambda: exchange.combine(y), step, want, int10)
 
 
 def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Made:
@@ -204,38 +214,22 @@ def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Ma
         case.tokens, case.hidden, case.ranks, case.experts
     )
     buffer = deep_ep.Buffer(group, num_rdma_bytes=size, low_latency_mode=True)
-    out, state = torch.empty_like(inputs.x), list[Any]()
-    sync: dict[str, Any] = {"async_finish": False, "return_recv_hook": False}
     int10 = case.combine_dtype is not None
-
-    def dispatch() -> None:
-        state[:] = buffer.low_latency_dispatch(
-            inputs.x, inputs.topk_idx, case.tokens, case.experts, use_fp8=True, **sync
-        )
-
-    def combine_of(y: Tensor) -> Tensor:
-        weights, handle = inputs.topk_weights, state[2]
-        buffer.low_latency_combine(
-            y, inputs.topk_idx, weights, handle, use_logfmt=int10, out=out, **sync
-        )
-        return out
+    given = inputs.x, inputs.topk_idx, inputs.topk_weights, case.experts
+    exchange = LowLatency(buffer, *given, logfmt=int10, out=torch.empty_like(inputs.x))
 
     def step() -> Tensor:
-        dispatch()
-        rows, scales = state[0]
+        exchange.dispatch()
+        rows, scales = exchange.state[0]
         x = reference.dequantize(rows, scales.contiguous())
         local = torch.arange(len(x), device=x.device)
-        return combine_of((x * factor(local, case)[:, None, None]).bfloat16())
+        return exchange.combine((x * factor(local, case)[:, None, None]).bfloat16())
 
-    dispatch()
-    y = torch.randn(state[0][0].shape[-1], device=device).bfloat16()
-    y = y.expand(state[0][0].shape).contiguous()
-    want = lambda: closed_form(  # noqa: E731
-        case, inputs, reference.dequantize(*reference.quantize(inputs.x))
-    )
-    made = Made(dispatch, lambda: combine_of(y), step, want, int10, keep=[buffer, state])
-    made.combine()
-    return made
+    def want() -> tuple[Tensor, Tensor]:
+        wide = reference.dequantize(*reference.quantize(inputs.x))
+        return closed_form(case, inputs, wide)
+
+    return made_of(exchange, step, want, int10)
 
 
 def make_v2(case: Case, place: tuple[int, int, str], device: str) -> Made:
@@ -255,38 +249,21 @@ def make_v2(case: Case, place: tuple[int, int, str], device: str) -> Made:
         prefer_overlap_with_compute=False,
         explicitly_destroy=False,
     )
-    given, state = reference.quantize(inputs.x), list[Any]()
-
-    def dispatch() -> None:
-        state[:] = buffer.dispatch(
-            given,
-            topk_idx=inputs.topk_idx,
-            topk_weights=inputs.topk_weights,
-            num_experts=case.experts,
-            num_max_tokens_per_rank=case.tokens,
-            num_sms=case.num_sms,
-            do_cpu_sync=False,
-        )
-
-    def combine_of(y: Tensor) -> Tensor:
-        out: Tensor = buffer.combine(y, handle=state[3], num_sms=case.num_sms)[0]
-        return out
+    x = reference.quantize(inputs.x)
+    given = x, inputs.topk_idx, inputs.topk_weights, case.experts
+    exchange = V2(buffer, *given, num_sms=case.num_sms)
 
     def step() -> Tensor:
-        dispatch()
-        (rows, scales), topk, weights = state[:3]
-        used = int(state[3].psum_num_recv_tokens_per_scaleup_rank[-1])
+        exchange.dispatch()
+        (rows, scales), topk, weights = exchange.state[:3]
+        used = exchange.received
         x = reference.dequantize(rows[:used], scales[:used].contiguous())
         y = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
         y[:used] = by_rank(case, x, topk[:used], weights[:used])
-        return combine_of(y)
+        return exchange.combine(y)
 
-    dispatch()
-    y = torch.randn(case.hidden, device=device).bfloat16().expand(state[0][0].shape).contiguous()
-    want = lambda: closed_form(case, inputs, reference.dequantize(*given))  # noqa: E731
-    made = Made(dispatch, lambda: combine_of(y), step, want, keep=[buffer, state])
-    made.combine()
-    return made
+    want = lambda: closed_form(case, inputs, reference.dequantize(*x))  # noqa: E731
+    return made_of(exchange, step, want)
 
 
 MAKERS = {"all_to_all": make_all_to_all, "low-latency": make_low_latency, "v2": make_v2}
@@ -340,12 +317,11 @@ def links(place: tuple[int, int, str], store: str) -> dict[str, float]:
     """Measures the links between the two GPUs, without this package's data path."""
     import torch.distributed as dist
 
-    from moe_p2p.tools.bench.probe import Probe
-
+    probes = module_of("tools.probe", "tools.bench.probe")
     at, count, _ = place
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=at, world_size=count)
     try:
-        probe = Probe(timeout_s=20.0)
+        probe = probes.Probe(timeout_s=20.0)
         found = probe.links()
         probe.close()
     finally:
@@ -376,6 +352,9 @@ class Worker:
     def apart(self, name: str) -> list[float]:
         case, made = self._made[name]
         return apart_us(made, case.chain)
+
+    def leave(self) -> None:
+        """Nothing is left behind."""
 
     def links(self, store: str) -> dict[str, float]:
         return links(self._place, store)

@@ -1,6 +1,6 @@
 """The loop of a process that obeys commands: one JSON object a line in, one line out.
 
-Used by mirror_worker.py and host_worker.py, which mirror_turns.Worker starts.
+Used by mirror_worker.py and host_worker.py, which turns.Worker starts.
 """
 
 from __future__ import annotations

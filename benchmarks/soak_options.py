@@ -1,4 +1,4 @@
-"""Options of soak.py, transports it runs over, and limits of what its ranks may hold."""
+"""Options of moe_soak.py, transports it runs over, and limits of what its ranks may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/soak.py: communicators in a row on one engine, every row checked.
+"""One rank of benchmarks/moe_soak.py: communicators in a row on one engine, every row checked.
 
 Tokens follow from the numbers of attempt, step and rank, so each rank knows what the others send
 and compares rows and sums with its own computation. Experts multiply by different factors, so
@@ -151,7 +151,7 @@ def serve_store(place: hosts.Place | None, address: str, pipe: Connection) -> No
 
 def run(setting: Setting, address: str, port: int, pipe: Connection) -> None:
     """Runs attempts from the pipe, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C soak.py ends its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C moe_soak.py ends its ranks
     faulthandler.enable()
     faulthandler.register(SHOW_STACKS)
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ def run(setting: Setting, address: str, port: int, pipe: Connection) -> None:
                 pipe.send(Life(setting, attempt, engine, prefixed, pipe).run())
         pipe.send("closed")
     except EOFError:
-        return  # soak.py has ended
+        return  # moe_soak.py has ended
     except BaseException:
         pipe.send(Failure(traceback.format_exc()))
 

@@ -1,6 +1,6 @@
 // Measures the links of this machine, for the floors of `python -m moe_p2p bench`: bandwidth of an
 // all-to-all push, round trips of words between GPUs and between GPU and host, and a barrier of the
-// GPUs that lines up the clocks. Launched only by moe_p2p/tools/bench/probe.py; every wait has a
+// GPUs that lines up the clocks. Launched only by moe_p2p/tools/probe.py; every wait has a
 // deadline, and a missed one is reported in Params::result.
 #include "kernels/device/ptx.cuh"
 
@@ -11,7 +11,7 @@ using device::globaltimer_ns;
 using device::ld_acquire_sys_u64;
 using device::st_release_sys_u64;
 
-// moe_p2p/tools/bench/probe.py has the same fields in the same order.
+// moe_p2p/tools/probe.py has the same fields in the same order.
 struct Params {
   u64 data[kMaxRanksPerNode];  // memory of each rank, as this device maps it
   u64 host;                    // HostWords, pinned

@@ -12,6 +12,7 @@ import importlib
 from moe_p2p import aliases, env
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import PageRows
 from moe_p2p.errors import (
     AbortedError,
     CancelledError,
@@ -31,7 +32,7 @@ from moe_p2p.moe import pool
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched, PendingCombine, PendingDispatch
-from moe_p2p.moe.options import DispatchOptions
+from moe_p2p.moe.options import CombineOptions, DispatchOptions
 from moe_p2p.moe.pool import AllToAllPool
 from moe_p2p.moe.scale_rows import swizzle_scales
 from moe_p2p.version import __version__
@@ -43,12 +44,14 @@ __all__ = [
     "AllToAllPool",
     "CancelledError",
     "ClosedError",
+    "CombineOptions",
     "DispatchOptions",
     "Dispatched",
     "Engine",
     "EngineConfig",
     "InvalidArgumentError",
     "MoeP2pError",
+    "PageRows",
     "PeerDeadError",
     "PendingCombine",
     "PendingDispatch",

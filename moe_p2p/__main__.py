@@ -14,7 +14,7 @@ COMMANDS = {
         "moe_p2p.tools.accuracy",
         "errors of sums whose partial sums travel in other types, and their bytes",
     ),
-    "bench": ("moe_p2p.tools.bench.command", "correctness, then latency and bytes on the wire"),
+    "bench": ("moe_p2p.bench.command", "correctness, then latency and bytes on the wire"),
     "compile": (
         "moe_p2p.tools.compile_kernels",
         "kernels of a model's shape, ahead, into a folder: for an image of a container",

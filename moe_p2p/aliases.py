@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from moe_p2p import env
 
@@ -115,6 +116,10 @@ MOVED = {
     **{f"reference.{name}": f"moe.reference.{name}" for name in ("int10", "routing", "wire")},
     "reference.fp8": "machine.fp8",
     "transfers": "engine.transfers",
+    "kv.membership": "kv.lease_keeper",
+    "kv.reservation": "kv.receiver",
+    "kv.sending": "kv.sender",
+    "weights.generator": "weights.engine_rank",
     **{
         f"integrations.{old}": f"integrations.{new}"
         for old, new in {
@@ -153,3 +158,16 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def follow_moved() -> None:
     sys.meta_path.insert(0, _Moved())
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module in which names were replaced by others."""
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module}.{name} is {module}.{names[name]} now"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find

@@ -8,6 +8,7 @@ MOE_P2P_CACHE               folder of compiled kernels, writable by no other use
                             folder for temporary files)
 MOE_P2P_TUNED               file of `python -m moe_p2p tune`; none: use no such file (default: one
                             in the folder of compiled kernels, named by the machine)
+MOE_P2P_DIRECT              0: no call goes past torch's dispatcher (moe/direct.py)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
@@ -137,6 +138,11 @@ def use_cache_folder(folder: Path) -> None:
 def fabric() -> bool:
     """Whether GPU memory is shared by fabric handle instead of by file descriptor."""
     return os.environ.get("MOE_P2P_FABRIC") == "1"
+
+
+def direct() -> bool:
+    """Whether eager calls may go past torch's dispatcher. Read when the package is imported."""
+    return os.environ.get("MOE_P2P_DIRECT") != "0"
 
 
 def as_deep_ep() -> bool:

@@ -83,6 +83,7 @@ _WANTED = {
     "Tensor": "a torch.Tensor",
     "Optional[Tensor]": "a torch.Tensor or None",
     "List[Tensor]": "torch.Tensors",
+    "Optional[List[Tensor]]": "torch.Tensors",  # Python gives a list in each call
     "int": "an int",
     "bool": "a bool",
 }

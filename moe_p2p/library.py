@@ -2,15 +2,14 @@
 
 `call` gives errors of C++ their types. Tensors whose elements do not lie in memory at strides
 (meta, nested, sparse) are refused by name: the ops have no kernels for them, or could not read
-them. To look at each argument would slow down every call, so a call is looked at once it has
-failed. Tensors of the meta device would not fail: torch passes them to fake kernels, and nothing
-would be sent. So those look too.
+them. Checking each argument would slow down every call, so arguments are checked after a call has
+failed. Calls with tensors of the meta device would not fail: torch passes them to fake kernels, and
+nothing would be sent. So fake kernels check too.
 
-torch.set_default_device, and `with torch.device(...)`, pass every use of a tensor in Python to a
-function of torch's, reading its type included: a call of ours took three times as long. Our calls
-name the device of each tensor they make, so they switch that off for as long as they last
-(`without_default_device`). Where there is no default device, that costs a look at the number of
-modes.
+With torch.set_default_device, and within `with torch.device(...)`, torch intercepts every use of a
+tensor in Python, even reading its type: a call of ours took three times as long. Our calls name the
+device of each tensor they make, so they switch that off while they run (`without_default_device`).
+Without a default device that costs one read of the number of modes.
 """
 
 from __future__ import annotations

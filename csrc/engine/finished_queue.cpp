@@ -18,7 +18,7 @@ FinishedQueue::FinishedQueue() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
 FinishedQueue::~FinishedQueue() { close(fd_); }
 
 // The system call is made for the first Request only: who takes it takes all that follow.
-void FinishedQueue::push(Request& request) noexcept {
+void FinishedQueue::push(MailboxNode& request) noexcept {
   if (ended_.push(request)) signal();
 }
 

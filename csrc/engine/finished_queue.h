@@ -3,9 +3,11 @@
 // it, emptied by the user. A Request is in one of these at most (Request::watch).
 #pragma once
 
-#include "engine/request.h"
+#include "engine/mailbox.h"
 
 namespace moe_p2p::engine {
+
+class Request;  // request.h
 
 class FinishedQueue {
  public:
@@ -19,11 +21,11 @@ class FinishedQueue {
 
   // One thread at a time. Calls taken(Request&) for each Request that has ended since the last
   // call; it is done, not watched any more, and may be destroyed.
-  template <typename Taken>
+  template <typename Ended = Request, typename Taken>
   void take(Taken&& taken) {
     clear();
     for (MailboxNode* node = ended_.take_all(); node != nullptr;) {
-      auto& request = static_cast<Request&>(*node);
+      auto& request = static_cast<Ended&>(*node);
       node = node->next;  // before `taken`, which may destroy the Request
       request.take_from_queue();
       taken(request);
@@ -35,7 +37,7 @@ class FinishedQueue {
  private:
   friend class Request;
 
-  void push(Request& request) noexcept;
+  void push(MailboxNode& request) noexcept;
   void clear() noexcept;
 
   const int fd_;

@@ -2,8 +2,8 @@
 
 namespace moe_p2p::engine {
 
-// Behind Requests of the same value. They come in the order of values, but for those that somebody
-// else has held up.
+// Behind Requests of the same value. Requests come in the order of values, except those that a
+// caller has delayed.
 void Gates::hold(Request& request) noexcept {
   Gate& gate = *request.gate;
   if (gate.first_ == nullptr) {

@@ -1,7 +1,7 @@
 // Makes what NICs wrote into GPU memory visible to all its readers. A NIC's completion means that
 // the payload is on its way into the GPU, and GPUs differ in how they order such writes
 // (platform/gpu_writes.h); so the Poller flushes after it took immediates from a NIC and before it
-// counts the first, for whoever reads what they announce. Serves all providers whose writes a
+// counts the first, for the readers of the announced data. Serves all providers whose writes a
 // device carries out (Domain::needs_gpu_flush).
 #pragma once
 
@@ -30,8 +30,8 @@ class GpuFlushes {
 
   // Polling thread.
   bool needed() const noexcept { return first_.load(std::memory_order_relaxed) != nullptr; }
-  // For readers among the GPUs: of those that have memory there, the owners alone, or neighbours
-  // too. False when a GPU could not flush: then no immediate may be counted.
+  // For readers on GPUs: the owners of the memory alone, or their neighbours too. False when a GPU
+  // could not flush: then no immediate may be counted.
   bool flush(Readers readers) noexcept {
     if (failed()) return false;
     if (readers == Readers::kNobody) return true;

@@ -47,8 +47,8 @@ struct ImmKey {
   }
 };
 
-// Who reads what a keyed immediate announces, where that lies in GPU memory: nobody (it is in host
-// memory), the GPU that owns it alone, or other GPUs too. A NIC's writes may be ordered for the
+// Which GPUs read the data that a keyed immediate announces: none (it is in host memory), only the
+// GPU that owns the memory, or other GPUs too. A NIC's writes may be ordered for the
 // owner alone (gpu_flushes.h).
 enum class Readers : uint8_t { kNobody, kOwner, kNeighbours };
 using PhaseReaders = std::array<Readers, ImmKey::kMaxPhases>;

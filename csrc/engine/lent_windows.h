@@ -1,7 +1,8 @@
-// GPU memory of peers on this host that is mapped here because their descriptors say how: the NICs
-// of a host that write through the host otherwise go over NVLink. Of one TransferEngine; control
-// path, any thread. The device that maps is the one whose memory is registered first: regions that
-// are resolved before are mapped then. What cannot be mapped is written without, and logged once.
+// GPU memory of peers on this host that is mapped here, by handles in their descriptors, so that
+// the software NIC writes over NVLink and not through host memory. Of one TransferEngine; control
+// path, any thread. The device of the memory that is registered first maps; regions that were
+// resolved earlier are mapped then. Memory that cannot be mapped is written through the host, and
+// logged once.
 #pragma once
 
 #include <atomic>

@@ -3,33 +3,24 @@
 #include <algorithm>
 #include <numeric>
 
-#include "base/log.h"
-#include "engine/peer.h"
-
 namespace moe_p2p::engine {
-
-using base::Code;
 
 namespace {
 
 constexpr uint64_t kBytes = 64;  // of a read: any byte will do
-constexpr int kKvPriority = 1;
 
 }  // namespace
 
-LoopBack::LoopBack(TransferEngine& engine)
-    : engine_(engine),
-      landing_(kBytes * static_cast<size_t>(engine.num_nics())),
-      first_(static_cast<size_t>(engine.num_nics()), 0),
-      own_(first_.size()),
-      handle_(engine.register_memory({.data = landing_.data(), .bytes = landing_.size()})),
-      self_(engine.connect(engine.address(), kKvPriority)) {
+LoopBack::LoopBack(int num_nics)
+    : landing_(kBytes * static_cast<size_t>(num_nics)),
+      first_(static_cast<size_t>(num_nics), 0),
+      own_(first_.size()) {
   std::iota(own_.begin(), own_.end(), 0);
 }
 
-void LoopBack::read(std::span<const MemoryHandle* const> memory, platform::Deadline deadline) {
+std::vector<Request*> LoopBack::reads(std::span<const MemoryHandle* const> memory) {
   readings_.remove_if([](const Reading& reading) { return reading.request.done(); });
-  const auto before = static_cast<std::ptrdiff_t>(readings_.size());
+  std::vector<Request*> requests;
   for (const MemoryHandle* handle : memory) {
     Reading& reading = readings_.emplace_back();
     reading.region = {self_, handle->span.bytes, {}};
@@ -41,16 +32,10 @@ void LoopBack::read(std::span<const MemoryHandle* const> memory, platform::Deadl
                                           .page_bytes = std::min(kBytes, handle->span.bytes),
                                           .target_pages = {own_, kBytes},
                                           .source_pages = {first_, kBytes}};
-    reading.request.priority = kKvPriority;
-    engine_.submit(reading.request);
+    reading.request.priority = kPriority;
+    requests.push_back(&reading.request);
   }
-  for (auto reading = std::next(readings_.begin(), before); reading != readings_.end(); ++reading) {
-    MOE_P2P_CHECK(reading->request.wait(deadline), Code::kTimeout,
-                  "reading own memory through own NICs takes too long");
-    MOE_P2P_CHECK(reading->request.status().ok(), Code::kTransport,
-                  "reading own memory through own NICs failed (",
-                  base::code_name(reading->request.status().code), ")", engine_.first_failure());
-  }
+  return requests;
 }
 
 }  // namespace moe_p2p::engine

@@ -7,29 +7,39 @@
 #include <span>
 #include <vector>
 
-#include "engine/transfer_engine.h"
+#include "engine/peer.h"
+#include "engine/request.h"
 
 namespace moe_p2p::engine {
 
 class LoopBack {
  public:
-  // Connects the engine to itself.
-  explicit LoopBack(TransferEngine& engine);
+  static constexpr int kPriority = 1;  // KV's
 
-  // Returns once each NIC has read from each memory. Throws Error{kTimeout} at the deadline,
-  // Error{kTransport} for a read that failed.
-  void read(std::span<const MemoryHandle* const> memory, platform::Deadline deadline);
+  explicit LoopBack(int num_nics);
+  // What the engine registers: reads land there.
+  provider::MemorySpan landing() noexcept {
+    return {.data = landing_.data(), .bytes = landing_.size()};
+  }
+  // Before the first read. self: the engine, connected to itself with kPriority.
+  void use(const MemoryHandle* landing, const Peer* self) noexcept {
+    handle_ = landing;
+    self_ = self;
+  }
+
+  // Returns Requests to submit: with them each NIC reads from each memory. They stay alive until
+  // they are done and this is called again.
+  std::vector<Request*> reads(std::span<const MemoryHandle* const> memory);
 
  private:
   struct Reading {
     RemoteRegion region;
     Request request;
   };
-  TransferEngine& engine_;
   std::vector<std::byte> landing_;
   std::vector<int64_t> first_, own_;  // pages: every NIC reads the first one, into one of its own
-  const MemoryHandle* handle_;
-  const Peer* self_;
+  const MemoryHandle* handle_ = nullptr;
+  const Peer* self_ = nullptr;
   std::list<Reading> readings_;  // also those that had not ended at an earlier deadline
 };
 

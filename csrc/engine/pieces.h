@@ -28,7 +28,7 @@ struct CutContext {
 };
 
 // Fills `out` with the next pieces and moves the cursor past them, in_flight included. Returns how
-// many; cursor.state tells why it stopped. With an empty `out` it only sets cursor.state. When an
+// many; cursor.state has the reason for the stop. With an empty `out` it only sets that. When an
 // item with an immediate has several pieces, the last piece carries it and is held back until
 // cursor.in_flight is 0 again, because the immediate means that the item is complete.
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,

@@ -137,8 +137,8 @@ bool Poller::post(NicQueue& queue, Lookout* lookout) noexcept {
   return moved;
 }
 
-// Fills a batch. False when writes of lower classes are in it: no more than kQuantum of them, with
-// those that a full NIC left over.
+// Fills a batch. False when writes of lower classes are in it: at most kQuantum of them, including
+// writes that a full NIC left over.
 bool Poller::stage(NicQueue& queue) noexcept {
   const auto now = classes_.num_used > 1 ? platform::Clock::now() : platform::Deadline{};
   size_t num_lower = classes_.num_used > 1 ? queue.num_staged() : 0;

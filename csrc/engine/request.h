@@ -104,8 +104,8 @@ struct Scatter {
   std::optional<uint32_t> imm;
 };
 
-// The peer's memory is the source, the memory here the target. No immediate is delivered: who reads
-// knows when it is done.
+// The peer's memory is the source, the memory here the target. No immediate is delivered: only the
+// reader knows when it is done.
 struct Read {
   const MemoryHandle* target = nullptr;
   uint64_t target_offset = 0;

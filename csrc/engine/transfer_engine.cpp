@@ -87,6 +87,16 @@ struct TransferEngine::State {
     engine.run_on_poller(closure, deadline.value_or(Clock::now() + options.control_timeout));
   }
 
+  // Once register_memory() of the engine is asked for memory in order.
+  void make_loop_back(TransferEngine& engine) {
+    const std::lock_guard lock(loop_back_mutex);
+    if (loop_back) return;
+    auto made = std::make_unique<LoopBack>(options.num_nics);
+    made->use(engine.register_memory(made->landing()),
+              engine.connect(engine.address(), LoopBack::kPriority));
+    loop_back = std::move(made);
+  }
+
   RemoteRegion* find_or_add_region(const Peer* peer, const MemoryDescriptor& descriptor);
   const Peer* find_peer(const EngineAddress& address, int priority);
 
@@ -138,10 +148,7 @@ ImmTable& TransferEngine::imm_table() noexcept { return state_->poller.imm_table
 // --- memory ---
 
 const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& span) {
-  if (span.in_order) {  // it connects: not while a peer is fenced
-    const std::lock_guard lock(state_->loop_back_mutex);
-    if (!state_->loop_back) state_->loop_back = std::make_unique<LoopBack>(*this);
-  }
+  if (span.in_order) state_->make_loop_back(*this);  // it connects: not while a peer is fenced
   auto handle =
       std::make_unique<MemoryHandle>(MemoryHandle{span, state_->group.register_memory(span)});
   if (span.kind == provider::MemoryKind::kCuda && state_->group.needs_gpu_flush()) {
@@ -283,8 +290,17 @@ void TransferEngine::sever(uint64_t tag, std::span<const MemoryHandle* const> me
     MOE_P2P_CHECK(handle->span.in_order, Code::kInvalidArgument, label,
                   ": memory that is not registered in order cannot be fenced by queue pair");
   state_->group.sever(tag, deadline);
+  if (memory.empty()) return;
   const std::lock_guard lock(state_->loop_back_mutex);
-  if (!memory.empty()) state_->loop_back->read(memory, deadline);
+  const std::vector<Request*> reads = state_->loop_back->reads(memory);
+  submit(reads);
+  for (Request* read : reads) {
+    MOE_P2P_CHECK(read->wait(deadline), Code::kTimeout,
+                  "reading own memory through own NICs takes too long");
+    MOE_P2P_CHECK(read->status().ok(), Code::kTransport,
+                  "reading own memory through own NICs failed (",
+                  base::code_name(read->status().code), ")", first_failure());
+  }
 }
 
 void TransferEngine::map_region(const RemoteRegion* region, const provider::MemorySpan& local) {

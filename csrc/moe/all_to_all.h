@@ -2,7 +2,7 @@
 //
 // A call is one or more steps (docs/protocol.md). A *paired* dispatch of one chunk leaves its step
 // open for the combine that follows. A *solo* call closes its steps itself: dispatches that need
-// more than one chunk, those that ask for it, and combines whose handle's step is already closed.
+// more than one chunk or ask for it, and combines whose handle's step is already closed.
 // All ranks make the same calls in the same order with the same max_tokens, solo and types.
 //
 // One caller thread at a time per object. Bad input throws Error{kInvalidArgument} before anything

@@ -30,9 +30,9 @@ class Backend {
   // Throws what has failed since the call that caused it returned. Neither latches nor waits.
   virtual void check() const = 0;
   virtual bool failed() const noexcept = 0;  // a kernel has reported something
-  // The last step of each step slot whose combine this rank has handed in, unless a neighbour is
-  // gone and has not: nobody rings its doorbell then. A rank that closes waits until these are
-  // sent.
+  // The last step of each step slot whose combine this rank has handed in. If a neighbour is gone
+  // and has not handed in its part, the step is left out: nobody rings its doorbell. A rank that
+  // closes waits until these are sent.
   virtual std::vector<Step> last_steps() const = 0;
 
   // Which calls are open.

@@ -46,7 +46,7 @@ struct DispatchSend {
   bool num_tokens_is_int64 = false;
   int64_t max_tokens = 0;  // bound for every rank in this call, equal on all ranks
   Handle handle{};
-  // Owns the handle's words, where the ledger releases dispatches that nobody combines; else null.
+  // Owns the handle's words, if the ledger releases dispatches without a combine; else null.
   std::shared_ptr<const void> handle_owner;
   platform::Stream stream{};  // on a GPU: the stream of the call
 };
@@ -64,11 +64,11 @@ struct DispatchRecv {
   // scales of the next expert follow.
   int64_t scale_stride = 0;
   std::vector<ExtraOutput> extras;
-  float* row_weights = nullptr;  // [rows], by rank [rows, K]
+  float* row_weights = nullptr;  // [rows], per token [rows, K]
   int32_t* counts = nullptr;     // [E_local] tokens of each expert
   int32_t* offsets =
-      nullptr;  // [E_local + 1] first row of each expert, by rank [W + 1] of each source
-  void* row_topk = nullptr;   // by rank: [rows, K] local expert ids, -1 = none of this rank
+      nullptr;  // [E_local + 1] first row of each expert, per token [W + 1] of each source
+  void* row_topk = nullptr;   // per token: [rows, K] local expert ids, -1 = none of this rank
   bool topk_is_int64 = true;  // the type of row_topk
   // null: not wanted
   int32_t* source = nullptr;  // [rows, 2] source rank and its token
@@ -82,11 +82,11 @@ struct CombineSend {
   const void* y = nullptr;  // [y_rows, H] of y_dtype, laid out as x was received
   abi::DType y_dtype{};
   int64_t y_rows = 0;
-  bool by_rank = false;                // y is known to lie by rank: a slot has one row
+  abi::RowLayout layout{};             // of y; kPadded also where it is not known
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
-  // [y_rows]: returned to their (token, k); by rank [y_rows, K]: all K are added up; null: none
+  // [y_rows]: returned to their (token, k); [y_rows, K]: all K are added up; null: none
   const float* row_scalars = nullptr;
-  bool scalars_by_rank = false;
+  bool topk_scalars = false;  // the latter
   // [T, K] of this rank's tokens, pushed to the experts with this call; null: row_weights are used
   const float* topk_weights = nullptr;
   int64_t num_rows = 0;    // T, with topk_weights

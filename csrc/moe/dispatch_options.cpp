@@ -6,6 +6,7 @@ namespace moe_p2p::moe {
 
 namespace {
 
+constexpr int64_t kLayoutMask = 3;
 constexpr int kScaleFormatShift = 2;  // above the layout
 enum Flags : int64_t {
   kQuantize = 1 << 4,
@@ -26,16 +27,17 @@ constexpr int64_t kMaxAlignment = (int64_t{1} << 31) - 1;  // rows are numbered 
 }  // namespace
 
 DispatchOptions dispatch_options_from(int64_t number) {
-  const auto layout = static_cast<abi::RowLayout>(number & 3);
+  const auto layout = static_cast<abi::RowLayout>(number & kLayoutMask);
+  const abi::LayoutFacts facts = abi::facts_of(layout);
   const auto scale_format = static_cast<abi::ScaleFormat>(number >> kScaleFormatShift & 3);
   const int64_t alignment = (number & (kDrop - 1)) >> kAlignmentShift;
   const bool drop = (number & kDrop) != 0;
   const auto has = [&](Flags flag) { return (number & flag) != 0; };
-  MOE_P2P_CHECK(layout <= abi::RowLayout::kByRank && scale_format <= abi::ScaleFormat::kUe8m0 &&
-                    alignment >= 1 && alignment <= kMaxAlignment &&
+  MOE_P2P_CHECK(facts.name && scale_format <= abi::ScaleFormat::kUe8m0 && alignment >= 1 &&
+                    alignment <= kMaxAlignment &&
                     (has(kQuantize) || scale_format == abi::ScaleFormat::kFloat32) &&
-                    (!has(kWithRanges) || layout == abi::RowLayout::kPadded) &&
-                    (!drop || layout == abi::RowLayout::kGrouped) && number >> kSumOrderShift == 0,
+                    (!has(kWithRanges) || facts.apart) && (!drop || facts.packs_experts()) &&
+                    number >> kSumOrderShift == 0,
                 base::Code::kInvalidArgument, "options is ", number,
                 ", must be the number of a moe_p2p.DispatchOptions");
   return {.layout = layout,
@@ -52,14 +54,18 @@ DispatchOptions dispatch_options_from(int64_t number) {
           .alignment = alignment};
 }
 
-bool by_rank_from(int64_t number) {
-  return static_cast<abi::RowLayout>(number & 3) == abi::RowLayout::kByRank;
+abi::RowLayout layout_from(int64_t number) {
+  const auto layout = static_cast<abi::RowLayout>(number & kLayoutMask);
+  MOE_P2P_CHECK(abi::facts_of(layout).name, base::Code::kInvalidArgument, "options is ", number,
+                ", its lowest two bits are no layout");
+  return layout;
 }
 
 abi::SumOrder sum_order_from(int64_t number) {
   const auto order = static_cast<abi::SumOrder>(number >> kSumOrderShift & 3);
-  // Rows by rank are one for each rank.
-  return order == abi::SumOrder::kRows && by_rank_from(number) ? abi::SumOrder::kTopk : order;
+  // A token has one row per token at a rank, which is the sum already.
+  const bool per_token = abi::facts_of(layout_from(number)).per_token;
+  return order == abi::SumOrder::kRows && per_token ? abi::SumOrder::kTopk : order;
 }
 
 abi::Partials partials_from(int64_t number) { return partials_of(number >> kPartialsShift); }

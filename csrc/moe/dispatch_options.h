@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/abi/shape.h"
+#include "kernels/abi/layout.h"
 
 namespace moe_p2p::moe {
 
@@ -25,15 +25,13 @@ struct DispatchOptions {
   bool drop = false;
   int64_t alignment = 1;  // grouped: each expert starts at a multiple of this
 
-  bool padded() const noexcept { return layout == abi::RowLayout::kPadded; }
-  bool grouped() const noexcept { return layout == abi::RowLayout::kGrouped; }
-  bool by_rank() const noexcept { return layout == abi::RowLayout::kByRank; }
+  abi::LayoutFacts rows() const noexcept { return abi::facts_of(layout); }
 };
 
 // Throws Error{kInvalidArgument} for a number that options.py never makes.
 DispatchOptions dispatch_options_from(int64_t number);
-// Whether rows lie by rank. The number may be a combine's.
-bool by_rank_from(int64_t number);
+// The layout alone. The number may be a combine's.
+abi::RowLayout layout_from(int64_t number);
 // The order in which the combine adds that is given this number.
 abi::SumOrder sum_order_from(int64_t number);
 // The types of the partial sums of such a combine.

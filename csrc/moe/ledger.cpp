@@ -61,7 +61,7 @@ const OpenCall* Ledger::find(const int32_t* handle, Stage stage, uint64_t captur
   return was_captured ? &captured->second : nullptr;
 }
 
-// Several solo dispatches may name no step at all: handle addresses tell their combines apart.
+// Several solo dispatches may name no step at all: handle addresses distinguish their combines.
 const OpenCall* Ledger::find_named(uint64_t step, const int32_t* handle, Stage stage) const {
   const OpenCall* found = nullptr;
   for (const OpenCall& open : eager_)

@@ -27,9 +27,9 @@ struct DispatchVariant {
   abi::DType x_dtype{};  // of the caller's payload
   bool quantize = false;
   abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
-  bool by_rank = false;
-  uint64_t x_bytes = 0;  // DispatchSend's
-  bool plain = false;    // is_plain() (moe/device/plain.h)
+  abi::RowLayout layout{};  // LayoutFacts::kernel
+  uint64_t x_bytes = 0;     // DispatchSend's
+  bool plain = false;       // is_plain() (moe/device/plain.h)
 
   auto operator<=>(const DispatchVariant&) const = default;
 };

@@ -97,7 +97,7 @@ void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t 
 // The 4-byte scales of column_scales: [.., capacity, P] with the rows of a scale side by side.
 void check_column_scales(const Tensor& scales, const Layout& layout) {
   check_on_device(scales, "scales");
-  const int64_t dims = layout.options.padded() ? 3 : 2, ld = layout.scale_stride();
+  const int64_t dims = layout.options.rows().apart ? 3 : 2, ld = layout.scale_stride();
   const bool fits = scales.dim() == dims && scales.size(dims - 2) == layout.capacity &&
                     (dims == 2 || scales.size(0) == layout.experts);
   const int64_t width = fits ? scales.size(dims - 1) : 0;
@@ -107,7 +107,7 @@ void check_column_scales(const Tensor& scales, const Layout& layout) {
   MOE_P2P_CHECK(fits && strides_of(dims - 1, ld) && strides_of(dims - 2, 1) &&
                     (dims == 2 || strides_of(0, width * ld)),
                 Code::kInvalidArgument, "scales is ", describe(scales), ", must hold ",
-                layout.capacity, " rows", layout.options.padded() ? " for each expert" : "",
+                layout.capacity, " rows", layout.options.rows().apart ? " for each expert" : "",
                 ", with column_scales in columns of stride ", ld);
 }
 
@@ -165,7 +165,7 @@ Layout::Layout(const AllToAllObject& comm, const moe::DispatchOptions& asked, in
       experts(comm.num_local_experts()),
       ranks(comm.plan().shape.world_size),
       topk(comm.topk()),
-      num_rows(asked.padded() ? experts * rows : rows) {
+      num_rows(asked.rows().apart ? experts * rows : rows) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows are numbered in 32 bits
   MOE_P2P_CHECK(capacity >= 0 && capacity <= kMost, Code::kInvalidArgument, "capacity is ",
                 capacity, ", must be from 0 to ", kMost);
@@ -206,12 +206,15 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, layout.source()});
   recv.ranges =
       optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, layout.ranges()});
-  MOE_P2P_CHECK(!recv.ranges || layout.options.padded(), Code::kInvalidArgument,
-                "ranges are of rows within an expert's; they need layout padded");
+  const abi::LayoutFacts facts = layout.options.rows();
+  MOE_P2P_CHECK(!recv.ranges || facts.apart, Code::kInvalidArgument,
+                "ranges are of rows within an expert's; they need layout ",
+                abi::layout_with(&abi::LayoutFacts::apart));
   recv.wait_ticks = optional_output<int64_t>(
       to.wait_ticks, {"wait_ticks", {ScalarType::Long}, layout.wait_ticks()});
-  MOE_P2P_CHECK(to.row_topk.has_value() == layout.options.by_rank(), Code::kInvalidArgument,
-                "row_topk goes with layout by_rank, and only with it");
+  MOE_P2P_CHECK(to.row_topk.has_value() == facts.per_token, Code::kInvalidArgument,
+                "row_topk goes with layout ", abi::layout_with(&abi::LayoutFacts::per_token),
+                ", and only with it");
   recv.row_topk = optional_output<void>(
       to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, layout.row_topk()});
   recv.topk_is_int64 = to.row_topk && to.row_topk->scalar_type() == ScalarType::Long;
@@ -234,18 +237,18 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
   send.y_dtype = payload_type(in.y.scalar_type(), "y", kCombineTypes);
   send.y = data_of(in.y);
-  send.by_rank = in.by_rank;
+  send.layout = in.layout;
   // row_weights are the dispatch's, not given by the caller: y does not fit.
   MOE_P2P_CHECK(!in.row_weights || in.row_weights->numel() == send.y_rows, Code::kInvalidArgument,
                 "y is ", describe(in.y), ", must hold the ", in.row_weights->numel(),
                 " rows that dispatch returned: row_weights is ", describe(*in.row_weights));
   send.row_weights =
       optional_input<float>(in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
-  send.scalars_by_rank = in.row_scalars && in.row_scalars->dim() == 2;
+  send.topk_scalars = in.row_scalars && in.row_scalars->dim() == 2;
   const Expected by_topk{"row_scalars", {ScalarType::Float}, {send.y_rows, comm.topk()}};
   send.row_scalars = optional_input<float>(
       in.row_scalars,
-      send.scalars_by_rank ? by_topk : Expected{"row_scalars", {ScalarType::Float}, {send.y_rows}});
+      send.topk_scalars ? by_topk : Expected{"row_scalars", {ScalarType::Float}, {send.y_rows}});
   send.topk_weights = optional_input<float>(
       in.topk_weights, {"topk_weights", {ScalarType::Float}, {kAny, comm.topk()}});
   MOE_P2P_CHECK(!in.row_weights || !in.topk_weights, Code::kInvalidArgument,

@@ -87,14 +87,16 @@ struct Layout {
 
   // Rows of `width` values each.
   Sizes of_rows(int64_t width) const {
-    return options.padded() ? Sizes{experts, capacity, width} : Sizes{capacity, width};
+    return options.rows().apart ? Sizes{experts, capacity, width} : Sizes{capacity, width};
   }
   // Column scales: from one scale of a row to the next.
   int64_t scale_stride() const { return (capacity + 3) / 4 * 4; }
-  Sizes row_weights() const { return options.by_rank() ? Sizes{num_rows, topk} : Sizes{num_rows}; }
+  Sizes row_weights() const {
+    return options.rows().per_token ? Sizes{num_rows, topk} : Sizes{num_rows};
+  }
   Sizes row_topk() const { return {num_rows, topk}; }
   Sizes counts() const { return {experts}; }
-  Sizes offsets() const { return {(options.by_rank() ? ranks : experts) + 1}; }
+  Sizes offsets() const { return {(options.rows().per_token ? ranks : experts) + 1}; }
   Sizes source() const { return {num_rows, 2}; }
   Sizes ranges() const { return {experts, ranks}; }
   Sizes wait_ticks() const { return {ranks}; }
@@ -124,7 +126,7 @@ struct CombineArguments {
   int64_t max_tokens;  // of the dispatch
   abi::SumOrder order{};
   abi::Partials partials{};
-  bool by_rank = false;  // y is known to lie so
+  abi::RowLayout layout{};  // of y, as moe::CombineSend has it
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);

@@ -96,7 +96,7 @@ void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t op
       .x_dtype = x_bytes > 0 ? abi::DType::kFloat8E4M3 : payload_type(x_dtype, "x_dtype"),
       .quantize = options.quantize,
       .scale_format = options.scale_format,
-      .by_rank = options.by_rank(),
+      .layout = options.rows().kernel,
       .x_bytes = static_cast<uint64_t>(x_bytes),
       .plain = plain};
   caller->all_to_all.device().set_dispatch(variant, made);
@@ -178,10 +178,6 @@ Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   caller->all_to_all.gather_counts(given,
                                    {static_cast<int32_t*>(mutable_data_of(gathered)), total});
   return gathered;
-}
-
-int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
-  return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
 }
 
 // One line "name number" per field of abi::HandleLayout, and the most slots of a source in a chunk.
@@ -273,7 +269,6 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_clean_masks", TORCH_BOX(&all_to_all_clean_masks));
   m.impl("all_to_all_set_clean_kernel", TORCH_BOX(&all_to_all_set_clean_kernel));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
-  m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("handle_layout", TORCH_BOX(&handle_layout));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));
   m.impl("dispatch_recv", TORCH_BOX(&dispatch_recv));

@@ -114,13 +114,13 @@ int64_t most_tokens(AllToAllObject& comm, const Tensor& x) {
 int64_t most_rows(const AllToAllObject& comm, const moe::DispatchOptions& options,
                   int64_t max_tokens, int64_t alignment) {
   const int64_t tokens = comm.plan().shape.world_size * max_tokens;
-  if (options.by_rank()) return tokens;
+  if (options.rows().per_token) return tokens;
   const int64_t experts = comm.num_local_experts();
   return tokens * std::min(comm.topk(), experts) + (alignment - 1) * experts;
 }
 
 bool fit(const Tensor& x, const moe::DispatchOptions& options, int64_t rows) {
-  if (!options.by_rank() || options.column_scales || x.dim() != 2) return false;
+  if (!options.rows().per_token || options.column_scales || x.dim() != 2) return false;
   const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
   return row_bytes > 0 && rows <= kMostRowBytes / row_bytes;
 }
@@ -171,7 +171,8 @@ Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& 
     return returned(std::move(made), agreed);
   }
   const Agreed agreed = agree(*comm, given, alignment);
-  return returned(dispatched(options.by_rank() ? agreed.num_rows : agreed.num_grouped), agreed);
+  return returned(dispatched(options.rows().per_token ? agreed.num_rows : agreed.num_grouped),
+                  agreed);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {

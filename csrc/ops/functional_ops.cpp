@@ -90,7 +90,8 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
-  const auto row_topk = make_more(options.by_rank(), layout.row_topk(), topk_idx.scalar_type());
+  const auto row_topk =
+      make_more(options.rows().per_token, layout.row_topk(), topk_idx.scalar_type());
   for (const Tensor& extra : extras)
     row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), extra.scalar_type()));
   const auto row_scales = make_scales(*comm, layout, scales, beside);  // last: into room left
@@ -111,30 +112,32 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
 
 int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int64_t capacity) {
   const Layout layout(comm, in.options, capacity);
-  const bool by_rank = in.options.by_rank();
+  const bool per_token = in.options.rows().per_token;
   const int64_t tokens = in.x.dim() > 0 ? in.x.size(0) : 0, each = layout.num_rows * layout.topk;
   return Arena::room(comm.all_to_all.handle_words(tokens, in.max_tokens), 4) +
-         Arena::room(by_rank ? each : layout.num_rows, 4) +  // weights
+         Arena::room(per_token ? each : layout.num_rows, 4) +  // weights
          Arena::room(layout.experts, 4) + Arena::room(layout.ranks + layout.experts + 1, 4) +
          Arena::room(in.options.with_source ? 2 * layout.num_rows : 0, 4) +
          Arena::room(in.options.with_ranges ? layout.experts * layout.ranks : 0, 8) +
          Arena::room(in.options.with_wait_ticks ? layout.ranks : 0, 8) +
          Arena::room(in.options.copy_topk ? tokens * layout.topk : 0, 8) +
-         Arena::room(by_rank ? each : 0, 8);  // ids
+         Arena::room(per_token ? each : 0, 8);  // ids
 }
 
 namespace {
 
-Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
-                    std::optional<Tensor> scales, std::vector<Tensor> extras,
-                    const Tensor& topk_idx, std::optional<Tensor> topk_weights,
-                    std::optional<Tensor> num_tokens, int64_t num_tokens_host, int64_t max_tokens,
-                    int64_t capacity) {
+Dispatched dispatch(int64_t comm_id, int64_t options_number, int64_t max_tokens, int64_t capacity,
+                    const Tensor& x, const Tensor& topk_idx, std::optional<Tensor> topk_weights,
+                    std::optional<Tensor> scales, std::vector<int64_t> others,
+                    std::optional<std::vector<Tensor>> extras, std::optional<Tensor> num_tokens,
+                    int64_t num_tokens_host) {
+  check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  const std::vector<Tensor> sent = std::move(extras).value_or(std::vector<Tensor>{});
   return dispatch_into_new(
       &*comm,
-      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
+      {x, scales, sent, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
       capacity);
 }
 
@@ -143,10 +146,10 @@ constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
 
 }  // namespace
 
-Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
-                          int64_t capacity, const Tensor& x, const Tensor& topk_idx,
-                          std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
-                          std::vector<int64_t> others) {
+Dispatched dispatch_directly(int64_t comm_id, int64_t options_number, int64_t max_tokens,
+                             int64_t capacity, const Tensor& x, const Tensor& topk_idx,
+                             std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
+                             std::vector<int64_t> others) {
   check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
@@ -190,10 +193,12 @@ void combine_into(AllToAllObject& comm, const CombineArguments& in, const Combin
 }
 
 std::tuple<Tensor, std::vector<Tensor>> combine(
-    int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
-    std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights, std::vector<Tensor> bias,
-    const Tensor& handle, const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
-    int64_t options, int64_t /*capacity*/, bool with_wait_ticks) {
+    int64_t comm_id, int64_t options, int64_t max_tokens, const Tensor& handle, const Tensor& y,
+    const Tensor& topk_idx, std::optional<Tensor> row_weights, std::optional<Tensor> topk_weights,
+    std::optional<Tensor> row_scalars, std::optional<std::vector<Tensor>> biases,
+    std::optional<ScalarType> sum_dtype, int64_t /*capacity*/, bool with_wait_ticks) {
+  const ScalarType out_dtype = sum_dtype.value_or(y.scalar_type());
+  const std::vector<Tensor> bias = std::move(biases).value_or(std::vector<Tensor>{});
   const Caller comm(comm_id);
   const abi::SumOrder order = moe::sum_order_from(options);
   const abi::Partials partials = moe::partials_from(options);
@@ -208,7 +213,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
   combine_into(*comm,
                {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order, partials,
-                moe::by_rank_from(options)},
+                moe::layout_from(options)},
                {out, scalars, bias, wait_ticks, order,
                 order == abi::SumOrder::kRanks ? nullptr : &topk_idx, partials},
                handle);
@@ -217,13 +222,13 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
 
 }  // namespace
 
-std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
-                                                      int64_t max_tokens, const Tensor& handle,
-                                                      const Tensor& y, const Tensor& topk_idx,
-                                                      std::optional<Tensor> row_weights,
-                                                      std::optional<Tensor> topk_weights) {
-  return combine(comm_id, y, std::move(row_weights), {}, std::move(topk_weights), {}, handle,
-                 topk_idx, max_tokens, y.scalar_type(), options, 0, false);
+std::tuple<Tensor, std::vector<Tensor>> combine_directly(int64_t comm_id, int64_t options,
+                                                         int64_t max_tokens, const Tensor& handle,
+                                                         const Tensor& y, const Tensor& topk_idx,
+                                                         std::optional<Tensor> row_weights,
+                                                         std::optional<Tensor> topk_weights) {
+  return combine(comm_id, options, max_tokens, handle, y, topk_idx, std::move(row_weights),
+                 std::move(topk_weights), {}, {}, {}, 0, false);
 }
 
 namespace {
@@ -247,10 +252,8 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
-  m.impl("dispatch_eager", TORCH_BOX(&dispatch_eager));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
-  m.impl("combine_plain", TORCH_BOX(&combine_plain));
   m.impl("combine_out", TORCH_BOX(&combine_out));
 }
 

@@ -1,5 +1,5 @@
 // torch.ops.moe_p2p.copy_rows: small rows that are strided in memory, to or from one packed run: on
-// the host here, on a GPU by kernels/pack.cu. moe_p2p/kv/copies.py calls it.
+// the host here, on a GPU by kernels/pack.cu. moe_p2p/kv/ring.py calls it.
 #include <algorithm>
 #include <cstring>
 #include <limits>

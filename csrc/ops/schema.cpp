@@ -14,17 +14,14 @@ namespace {
 // `more` holds the scalars, then the wait_ticks.
 //
 // Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
-// calls a Python function first, which doubles what a call of few tokens costs. dispatch_eager and
-// combine_plain are for most of these calls, without what few give: an argument costs torch about
-// 2,000 instructions, one left out at the end 1,000. dispatch_eager is for calls that no compiler
-// sees either: all but rows, and scales in columns, share an allocation if that is small; it checks
-// `others`, communicators, first.
+// calls a Python function first, which doubles what a call of few tokens costs. What few calls give
+// comes last: an argument costs torch about 2,000 instructions, one left out at the end 1,000.
+// dispatch checks `others`, communicators, first; `extras` and `bias` are lists or None. Eager
+// calls of `_inference` that nobody watches are direct ones (direct/direct_calls.cpp).
 const std::string kDispatch =
-    "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
-    "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity";
-const std::string kDispatchEager =
     "(int comm, int options, int max_tokens, int capacity, Tensor x, Tensor topk_idx, "
-    "Tensor? topk_weights=None, Tensor? scales=None, int[] others=[]";
+    "Tensor? topk_weights=None, Tensor? scales=None, int[] others=[], Tensor[]? extras=None, "
+    "Tensor? num_tokens=None, int num_tokens_host=-1";
 const std::string kDispatched =
     ") -> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
     "Tensor handle, Tensor[] more)";
@@ -38,14 +35,18 @@ const std::string kDispatchCounted =
     "int max_tokens, int alignment, int kernel, int host, int call) -> (Tensor rows, "
     "Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, Tensor handle, "
     "Tensor[] more, Tensor gathered, Tensor sizes, int tokens, int max_tokens, int grouped)";
-const std::string kCombine =
-    "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
-    "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
-    "int options, int capacity, bool with_wait_ticks";
-const std::string kCombinePlain =  // sums of y's type
+const std::string kCombine =  // out_dtype: None, y's
     "(int comm, int options, int max_tokens, Tensor handle, Tensor y, Tensor topk_idx, "
-    "Tensor? row_weights=None, Tensor? topk_weights=None";
+    "Tensor? row_weights=None, Tensor? topk_weights=None, Tensor? row_scalars=None, "
+    "Tensor[]? bias=None, ScalarType? out_dtype=None, int capacity=0, bool with_wait_ticks=False";
 const std::string kCombined = ") -> (Tensor out, Tensor[] more)";
+
+// torch.library does not see what was left out, and wants a gradient for each argument.
+std::string without_defaults(std::string arguments) {
+  for (size_t at = 0; (at = arguments.find('=')) != std::string::npos;)
+    arguments.erase(at, arguments.find(',', at) - at);
+  return arguments;
+}
 
 }  // namespace
 
@@ -75,21 +76,19 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("letter() -> str");               // base/letter.h
   m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; number of objects
   m.def("take_interrupt() -> int");       // python_signals.cpp
-  m.def("direct_call(str name, int op, int[] torch) -> int");  // direct_calls.cpp
+  m.def("direct_call(str name, int op, int[] torch) -> int");  // direct/direct_calls.cpp
 
-  // --- engine: transfers; each returns a request to wait for ---
+  // --- engine: transfers; each returns a request to wait for; rows: of a moe_p2p.PageRows ---
   m.def(
       "engine_write(int engine, int memory, int offset, int region, int region_offset, int bytes, "
       "int? imm=None, int priority=1) -> int");
   m.def(
-      "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
-      "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
-      "int? imm=None, int row_bytes=0, int row_stride=0, int region_row_stride=0, "
-      "bool imm_per_page=True, int priority=1, int[] after=[]) -> SymInt");
+      "engine_write_pages(int engine, int memory, int offset, int region, int region_offset, "
+      "int[] rows, Tensor pages, Tensor region_pages, int? imm=None, bool imm_per_page=True, "
+      "int priority=1, int[] after=[]) -> SymInt");
   m.def(
-      "engine_write_layers(int engine, Tensor places, int page_bytes, Tensor pages, int stride, "
-      "Tensor region_pages, int region_stride, int row_bytes, int row_stride, "
-      "int region_row_stride, int? imm=None, int priority=1, int[] after=[]) -> SymInt");
+      "engine_write_layers(int engine, Tensor places, int[] rows, Tensor pages, "
+      "Tensor region_pages, int? imm=None, int priority=1, int[] after=[]) -> SymInt");
   m.def(
       "engine_write_all(int engine, Tensor table, Tensor pages, Tensor region_pages, "
       "int? imm=None, int priority=1) -> SymInt");
@@ -97,9 +96,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes, "
       "int priority=1) -> SymInt");
   m.def(
-      "engine_read_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
-      "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
-      "int row_bytes=0, int row_stride=0, int region_row_stride=0, int priority=1) -> SymInt");
+      "engine_read_pages(int engine, int memory, int offset, int region, int region_offset, "
+      "int[] rows, Tensor pages, Tensor region_pages, int priority=1) -> SymInt");
   m.def(
       "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None, "
       "int priority=1) -> SymInt");
@@ -155,7 +153,6 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_set_clean_kernel(int comm, str kernel) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("all_to_all_times(int comm) -> int[]");
-  m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
   // --- counts: `host` is the address of abi::count_words(), which hold the call's number last ---
@@ -191,13 +188,11 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("release(int comm, Tensor(a!) handle) -> ()");
 
   // --- all to all: whole calls ---
-  m.def(("dispatch" + kDispatch + kDispatched).c_str());
+  m.def(("dispatch" + without_defaults(kDispatch) + kDispatched).c_str());
   m.def(("dispatch_inference" + kDispatch + kDispatched).c_str());
-  m.def(("dispatch_eager" + kDispatchEager + kDispatched).c_str());
   m.def(("dispatch_counted" + kDispatchCounted).c_str());
-  m.def(("combine" + kCombine + kCombined).c_str());
+  m.def(("combine" + without_defaults(kCombine) + kCombined).c_str());
   m.def(("combine_inference" + kCombine + kCombined).c_str());
-  m.def(("combine_plain" + kCombinePlain + kCombined).c_str());
   m.def(
       "combine_out(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, "
       "Tensor? topk_weights, Tensor[] bias, Tensor handle, int max_tokens, Tensor(a!) out, "

@@ -88,48 +88,86 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
   return object->submit(std::move(record), priority);
 }
 
-int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
-                           const Tensor& pages, int64_t stride, int64_t offset,
-                           const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
-                           std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
-                           int64_t region_row_stride, bool imm_per_page, int64_t priority,
+// How pages lie on both sides; the numbers of a moe_p2p.PageRows, in its order.
+class PageRows {
+ public:
+  explicit PageRows(const std::vector<int64_t>& numbers) : numbers_(numbers) {
+    MOE_P2P_CHECK(numbers.size() == std::size(kNames), Code::kInvalidArgument, "rows has ",
+                  numbers.size(), " numbers, must have ", std::size(kNames));
+  }
+  int64_t page_bytes() const { return numbers_[0]; }
+
+  engine::WritePages write(const RequestRecord::Indices& pages, const engine::MemoryHandle* source,
+                           int64_t offset, const engine::RemoteRegion* target,
+                           int64_t region_offset, std::optional<int64_t> imm) const {
+    return {.source = source,
+            .target = target,
+            .page_bytes = at(0),
+            .source_pages = here(pages.source, offset),
+            .target_pages = there(pages.target, region_offset),
+            .imm = free_form(imm),
+            .row_bytes = at(3),
+            .imms = engine::WritePages::Imms::kPerNic};
+  }
+  engine::ReadPages read(const RequestRecord::Indices& pages, const engine::MemoryHandle* target,
+                         int64_t offset, const engine::RemoteRegion* source,
+                         int64_t region_offset) const {
+    return {.target = target,
+            .source = source,
+            .page_bytes = at(0),
+            .target_pages = here(pages.target, offset),
+            .source_pages = there(pages.source, region_offset),
+            .row_bytes = at(3)};
+  }
+
+ private:
+  static constexpr const char* kNames[] = {"page_bytes", "stride",     "region_stride",
+                                           "row_bytes",  "row_stride", "region_row_stride"};
+
+  uint64_t at(size_t i) const { return unsigned_of(numbers_[i], kNames[i]); }
+  engine::Pages here(std::span<const int64_t> pages, int64_t offset) const {
+    return {pages, at(1), unsigned_of(offset, "offset"), at(4)};
+  }
+  engine::Pages there(std::span<const int64_t> pages, int64_t offset) const {
+    return {pages, at(2), unsigned_of(offset, "region_offset"), at(5)};
+  }
+
+  const std::vector<int64_t>& numbers_;
+};
+
+int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t offset, int64_t region,
+                           int64_t region_offset, const std::vector<int64_t>& rows_numbers,
+                           const Tensor& pages, const Tensor& region_pages,
+                           std::optional<int64_t> imm, bool imm_per_page, int64_t priority,
                            const std::vector<int64_t>& after) {
   const auto object = engines().get(engine);
+  const PageRows rows(rows_numbers);
   auto record = std::make_shared<RequestRecord>();
   wait_for_signal(*record, engine, after);
   record->pages = indices_of(pages, "pages", region_pages, "region_pages");
-  record->what =
-      base::concat("write of ", record->pages->source.size(), " pages of ", page_bytes, " bytes");
+  record->what = base::concat("write of ", record->pages->source.size(), " pages of ",
+                              rows.page_bytes(), " bytes");
   const auto named = object->naming();
-  record->request.operation = engine::WritePages{
-      .source = object->memory(memory),
-      .target = object->region(region),
-      .page_bytes = unsigned_of(page_bytes, "page_bytes"),
-      .source_pages = {record->pages->source, unsigned_of(stride, "stride"),
-                       unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
-      .target_pages = {record->pages->target, unsigned_of(region_stride, "region_stride"),
-                       unsigned_of(region_offset, "region_offset"),
-                       unsigned_of(region_row_stride, "region_row_stride")},
-      .imm = free_form(imm),
-      .row_bytes = unsigned_of(row_bytes, "row_bytes"),
-      .imms =
-          imm_per_page ? engine::WritePages::Imms::kPerPage : engine::WritePages::Imms::kPerNic};
+  auto write = rows.write(*record->pages, object->memory(memory), offset, object->region(region),
+                          region_offset, imm);
+  if (imm_per_page) write.imms = engine::WritePages::Imms::kPerPage;
+  record->request.operation = write;
   return object->submit(std::move(record), priority);
 }
 
 // The same pages of several layers, a request for each: the first one's number; the others' follow.
 // places [n, 5]: memory, offset, region, offset in the region, layer. after: [signals, step], or
 // empty.
-int64_t engine_write_layers(int64_t engine, const Tensor& places, int64_t page_bytes,
-                            const Tensor& pages, int64_t stride, const Tensor& region_pages,
-                            int64_t region_stride, int64_t row_bytes, int64_t row_stride,
-                            int64_t region_row_stride, std::optional<int64_t> imm, int64_t priority,
-                            const std::vector<int64_t>& after) {
+int64_t engine_write_layers(int64_t engine, const Tensor& places,
+                            const std::vector<int64_t>& rows_numbers, const Tensor& pages,
+                            const Tensor& region_pages, std::optional<int64_t> imm,
+                            int64_t priority, const std::vector<int64_t>& after) {
   const auto object = engines().get(engine);
+  const PageRows rows(rows_numbers);
   const auto* row = input<int64_t>(places, {"places", {ScalarType::Long}, {kAny, 5}});
   const auto shared = indices_of(pages, "pages", region_pages, "region_pages");
   const auto what =
-      base::concat("write of ", shared->source.size(), " pages of ", page_bytes, " bytes");
+      base::concat("write of ", shared->source.size(), " pages of ", rows.page_bytes(), " bytes");
   MOE_P2P_CHECK(after.empty() || after.size() == 2, Code::kInvalidArgument, "after has ",
                 after.size(), " numbers, must have 2: signals and step");
   const auto gates = after.empty() ? nullptr : signals_of(engine, after[0]);
@@ -144,18 +182,8 @@ int64_t engine_write_layers(int64_t engine, const Tensor& places, int64_t page_b
       record->request.gate_value = unsigned_of(after[1], "step");
       record->gates = gates;
     }
-    record->request.operation = engine::WritePages{
-        .source = object->memory(row[0]),
-        .target = object->region(row[2]),
-        .page_bytes = unsigned_of(page_bytes, "page_bytes"),
-        .source_pages = {shared->source, unsigned_of(stride, "stride"),
-                         unsigned_of(row[1], "offset"), unsigned_of(row_stride, "row_stride")},
-        .target_pages = {shared->target, unsigned_of(region_stride, "region_stride"),
-                         unsigned_of(row[3], "region_offset"),
-                         unsigned_of(region_row_stride, "region_row_stride")},
-        .imm = free_form(imm),
-        .row_bytes = unsigned_of(row_bytes, "row_bytes"),
-        .imms = engine::WritePages::Imms::kPerNic};
+    record->request.operation =
+        rows.write(*shared, object->memory(row[0]), row[1], object->region(row[2]), row[3], imm);
     records.push_back(std::move(record));
   }
   return object->submit(records, priority);
@@ -211,27 +239,18 @@ int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t regi
   return object->submit(std::move(record), priority);
 }
 
-int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
-                          const Tensor& pages, int64_t stride, int64_t offset,
-                          const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
-                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride,
-                          int64_t priority) {
+int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t offset, int64_t region,
+                          int64_t region_offset, const std::vector<int64_t>& rows_numbers,
+                          const Tensor& pages, const Tensor& region_pages, int64_t priority) {
   const auto object = engines().get(engine);
+  const PageRows rows(rows_numbers);
   auto record = std::make_shared<RequestRecord>();
   record->pages = indices_of(region_pages, "region_pages", pages, "pages");
-  record->what =
-      base::concat("read of ", record->pages->target.size(), " pages of ", page_bytes, " bytes");
+  record->what = base::concat("read of ", record->pages->target.size(), " pages of ",
+                              rows.page_bytes(), " bytes");
   const auto named = object->naming();
-  record->request.operation = engine::ReadPages{
-      .target = object->memory(memory),
-      .source = object->region(region),
-      .page_bytes = unsigned_of(page_bytes, "page_bytes"),
-      .target_pages = {record->pages->target, unsigned_of(stride, "stride"),
-                       unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
-      .source_pages = {record->pages->source, unsigned_of(region_stride, "region_stride"),
-                       unsigned_of(region_offset, "region_offset"),
-                       unsigned_of(region_row_stride, "region_row_stride")},
-      .row_bytes = unsigned_of(row_bytes, "row_bytes")};
+  record->request.operation = rows.read(*record->pages, object->memory(memory), offset,
+                                        object->region(region), region_offset);
   return object->submit(std::move(record), priority);
 }
 

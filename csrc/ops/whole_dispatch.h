@@ -1,4 +1,4 @@
-// Calls that make their results: for the ops that return them, and for direct_calls.cpp.
+// Calls that make their results: for the ops that return them, and for direct calls (ops/direct/).
 #pragma once
 
 #include <optional>
@@ -20,16 +20,18 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
 // The bytes that such an arena needs for up to `capacity` rows.
 int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int64_t capacity);
 
-// The ops of these names.
-Dispatched dispatch_eager(int64_t comm_id, int64_t options_number, int64_t max_tokens,
-                          int64_t capacity, const Tensor& x, const Tensor& topk_idx,
-                          std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
-                          std::vector<int64_t> others);
-std::tuple<Tensor, std::vector<Tensor>> combine_plain(int64_t comm_id, int64_t options,
-                                                      int64_t max_tokens, const Tensor& handle,
-                                                      const Tensor& y, const Tensor& topk_idx,
-                                                      std::optional<Tensor> row_weights,
-                                                      std::optional<Tensor> topk_weights);
+// dispatch_inference and combine_inference of eager calls, with the arguments that most give: they
+// make no results for a compiler, so all but rows, and scales in columns, share an allocation if
+// that is small.
+Dispatched dispatch_directly(int64_t comm_id, int64_t options_number, int64_t max_tokens,
+                             int64_t capacity, const Tensor& x, const Tensor& topk_idx,
+                             std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
+                             std::vector<int64_t> others);
+std::tuple<Tensor, std::vector<Tensor>> combine_directly(int64_t comm_id, int64_t options,
+                                                         int64_t max_tokens, const Tensor& handle,
+                                                         const Tensor& y, const Tensor& topk_idx,
+                                                         std::optional<Tensor> row_weights,
+                                                         std::optional<Tensor> topk_weights);
 // Dispatched, and what the counts of all ranks gave.
 using Counted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>,
                            Tensor, Tensor, int64_t, int64_t, int64_t>;

@@ -126,7 +126,7 @@ class Domain {
     return connect(address);
   }
   // This NIC may write to the peer's memory of `remote_key` from now on: called before the first
-  // write. A NIC whose unregister_memory() has to know its writers has itself told by this.
+  // write. If a NIC's unregister_memory() must know its writers, this informs the peer.
   virtual void announce(PeerId /*peer*/, uint64_t /*remote_key*/) {}
   // Outstanding writes to the peer complete, good or bad; other peers are not affected.
   virtual void disconnect(PeerId peer) = 0;

@@ -9,8 +9,8 @@ namespace moe_p2p::abi {
 // chunk_tokens, or fewer where max_tokens of the call is less.
 //   meta        HandleMeta
 //   slot_counts [C][W]         slots received from each source
-//   slot_rows   [C][W][M][K]   row of the output; -1 = not an expert of this rank. In kByRank the
-//                              row is at the first k of this rank, and -1 at its others
+//   slot_rows   [C][W][M][K]   row of the output; -1 = not an expert of this rank. A row per token
+//                              is at the first k of this rank, and -1 at its others
 //   slot_ranks  [C][W][M][2]   bits of the own-node ranks that hold a partial (other-node sources)
 //   send_slots  [T][L + N]     slot of token t at own-node rank l, then in the outbox of node n;
 //                              -1 = none

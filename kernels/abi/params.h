@@ -114,8 +114,8 @@ struct DevicePtr {
 
 // Fixed for a communicator.
 struct DeviceComm {
-  // Regions of each rank of the node, as this device maps them; behind them, where a NIC writes in
-  // place, those of this rank's partners, by other node.
+  // Regions of each rank of the node, as this device maps them; behind them, if a NIC writes in
+  // place, the regions of this rank's partners, by other node.
   u64 data[kMaxDomainRanks];
   u64 signals[kMaxDomainRanks];       // signal memory of each rank of the node, likewise
   u64 state;                          // DeviceState and DeviceWords
@@ -171,15 +171,15 @@ struct DispatchParams {
   DevicePtr<void> out_x;
   DevicePtr<void> out_scales;  // words of 4 bytes
   DevicePart out_extras[kMaxExtras];
-  DevicePtr<float> row_weights;  // [rows], by_rank: [rows, K]
-  DevicePtr<void> row_topk;      // by_rank: i32 or i64, as topk_idx, [rows, K]
+  DevicePtr<float> row_weights;  // [rows], per token: [rows, K]
+  DevicePtr<void> row_topk;      // per token: i32 or i64, as topk_idx, [rows, K]
   DevicePtr<i32> counts;         // [E_local]
-  // [E_local + 1], by_rank: [W + 1]; 0: there are no outputs, nor room for rows
+  // [E_local + 1], per token: [W + 1]; 0: there are no outputs, nor room for rows
   DevicePtr<i32> offsets;
   DevicePtr<i32> source;      // [rows, 2] or 0
-  DevicePtr<i64> ranges;      // [E_local, W] or 0; not with by_rank
+  DevicePtr<i64> ranges;      // [E_local, W] or 0; not per token
   DevicePtr<i64> wait_ticks;  // [W] or 0
-  i32 grouped;
+  i32 grouped;                // LayoutFacts::packs_experts()
   i32 zero_padding;
   i64 capacity;
   i64 alignment;
@@ -206,10 +206,10 @@ struct CombineParams {
   u64 stride;                     // of partial rows
   i32 num_rows;                   // T; where only the sending half runs, without topk_weights, 0
   i32 num_chunks;
-  i32 num_slots;        // HandleMeta's
-  i32 with_scalars;     // on all ranks alike
-  i32 scalars_by_rank;  // row_scalars has K for each row, and all of them travel
-  i32 empty;            // release: headers only, once the dispatch has arrived
+  i32 num_slots;     // HandleMeta's
+  i32 with_scalars;  // on all ranks alike
+  i32 topk_scalars;  // row_scalars has K for each row, and all of them travel
+  i32 empty;         // release: headers only, once the dispatch has arrived
   Grid grid;
   // Of kernels that add in the order of top-k.
   DevicePtr<const void> topk_idx;  // i32 or i64 [T, K] of the dispatch

@@ -1,22 +1,23 @@
 // Where slots lie in a region, and regions in a rank's memory.
 #pragma once
 
+#include "kernels/abi/layout.h"
 #include "kernels/abi/slot.h"
 
 namespace moe_p2p::abi {
 
 enum RegionFlags : u32 {
-  kEmpty = 1u << 0,    // this half of the step carries nothing (see docs/protocol.md, solo calls)
-  kScalars = 1u << 1,  // combine rows are followed by K fp32 scalars
-  kRowsByRank = 1u << 2,  // positions count the tokens for a rank, not for an expert
-  kOpaque = 1u << 3,      // what follows the payload may hold any word, so slots have flags
-  kDTypeShift = 8,        // payload type, 4 bits
+  kEmpty = 1u << 0,     // this half of the step carries nothing (see docs/protocol.md, solo calls)
+  kScalars = 1u << 1,   // combine rows are followed by K fp32 scalars
+  kPerToken = 1u << 2,  // positions count the tokens for a rank, not for an expert
+  kOpaque = 1u << 3,    // what follows the payload may hold any word, so slots have flags
+  kDTypeShift = 8,      // payload type, 4 bits
 };
 
 // What the rows of a call are, as its headers name it.
 MOE_P2P_HD constexpr u32 dtype_flags(DType dtype) { return static_cast<u32>(dtype) << kDTypeShift; }
-MOE_P2P_HD constexpr u32 dispatch_flags(DType dtype, bool by_rank) {
-  return dtype_flags(dtype) | (by_rank ? static_cast<u32>(kRowsByRank) : 0);
+MOE_P2P_HD constexpr u32 dispatch_flags(DType dtype, RowLayout layout) {
+  return dtype_flags(dtype) | (facts_of(layout).per_token ? static_cast<u32>(kPerToken) : 0);
 }
 MOE_P2P_HD constexpr u32 combine_flags(DType dtype, bool scalars) {
   return dtype_flags(dtype) | (scalars ? static_cast<u32>(kScalars) : 0);
@@ -172,7 +173,7 @@ MOE_P2P_HD constexpr u64 arrival_flags_bytes(const Shape& s) {
   return 8 * 2 * static_cast<u64>(s.steps_in_flight) * static_cast<u64>(s.num_other_nodes()) *
          kMaxParts * kMaxRails;
 }
-// Where those of a part from another node lie, from `Regions::arrivals` on.
+// Where the flags of a part from another node lie, from `Regions::arrivals` on.
 MOE_P2P_HD constexpr u64 arrival_flags_at(const Shape& s, Phase phase, i32 slot, i32 other,
                                           i32 part) {
   const i32 lane =

@@ -7,6 +7,7 @@
 //   slot.h     where a token lies in its slot       signal.h   words that ranks of a node share
 //   region.h   where slots lie in a rank's memory   params.h   what the host hands to a kernel
 //   rows.h     copies of many rows by one launch    copy.h     requests to the copy kernel
+//   layout.h   where a receiver's rows lie
 //
 //   W ranks, L ranks per node, N = W / L nodes, rank = node * L + local
 //   M tokens per step (slot capacity), K top-k, S steps in flight, H hidden size
@@ -74,10 +75,6 @@ inline constexpr i32 kNumPhases = 3;
 
 // kInt10: of partial sums that travel, no tensor has it.
 enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3, kInt10 = 4 };
-
-// Layout of received rows: each expert's rows in space of their own, all experts' rows one after
-// the other, or one row for each (source token, receiving rank), source after source.
-enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
 
 // The order in which a combine adds (docs/protocol.md, section 10). All but kRanks on one node
 // only.

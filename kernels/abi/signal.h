@@ -109,7 +109,7 @@ struct Signals {
                                    static_cast<u64>(num_nodes) +
                                static_cast<u64>(node));
   }
-  // Of these two row k is that of phase k / steps_in_flight, slot k % steps_in_flight.
+  // In both arrays row k is for phase k / steps_in_flight, slot k % steps_in_flight.
   MOE_P2P_HD constexpr u64 rung_word(Phase phase, i32 slot) const {
     return rung + 8 * (static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
                        static_cast<u64>(slot));

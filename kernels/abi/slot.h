@@ -6,9 +6,9 @@
 namespace moe_p2p::abi {
 
 // A slot describes itself: SlotHead, then K expert ids (u16, global, kNoExpert = none), K positions
-// (i32: how many earlier tokens of this source, in the whole call, name that expert, or in kByRank
-// go to the rank that owns it; with the counts in the header this is the row), K fp32 weights,
-// padded to a line; then payload, scales and extras, each 16-byte aligned.
+// (i32: how many earlier tokens of this source, in the whole call, name that expert, or where rows
+// are per token, go to the rank that owns it; with the counts in the header this is the row), K
+// fp32 weights, padded to a line; then payload, scales and extras, each 16-byte aligned.
 struct SlotHead {
   u32 step;   // low 32 bits of step + 1: a stale slot cannot pass for a new one
   u32 token;  // row at the source

@@ -14,7 +14,7 @@ inline constexpr u64 kNearBytes = kNearPacked ? kPackedBytes : kOutBytes;
 inline constexpr u64 kFarBytes = kFarPacked ? kPackedBytes : kOutBytes;
 inline constexpr i32 kRestWords = 16, kTailWords = 20;  // of a unit: rest, and with the scales
 
-// Bytes from one partial sum to the next, of those that go from node to node.
+// Stride in bytes of the partial sums that go from node to node.
 __device__ __forceinline__ u64 far_stride(const CombineParams& p) {
   if constexpr (kFarPacked == kNearPacked) return p.stride;
   return align_up(kPackedBytes + (p.with_scalars ? 4 * kTopk : 0), kLine);

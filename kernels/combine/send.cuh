@@ -113,7 +113,7 @@ __device__ inline LateWeight look_up(const Adder& a, const W& worker, u64 step, 
 template <bool kPacks = kNearPacked>
 __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag, const i32* rows,
                                              i32 first, i32 k) {
-  const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
+  const i64 at = a.p.topk_scalars ? static_cast<i64>(first) * kTopk + k : rows[k];
   const float scalar = at >= 0 ? a.p.row_scalars[at] : 0.0f;
   auto* place = reinterpret_cast<float*>(to + (kPacks ? kPackedBytes : scalars_offset(a.p))) + k;
   if (kSelfFlagged && flag) {

@@ -31,7 +31,7 @@ __device__ __forceinline__ i32 rank_at(const CombineParams& p, i64 token, i32 k)
 // What expert k adds to the sum of a token.
 struct Addition {
   i32 rank;   // -1: nothing
-  i32 row;    // of those that the rank sent
+  i32 row;    // among the rows that the rank sent
   bool last;  // of its rank
 };
 __device__ __forceinline__ Addition addition_at(const CombineParams& p, i64 token, i32 k) {

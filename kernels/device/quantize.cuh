@@ -1,7 +1,8 @@
-// Values in registers: 16 bytes of a row to fp32 and back, and the fp8 quantizer (the arithmetic of
-// moe_p2p/moe/reference/routing.py, bit for bit).
+// Values in registers: 16 bytes of a row to fp32 and back, and the fp8 quantizer, with the
+// arithmetic of kernels/abi/e4m3.h.
 #pragma once
 
+#include "kernels/abi/e4m3.h"
 #include "kernels/device/mutation.cuh"
 #include "kernels/device/ptx.cuh"
 
@@ -65,18 +66,6 @@ struct Values<DType::kFloat32> {
   }
 };
 
-inline constexpr u32 kInfinity = 0x7f800000u;  // as fp32
-
-// The smallest power of two that is not less than x; x is positive and normal, or inf.
-__device__ __forceinline__ float power_of_two_from(float x) {
-  const u32 below = MOE_P2P_MUTATED(kScaleRoundedDown) ? 0x7fffefu : 0x7fffffu;
-  return __uint_as_float((__float_as_uint(x) + below) & kInfinity);
-}
-// 1 / x for a power of two from 2^-126 to 2^126; 0 for inf.
-__device__ __forceinline__ float inverse_of_power_of_two(float x) {
-  return __uint_as_float(max(0x7f000000 - static_cast<i32>(__float_as_uint(x)), 0));
-}
-
 // Returns the largest magnitude in kNum Vecs; NaN if there is one.
 template <DType kType, i32 kNum>
 __device__ __forceinline__ float max_magnitude(const Vec* v) {
@@ -116,13 +105,14 @@ __device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
   const float even = lane & 2 ? amax[2 % kNum] : amax[0];
   const float odd = lane & 2 ? amax[3 % kNum] : amax[1 % kNum];
   // fminf() drops a NaN: a block that holds one has the scale of a block that holds an inf, inf.
-  const float mine = fminf(max_nan_f32(lane & 1 ? odd : even, 1e-4f), __uint_as_float(kInfinity));
+  const float mine = fminf(max_nan_f32(lane & 1 ? odd : even, kLeastAmax), float_of(kInfinity));
   const bool multiplies = lane % 8 < 4;
   float found;
   if constexpr (kFormat == ScaleFormat::kFloat32) {
-    found = __fdiv_rn(multiplies ? 448.0f : mine, multiplies ? mine : 448.0f);
+    found = quotient(multiplies ? kMaxE4M3 : mine, multiplies ? mine : kMaxE4M3);
   } else {
-    found = power_of_two_from(__fdiv_rn(mine, 448.0f));
+    const u32 below = MOE_P2P_MUTATED(kScaleRoundedDown) ? kMantissa - 16 : kMantissa;
+    found = power_of_two_from(quotient(mine, kMaxE4M3), below);
     if (multiplies) found = inverse_of_power_of_two(found);
   }
 #pragma unroll

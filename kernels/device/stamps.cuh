@@ -1,5 +1,5 @@
-// When a kernel did what another part of the way between nodes waited for: `bench` takes a step
-// apart with it (moe_p2p/tools/bench/hops.py). Only in kernels compiled with MOE_P2P_STAMPS.
+// Time stamps of what other parts of a step between nodes wait for: `bench` splits a step into hops
+// with them (benchmarks/bench/hops.py). Only in kernels compiled with MOE_P2P_STAMPS.
 #pragma once
 
 #include "kernels/device/shape.cuh"

@@ -1,5 +1,5 @@
-// Dispatch on few multiprocessors: what the receiving half takes from where the caller has it, so
-// that no slot is between.
+// Dispatch on few multiprocessors: own tokens that the receiving half reads in the caller's memory,
+// without a slot in between.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
@@ -10,12 +10,12 @@ namespace moe_p2p::device::bulk {
 inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
 inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 
-// Whether copies can carry a token as the caller gave it: nothing is computed or gathered, and rows
-// of scales begin at 16 bytes.
+// True when a token can be bulk-copied unchanged: no quantization, no gather, scale rows 16-byte
+// aligned.
 __device__ __forceinline__ bool is_copied(const DispatchParams& p) {
   return !kQuantize && num_extras(p) == 0 && (p.scales.address | p.parts.bytes[1]) % 16 == 0;
 }
-// Whether a slot for the own rank is its head alone: the receiving half of the same kernel takes
+// True when a slot for the own rank is its head alone: the receiving half of the same kernel reads
 // the rest from x and the scales, which nobody writes meanwhile.
 __device__ __forceinline__ bool own_stays(const DispatchParams& p) {
   return kOwnStays && p.grid.num_send_blocks > 0 && p.grid.num_recv_blocks > 0 && is_copied(p);

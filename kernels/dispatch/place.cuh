@@ -250,7 +250,7 @@ __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
   }
 }
 
-// Writes counts of experts, offsets of sources, for ByRank.
+// Writes counts of experts and offsets of sources: PerToken::report().
 __device__ __noinline__ void report_sources(const DispatchParams& p, RecvShared& s, u64 step) {
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);

@@ -1,5 +1,5 @@
-// Which row a token fills at its receivers: the two placements, as policies with the same
-// functions. A kernel is compiled for one of them, Placement; no other file asks which.
+// Which row a token fills at its receivers: the placements, as policies with the same functions. A
+// kernel is compiled for one of them, Placement, by its layout; no other file asks which.
 //
 // Senders put a position into every slot and counts of the whole call into the headers. A receiver
 // adds a position to the first row of (group, source), which follows from the counts. `a` is the
@@ -14,7 +14,7 @@ namespace moe_p2p::device {
 // A row for each local expert that a token names, in the room of the expert (padded) or behind the
 // rows of the experts before (grouped). A position is the number of earlier tokens of the call that
 // name the expert; a group is a local expert.
-struct ByExpert {
+struct PerExpert {
   // --- sending ---
   __device__ static constexpr i32 num_token_counts() { return 0; }
   // Entries that a lane asks for before it counts them.
@@ -143,7 +143,7 @@ struct ByExpert {
 
 // One row for each token that names experts of the rank, ordered by source and token. A position is
 // the number of earlier tokens of the call for that rank; all rows are one group.
-struct ByRank {
+struct PerToken {
   // --- sending ---
   __device__ static constexpr i32 num_token_counts() { return kWorld; }  // of tokens for each rank
   __device__ static constexpr i32 num_counted_ahead() { return 0; }
@@ -255,14 +255,16 @@ struct ByRank {
   }
 };
 
-template <bool>
-struct PlacementOf {
-  using Type = ByExpert;
+template <RowLayout>
+struct PlacementOf;
+template <>
+struct PlacementOf<RowLayout::kPadded> {  // and kGrouped
+  using Type = PerExpert;
 };
 template <>
-struct PlacementOf<true> {
-  using Type = ByRank;
+struct PlacementOf<RowLayout::kByRank> {
+  using Type = PerToken;
 };
-using Placement = PlacementOf<kByRank>::Type;
+using Placement = PlacementOf<kLayout>::Type;
 
 }  // namespace moe_p2p::device

@@ -117,7 +117,7 @@ struct EarlyRoutes {
           header_word(partial_at(p.comm, p.comm.data[self.local], lane / kLocal, lane % kLocal)));
     }
   }
-  // wait_free(), where the words tell it already.
+  // wait_free(), if the words show it already.
   __device__ __forceinline__ bool wait_free(const DeviceComm& comm, const Self& self,
                                             u64 step) const {
     const i32 lane = static_cast<i32>(threadIdx.x) % 32;

@@ -15,7 +15,7 @@ inline constexpr bool kQuantize = MOE_P2P_QUANTIZE;
 inline constexpr bool kOpaqueX = MOE_P2P_OPAQUE_X;
 inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCALE_FORMAT);
 static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
-inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // chooses the Placement (placement.cuh)
+inline constexpr RowLayout kLayout = static_cast<RowLayout>(MOE_P2P_LAYOUT);  // LayoutFacts::kernel
 inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
 inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool is_timed(const DispatchParams& p) {
 }
 
 __device__ __forceinline__ u32 wire_flags(const DispatchParams& p) {
-  return dispatch_flags(kWireType, kByRank) | (is_opaque(p) ? static_cast<u32>(kOpaque) : 0);
+  return dispatch_flags(kWireType, kLayout) | (is_opaque(p) ? static_cast<u32>(kOpaque) : 0);
 }
 inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
 inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));

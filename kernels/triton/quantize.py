@@ -14,11 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.kernels.triton.e4m3 import (
+    at_least,
+    largest,
+    magnitudes,
+    multiplier_of,
+    scale_of,
+    to_e4m3,
+)
 from moe_p2p.kernels.triton.precision import to_nearest, widen
+from moe_p2p.machine import fp8
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales  # a block of weights is square
 
-FP8_MAX = 448.0  # largest finite float8_e4m3fn
-MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and non-zero
 _FP8 = torch.float8_e4m3fn
 _BLOCK_ROWS = 16  # 16 x 128 values keep one warp group busy with 16-byte loads
 
@@ -29,14 +36,8 @@ def quantize_block(x):
 
     Example: a row whose largest value is 2.0 has scale 0.004464, and 1.0 becomes 224.
     """
-    # Magnitudes compare like their bits, NaN above inf: a block with a NaN has amax = inf.
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    amax = tl.maximum(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), 1e-4)
-    # div_rn rounds to nearest; Triton's `/` does not, and bits must equal the reference.
-    largest = tl.full(amax.shape, 448.0, tl.float32)
-    scaled = x * tl.div_rn(largest, amax)[:, None]
-    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return to_nearest(scaled, tl.float8e4nv), tl.div_rn(amax, largest)
+    amax = at_least(largest(tl.max(magnitudes(x), axis=1)).to(tl.float32, bitcast=True))
+    return to_e4m3(x * multiplier_of(amax)[:, None]), scale_of(amax)
 
 
 @triton.jit
@@ -141,10 +142,10 @@ def quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
     )
     padded[:, :k, :n] = weights.detach()
     blocks = padded.unflatten(2, (-1, SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
-    amax = blocks.abs().amax(dim=(2, 4), keepdim=True).clamp_min(MIN_AMAX)
-    q = (blocks * (FP8_MAX / amax)).clamp(-FP8_MAX, FP8_MAX).flatten(3).flatten(1, 2)
-    q = q[:, :k, :n].transpose(1, 2).contiguous().to(_FP8)
-    return q.transpose(1, 2), (amax / FP8_MAX)[:, :, 0, :, 0].contiguous()
+    scales, multiplier = fp8.factors(fp8.largest(blocks, (2, 4)))
+    q = fp8.to_e4m3(blocks * multiplier).flatten(3).flatten(1, 2)
+    q = q[:, :k, :n].transpose(1, 2).contiguous()
+    return q.transpose(1, 2), scales[:, :, 0, :, 0].contiguous()
 
 
 def _launch(

@@ -1,8 +1,8 @@
 """fp8 of weights in blocks, on a GPU: maxima, and values from merged maxima, of many boxes at once.
 
 One launch converts what thousands of parameters of a rank hold: each box of elements is a row of
-`FIELDS` numbers, addresses first. Bit for bit moe_p2p/weights/fp8.py, which says what the numbers
-are; moe_p2p/weights/conversion.py makes the rows.
+`FIELDS` numbers, addresses first. Bit for bit moe_p2p/weights/copies.py, which says what the
+numbers are; moe_p2p/weights/conversion.py makes the rows.
 
 A program has one block of a box: up to N x K elements of one grid cell. Example: with 128 x 128
 blocks a box of 300 x 200 elements whose first one is element (100, 0) of its parameter has blocks
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_p2p.kernels.triton.e4m3 import at_least, largest, magnitudes, multiplier_of, scale_of
 from moe_p2p.kernels.triton.precision import to_nearest
 
 # Of a box [lead, rows, columns]: addresses of its first element, of its fp8 and of the grid's cell
@@ -73,18 +74,16 @@ def _amax_kernel(
     in_block_k = tl.arange(0, TILE_K)
     k = first_k + in_block_k
     k_inside = (in_block_k < K) & (k >= 0) & (k < columns)
-    largest = tl.zeros([TILE_N, TILE_K], tl.int32)
+    most = tl.zeros([TILE_N, TILE_K], tl.int32)
     for begin in tl.static_range(0, N, TILE_N):
         in_block_n = begin + tl.arange(0, TILE_N)
         n = first_n + in_block_n
         inside = ((in_block_n < N) & (n >= 0) & (n < rows))[:, None] & k_inside[None, :]
         at = plane * x0 + n[:, None] * x1 + k[None, :] * x2
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        # Magnitudes compare like their bits, NaN above inf.
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.maximum(largest, bits)
+        most = tl.maximum(most, magnitudes(x))
     # Threads meet once, behind all loads: they would wait for each tile's.
-    amax = tl.minimum(tl.max(tl.max(largest, axis=0), axis=0), 0x7F800000)
+    amax = largest(tl.max(tl.max(most, axis=0), axis=0))
     grid_ptr = tl.load(row + 2).to(tl.pointer_type(tl.int32))
     grid_ptr += plane * tl.load(row + 13) + down * tl.load(row + 14) + across * tl.load(row + 15)
     tl.atomic_max(grid_ptr, amax, sem="relaxed")
@@ -122,9 +121,8 @@ def _quantize_kernel(
         first_k = tl.multiple_of(across * K - tl.load(row + 6), 8)
         x_ptr = tl.multiple_of(x_ptr, 16)
         q_ptr = tl.multiple_of(q_ptr, 8)
-    amax = tl.maximum(tl.load(grid_ptr), 1e-4)
-    # div_rn rounds to nearest; Triton's `/` does not, and bits must equal torch's.
-    multiplier = tl.div_rn(tl.full([1], 448.0, tl.float32), tl.full([1], 0.0, tl.float32) + amax)
+    amax = at_least(tl.load(grid_ptr))
+    multiplier = multiplier_of(tl.full([1], 0.0, tl.float32) + amax)
     in_block_k = tl.arange(0, TILE_K)
     k = first_k + in_block_k
     k_inside = (in_block_k < K) & (k >= 0) & (k < columns)
@@ -146,7 +144,7 @@ def _quantize_kernel(
         across -= (tl.load(row + 6) > 0).to(tl.int64)
         scale_ptr = tl.load(row + 18).to(tl.pointer_type(tl.float32)) + plane * tl.load(row + 19)
         scale_ptr += down * tl.load(row + 20) + across * tl.load(row + 21)
-        tl.store(scale_ptr, tl.div_rn(amax, 448.0))
+        tl.store(scale_ptr, scale_of(amax))
 
 
 class Boxes:

@@ -19,12 +19,13 @@ from moe_p2p.deep_ep.handle import no_handle
 from moe_p2p.deep_ep.streams import wait_for
 from moe_p2p.moe.arguments import bias_list
 from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
-from moe_p2p.moe.options import DispatchForm, sum_order_bits
+from moe_p2p.moe.options import DEFAULT_COMBINE, CombineOptions, DispatchForm
 from moe_p2p.moe.pool import ReleasingAllToAll
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
-_BY_ROWS, _BY_TOPK = sum_order_bits("rows"), sum_order_bits("topk")
+_BY_ROWS, _BY_TOPK = (CombineOptions(order=order) for order in ("rows", "topk"))
+_EXACT = CombineOptions(out_dtype=torch.float32)
 
 
 class ElasticBuffer(ElasticBase):
@@ -147,7 +148,7 @@ class ElasticBuffer(ElasticBase):
                 num_sms=num_sms or self._usual_num_sms,
             )
         else:
-            handle.received = received  # holds the open step, for the next combine
+            handle.take(received)
         got, scales = fields[:2]
         return (
             got if scales is None else (got, scales),
@@ -188,18 +189,19 @@ class ElasticBuffer(ElasticBase):
                 wait_for(previous_event_before_epilogue, x)
             # Between nodes, sums on the way travel as float32 where they may not be rounded.
             exact = not self.allow_multiple_reduction and self.num_rdma_ranks > 1
-            order = 0  # as DeepEP's is, where its documentation says what is added when
-            if self.num_rdma_ranks == 1 and not self.allow_multiple_reduction:
-                order = _BY_ROWS
+            options = DEFAULT_COMBINE  # in DeepEP's order, where it documents what is added when
+            if exact:
+                options = _EXACT
+            elif self.num_rdma_ranks == 1 and not self.allow_multiple_reduction:
+                options = _BY_ROWS
             elif self.num_rdma_ranks == 1 and terms:
-                order = _BY_TOPK
+                options = _BY_TOPK
             result: Any = handle.all_to_all.combine_with(
                 x.contiguous(),
                 received,
+                options,
                 row_scalars=topk_weights,
                 terms=[term.float() for term in terms] if exact else terms,
-                out_dtype=torch.float32 if exact else None,
-                order=order,
             )
             sums, weights = (result, None) if topk_weights is None else result
             if exact:

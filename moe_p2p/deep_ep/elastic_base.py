@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p.deep_ep.base import Checked
-from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
+from moe_p2p.deep_ep.elastic_handle import RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
-from moe_p2p.moe.options import DispatchForm, SumOrder
+from moe_p2p.moe.options import CombineOptions, DispatchForm
 from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
 from moe_p2p.moe.row_counts import HostCounts
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
@@ -31,7 +31,7 @@ _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
 _USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
 # Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, rows.
-_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Rows]
+_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, RowForm]
 # Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
 _Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 
@@ -235,8 +235,8 @@ class ElasticBase(Checked):
             dtype, device_index, hidden, packs, num_topk, num_experts, num_tokens, num_sms, 1, rows
         )  # fmt: skip
         all_to_all, _, form = self._made.get(key) or self._make(values, key)
-        order: SumOrder = "ranks" if self.allow_multiple_reduction else "rows"
-        all_to_all.prepare(form.options, x_dtype=dtype, y_dtype=torch.bfloat16, order=order)
+        combine = CombineOptions(order="ranks" if self.allow_multiple_reduction else "rows")
+        all_to_all.prepare(form.options, x_dtype=dtype, y_dtype=torch.bfloat16, combine=combine)
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
         dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, rows = key

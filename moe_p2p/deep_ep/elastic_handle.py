@@ -24,11 +24,11 @@ from moe_p2p.moe.pool import ReleasingAllToAll
 from moe_p2p.moe.row_counts import to_device
 
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
-Rows = tuple[bool, bool, bool, bool]
+RowForm = tuple[bool, bool, bool, bool]
 
 
 @cache
-def _options(alignment: int, rows: Rows) -> DispatchOptions:
+def _options(alignment: int, rows: RowForm) -> DispatchOptions:
     do_expand, zero_padding, column_scales, copy_topk = rows
     return DispatchOptions(
         layout="grouped" if do_expand else "by_rank",
@@ -55,7 +55,7 @@ class RowCounts(NamedTuple):
         expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
         return RowCounts(tokens, expanded)
 
-    def form(self, num_tokens: int, alignment: int, rows: Rows) -> DispatchForm:
+    def form(self, num_tokens: int, alignment: int, rows: RowForm) -> DispatchForm:
         """Returns the form of a dispatch with this many rows, in this format."""
         capacity = self.num_expanded_tokens if rows[0] else self.num_recv_tokens
         return DispatchForm(_options(alignment, rows), num_tokens, capacity)
@@ -79,6 +79,10 @@ class EPHandle:
     num_experts: int
     expert_alignment: int
     num_sms: int
+
+    def take(self, received: Dispatched) -> None:
+        """Of a cached dispatch: it holds the open step, for the next combine."""
+        self.received = received
 
     @property
     def num_max_tokens_per_rank(self) -> int:

@@ -46,7 +46,7 @@ class Elements(Sequence[Any]):
 
 
 @dataclass(eq=False, repr=False)
-class Handle(Elements):
+class NormalHandle(Elements):
     """DeepEP's tuple with the tensors that users read, at the same indices; the others are empty.
 
     Up to 8 ranks: (rank_prefix_matrix, -, -, recv_src_idx, is_token_in_rank, -).

@@ -31,7 +31,7 @@ from moe_p2p.moe.dispatched import (
     tensors_of,
     without_rows,
 )
-from moe_p2p.moe.options import CombineDtype, DispatchForm, DispatchOptions, partials_bits
+from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions
 from moe_p2p.moe.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
@@ -41,6 +41,12 @@ _TWO_WAYS = (
     "needed, an event is waited for"
 )
 
+# By use_logfmt, and whether the wait for each rank is asked for.
+_COMBINES = {
+    (logfmt, timed): CombineOptions(partials="int10" if logfmt else None, with_wait_ticks=timed)
+    for logfmt in (False, True)
+    for timed in (False, True)
+}
 _NUM_TOPK_OF_HINT = 32  # the largest top-k; slots for top-8 and top-12 have the same size
 _SIZE_ALIGNMENT = 128  # required by DeepEP's Buffer
 
@@ -60,6 +66,13 @@ class LowLatencyHandle(Elements):
         self.all_to_all = all_to_all
         self.received = received  # without its rows, which may be freed before this handle
         self._sizes = (received.call.max_tokens, hidden, num_experts)
+
+    def make_combine_buffer(self) -> Tensor:
+        if self.combine_buffer is None:
+            src_info, _, _, hidden, _ = self
+            shape = (*src_info.shape, hidden)
+            self.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
+        return self.combine_buffer
 
     @functools.cached_property
     def _elements(self) -> Sequence[Any]:
@@ -184,7 +197,7 @@ class LowLatencyCalls(BufferBase):
         topk_idx: [t, K] as at dispatch; ignored, the ids given there are used.
         topk_weights: [t, K] float32.
         use_logfmt: rows travel in 10 bits a value: not DeepEP's logarithms but integers with a
-            scale for each 32 values (combine_dtype="int10"), whose error is about bfloat16's. H
+            scale for each 32 values (partials="int10"), whose error is about bfloat16's. H
             must be a multiple of 32, and use_logfmt alike on all ranks. False: as bfloat16.
         zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
             called, instead of x. Rows are never copied.
@@ -201,12 +214,14 @@ class LowLatencyCalls(BufferBase):
         all_to_all, received = handle.all_to_all, handle.received
         stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
-        combine_dtype: CombineDtype | None = "int10" if use_logfmt else None
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
                 pending = all_to_all.combine_send(
-                    y, received, topk_weights=topk_weights, combine_dtype=combine_dtype
+                    y,
+                    received,
+                    options=_COMBINES[bool(use_logfmt), False],
+                    topk_weights=topk_weights,
                 )
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
                 hook = self._hook(
@@ -218,10 +233,9 @@ class LowLatencyCalls(BufferBase):
                 result = all_to_all.combine_with(
                     y,
                     received,
+                    _COMBINES[bool(use_logfmt), stats is not None],
                     topk_weights=topk_weights,
                     out=out,
-                    with_wait_ticks=stats is not None,
-                    order=partials_bits(combine_dtype) if use_logfmt else 0,
                 )
                 out = _sums(result, stats)
             if async_finish:
@@ -233,11 +247,7 @@ class LowLatencyCalls(BufferBase):
 
         Each handle has its own: there is no ring of buffers that a later call would overwrite.
         """
-        if handle.combine_buffer is None:
-            src_info, _, _, hidden, _ = handle
-            shape = (*src_info.shape, hidden)
-            handle.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
-        return handle.combine_buffer
+        return handle.make_combine_buffer()
 
     def prepare_low_latency(
         self,
@@ -270,7 +280,7 @@ class LowLatencyCalls(BufferBase):
             False,
         )
         all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
-        all_to_all.prepare(form.options, combine_dtype="int10" if use_logfmt else None)
+        all_to_all.prepare(form.options, combine=_COMBINES[bool(use_logfmt), False])
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

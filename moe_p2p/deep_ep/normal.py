@@ -18,7 +18,7 @@ from moe_p2p import errors
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config, check_alignment
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.deep_ep.handle import ROWS, Handle, no_handle
+from moe_p2p.deep_ep.handle import ROWS, NormalHandle, no_handle
 from moe_p2p.moe.arguments import bias_list
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
@@ -30,7 +30,7 @@ _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from e
 _Event = EventOverlap | EventHandle
 _Values = Tensor | tuple[Tensor, Tensor]
 _Result = tuple[
-    _Values, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
+    _Values, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
 ]
 
 
@@ -71,7 +71,7 @@ class NormalCalls(BufferBase):
     def dispatch(
         self,
         x: _Values,
-        handle: Handle | None = None,
+        handle: NormalHandle | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -110,7 +110,7 @@ class NormalCalls(BufferBase):
                 text = "a handle was given with topk_idx or topk_weights; give one or the other: a "
                 text += "handle brings the routing of its own dispatch"
                 raise errors.make(errors.InvalidArgumentError, text)
-            if not isinstance(handle, Handle):
+            if not isinstance(handle, NormalHandle):
                 raise no_handle(handle)
             with turn:
                 form, topk = handle.form_again, handle.dispatched.topk_idx
@@ -155,7 +155,7 @@ class NormalCalls(BufferBase):
                 counts = sizes.counts.tolist()
             received = without_rows(fields)
             got = fields[0] if scales is None else _rows_of(fields, scales)
-            new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
+            new_handle = NormalHandle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
                 layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
                 given = (values, scales, topk_idx, topk, topk_weights, *layout)
@@ -172,7 +172,7 @@ class NormalCalls(BufferBase):
     def combine(
         self,
         x: Tensor,
-        handle: Handle,
+        handle: NormalHandle,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,

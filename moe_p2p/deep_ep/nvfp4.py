@@ -44,7 +44,7 @@ def _codes(values: Tensor) -> Tensor:
 
 def tiles_for(scales: Tensor) -> Tensor:
     """Makes room for the scales [E_local, M, H / 16] in DeepEP's shape, [32, 4, M / 128, 4, H / 64,
-    E_local], whose memory is one tile of 128 rows after the other; fill() fills it."""
+    E_local], stored tile by tile, 128 rows each; written by fill()."""
     experts, rows, columns = scales.shape
     tall, wide = -(-rows // 128), -(-columns // 4)
     made = scales.new_empty((experts, tall, wide, 32, 4, 4))

@@ -65,7 +65,7 @@ class _LoopQueue:
                 _set(future, True)
 
     def release(self) -> None:
-        """Of a loop that is closed: it has forgotten the reader."""
+        """For a loop that is closed, which has dropped its reader."""
         descriptor, self._fd = self._fd, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -103,7 +103,7 @@ class Awaiting:
         return int(call(_ops.engine_queue.default, self._engine))
 
     def close(self) -> None:
-        """After the engine: wakes who awaits its requests. Any thread."""
+        """After the engine: wakes tasks that await its requests. Any thread."""
         with self._lock:
             queues = list(self._queues.values())
             self._queues.clear()

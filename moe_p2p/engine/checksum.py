@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,12 +69,12 @@ def rows_checksum(
 
 
 @functools.cache
-def _stream_of(device: torch.device) -> Any:
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
     with relaxed_captures():
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def apart(device: torch.device) -> AbstractContextManager[Any]:
+def apart(device: torch.device) -> AbstractContextManager[object]:
     """Sums of bytes that are there already, on a stream of their own: on the caller's they would
     wait for the forward pass that is queued there, and other requests for them."""
     return nullcontext() if device.type != "cuda" else torch.cuda.stream(_stream_of(device))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from moe_p2p import env, errors
 from moe_p2p.machine.transport import MAX_NICS, setting, without
 
 MAX_CPUS = 1 << 16
 Wait = Literal["spin", "yield", "sleep"]
-_CPU_KEY = "proxy_cpu"  # of transport_settings: read here, no provider sees it
+ArrivalFlags = Literal["auto", "write", "gdrcopy", "relay"]
+# Of transport_settings: read here, no provider sees them.
+_CPU_KEY, _FLAGS_KEY = "proxy_cpu", "arrival_flags"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class EngineConfig:
     nics_per_rank: NICs of the engine, 1 to 8. None: the nearest to its GPU; loopback: 2.
     nics: RDMA devices to use instead, "mlx5_0,mlx5_1": the NICs of the rank in this order.
     transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400"; also
-        proxy_cpu, the core that the engine's thread stays on. Empty: from the environment.
+        proxy_cpu, the core that the engine's thread stays on, and arrival_flags. Empty: from the
+        environment.
     timeout_s: deadline of every wait, in seconds.
     wait: how waiting threads wait: "spin", "yield" or "sleep".
 
@@ -55,6 +58,11 @@ class EngineConfig:
             f"transport_settings: {_CPU_KEY}={cpu} is refused; it must be an integer from 0 to "
             f"{MAX_CPUS - 1}",
         )
+        errors.require(
+            self.arrivals in get_args(ArrivalFlags),
+            f"transport_settings: {_FLAGS_KEY}={self.arrivals} is refused; it must be one of "
+            f"{get_args(ArrivalFlags)}",
+        )
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -66,7 +74,7 @@ class EngineConfig:
             f"{name} is {value!r}, must be an integer from {low} to {high}",
         )
 
-    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+    def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
         value = getattr(self, name)
         errors.require(value in choices, f"{name} is {value!r}, must be one of {choices}")
 
@@ -77,12 +85,19 @@ class EngineConfig:
     @property
     def provider_settings(self) -> str:
         """transport_settings, or the settings in the environment, as the provider reads them."""
-        return without(self._settings, _CPU_KEY)
+        return without(self._settings, _CPU_KEY, _FLAGS_KEY)
 
     @property
     def proxy_cpu(self) -> int:
         """The core that the engine's thread stays on; -1: any."""
         return int(setting(self._settings, _CPU_KEY) or -1)
+
+    @property
+    def arrivals(self) -> str:
+        """How GPUs of communicators on the engine see what has arrived from other nodes: a NIC
+        stores a flag behind the data ("write"), the engine's thread does ("gdrcopy"), or it raises
+        a word on the host ("relay"); "auto": the first that can be."""
+        return setting(self._settings, _FLAGS_KEY) or "auto"
 
     def check_beside_engine(self) -> None:
         """Raises when a field is set that a given engine already has."""

@@ -35,6 +35,7 @@ from moe_p2p.engine.transfers import (
     LayerPlace,
     Memory,
     NicCounters,
+    PageRows,
     Peer,
     Region,
     Request,
@@ -86,6 +87,7 @@ class Engine(NotCopied):
         self.label = label
         self._gpu = gpu
         self.timeout_s = config.timeout_s
+        self.arrivals = config.arrivals  # EngineConfig.arrivals
         self.number = int(
             call(
                 _ops.engine_create.default,
@@ -116,6 +118,10 @@ class Engine(NotCopied):
     def closed(self) -> bool:
         """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
+
+    def use_communicators(self, below: int) -> None:
+        """Numbers below it are used."""
+        self.next_communicator = below
 
     def register(self, tensor: Tensor, *, in_order: bool = False) -> Memory:
         """Lets transfers from here use a contiguous tensor, and peers write to it and read it.
@@ -225,45 +231,38 @@ class Engine(NotCopied):
         memory: Memory,
         region: Region,
         *,
-        page_bytes: int,
         pages: Tensor,
         region_pages: Tensor,
-        stride: int | None = None,
-        region_stride: int | None = None,
+        rows: PageRows | None = None,
         offset: int = 0,
         region_offset: int = 0,
-        row_bytes: int | None = None,
-        row_stride: int | None = None,
-        region_row_stride: int | None = None,
         imm: int | None = None,
         imm_per_page: bool = True,
         priority: int = 1,
         after: Gate | None = None,
+        **moved: Any,
     ) -> Request:
         """Writes page pages[i] of `memory` to page region_pages[i] of `region`, for all i.
 
-        Page p lies at offset + p * stride bytes (None: page_bytes). pages, region_pages: int64 [n].
-        Its page_bytes may be rows of row_bytes each, row r at r * row_stride from the page's begin
-        (None: row_bytes): a layer, a slice of heads or both are one request. Pages and rows that
-        follow each other on both sides travel as one, unless imm is counted per page.
+        pages, region_pages: int64 [n], numbers of pages. rows: how pages lie behind `offset` here
+        and behind `region_offset` there. Pages and rows that follow each other on both sides travel
+        as one, unless imm is counted per page.
         imm: counted n times at the peer; with imm_per_page=False R times, once by each NIC after
-        all that it carried. Rows want the latter.
+        all that it carried. Pages of several rows want the latter.
         after: nothing is posted before that layer was signalled (`kv.KVSignals`).
+        Raises InvalidArgumentError for pages outside the memory or the region.
         """
         number = call(
             _ops.engine_write_pages.default,
             self.number,
             checked("memory", memory, Memory).number,
-            checked("region", region, Region).number,
-            page_bytes,
-            indices("pages", pages),
-            page_bytes if stride is None else stride,
             offset,
-            indices("region_pages", region_pages),
-            page_bytes if region_stride is None else region_stride,
+            checked("region", region, Region).number,
             region_offset,
+            PageRows.given(rows, moved).numbers,
+            indices("pages", pages),
+            indices("region_pages", region_pages),
             imm,
-            *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
             imm_per_page,
             priority,
             [] if after is None else list(after),
@@ -288,14 +287,9 @@ class Engine(NotCopied):
         self,
         places: Tensor,
         *,
-        page_bytes: int,
+        rows: PageRows,
         pages: Tensor,
         region_pages: Tensor,
-        stride: int,
-        region_stride: int,
-        row_bytes: int,
-        row_stride: int,
-        region_row_stride: int,
         imm: int | None = None,
         priority: int = 1,
         after: tuple[int, int] | None = None,
@@ -309,14 +303,9 @@ class Engine(NotCopied):
             _ops.engine_write_layers.default,
             self.number,
             indices("places", places),
-            page_bytes,
+            checked("rows", rows, PageRows).numbers,
             indices("pages", pages),
-            stride,
             indices("region_pages", region_pages),
-            region_stride,
-            row_bytes,
-            row_stride,
-            region_row_stride,
             imm,
             priority,
             [] if after is None else list(after),
@@ -375,17 +364,13 @@ class Engine(NotCopied):
         memory: Memory,
         region: Region,
         *,
-        page_bytes: int,
         pages: Tensor,
         region_pages: Tensor,
-        stride: int | None = None,
-        region_stride: int | None = None,
+        rows: PageRows | None = None,
         offset: int = 0,
         region_offset: int = 0,
-        row_bytes: int | None = None,
-        row_stride: int | None = None,
-        region_row_stride: int | None = None,
         priority: int = 1,
+        **moved: Any,
     ) -> Request:
         """Reads page region_pages[i] of `region` into page pages[i] of `memory`, for all i.
 
@@ -395,15 +380,12 @@ class Engine(NotCopied):
             _ops.engine_read_pages.default,
             self.number,
             checked("memory", memory, Memory).number,
-            checked("region", region, Region).number,
-            page_bytes,
-            indices("pages", pages),
-            page_bytes if stride is None else stride,
             offset,
-            indices("region_pages", region_pages),
-            page_bytes if region_stride is None else region_stride,
+            checked("region", region, Region).number,
             region_offset,
-            *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
+            PageRows.given(rows, moved).numbers,
+            indices("pages", pages),
+            indices("region_pages", region_pages),
             priority,
         )
         return Request(self, int(number))
@@ -442,7 +424,7 @@ class Engine(NotCopied):
         limit = self.timeout_s if timeout_s is None else timeout_s
         return int(self._call_waiting(_ops.engine_imm_wait.default, imm, count, limit))
 
-    def _call_waiting(self, op: Callable[..., Any], *args: Any) -> Any:
+    def _call_waiting(self, op: Callable[..., Any], *args: object) -> Any:
         """`call` of an op that waits, which close() waits for."""
         self._waiting.append(None)
         try:
@@ -545,18 +527,3 @@ class Engine(NotCopied):
     def __repr__(self) -> str:
         state = self._closing.why_closed or f"{self.num_nics} NICs"
         return f"Engine({self.label!r}, {self.provider}, {state})"
-
-
-def _rows(
-    page_bytes: int, row_bytes: int | None, row_stride: int | None, region_row_stride: int | None
-) -> tuple[int, int, int]:
-    """Returns what the ops take: bytes of a row, 0 where a page is one, and both strides."""
-    errors.require(
-        row_bytes != 0, "row_bytes is 0, must divide page_bytes, or be None where a page is one row"
-    )
-    row = page_bytes if row_bytes is None else row_bytes
-    return (
-        row_bytes or 0,
-        row if row_stride is None else row_stride,
-        row if region_row_stride is None else region_row_stride,
-    )

@@ -10,14 +10,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # Seconds until close() goes on without threads that wait. Too short: the end of a busy program may
 # call std::terminate. Reached where a signal's handler closes an engine that its thread waits for.
 COME_BACK_S = 1.0
 
 
-def _unless_forked(pid: int, close: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _unless_forked(pid: int, close: Callable[..., object], args: tuple[object, ...]) -> None:
     if os.getpid() == pid:
         close(*args)
 
@@ -40,7 +40,7 @@ class Closing:
     Does nothing in a forked child: the resources belong to its parent.
     """
 
-    def __init__(self, owner: object, close: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, owner: object, close: Callable[..., object], *args: object) -> None:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(owner, _unless_forked, self._pid, close, args)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
@@ -23,7 +25,7 @@ class Owner(Protocol):
     timeout_s: float
     _awaiting: Awaiting
 
-    def _call_waiting(self, op: Callable[..., Any], *args: Any) -> Any: ...
+    def _call_waiting(self, op: Callable[..., Any], *args: object) -> Any: ...
 
     def _forget(self, request: int) -> None: ...
 
@@ -51,7 +53,7 @@ class Cancelled(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What became of a request that is done. Times are of `time.monotonic`, in seconds."""
+    """Statistics of a completed request. Times are of `time.monotonic`, in seconds."""
 
     first_post_at: float | None  # before its first work request was given to a NIC; None: none was
     ended_at: float  # after its last completion was seen, or whatever else ended it
@@ -68,6 +70,59 @@ class Slice(NamedTuple):
     region: Region
     region_offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRows:
+    """How pages lie on both sides, in bytes. Make one, and use it for all requests that are alike.
+
+    page_bytes: what travels of a page.
+    stride, region_stride: page p lies p * stride behind the first one. None: page_bytes.
+    row_bytes: of a row; divides page_bytes. None: a page is one row.
+    row_stride, region_row_stride: row r lies r * row_stride behind its page's begin. None:
+        row_bytes.
+
+    `stride` and `row_stride` are of the memory here, the others of the peer's region. Rows make a
+    layer, a slice of heads or both one request. Raises InvalidArgumentError where row_bytes is 0.
+    """
+
+    page_bytes: int
+    stride: int | None = None
+    region_stride: int | None = None
+    row_bytes: int | None = None
+    row_stride: int | None = None
+    region_row_stride: int | None = None
+    numbers: list[int] = field(init=False, repr=False, compare=False)  # what ops take
+
+    def __post_init__(self) -> None:
+        errors.require(
+            self.row_bytes != 0,
+            "row_bytes is 0, must divide page_bytes, or be None where a page is one row",
+        )
+        page = self.page_bytes
+        row = page if self.row_bytes is None else self.row_bytes
+        numbers = [
+            page,
+            page if self.stride is None else self.stride,
+            page if self.region_stride is None else self.region_stride,
+            self.row_bytes or 0,
+            row if self.row_stride is None else self.row_stride,
+            row if self.region_row_stride is None else self.region_row_stride,
+        ]
+        object.__setattr__(self, "numbers", numbers)
+
+    @classmethod
+    def given(cls, rows: PageRows | None, moved: dict[str, Any]) -> PageRows:
+        """`rows`, or what its fields make, which are taken as arguments for one release."""
+        if moved:
+            errors.require(rows is None, f"rows are given, and {', '.join(moved)} beside them")
+            values = ", ".join(f"{name}={value!r}" for name, value in moved.items())
+            text = f"{', '.join(moved)} became fields of PageRows: rows=PageRows({values})"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            return cls(**moved)
+        if not isinstance(rows, PageRows):
+            raise errors.wrong_type("rows", rows, "a PageRows")
+        return rows
 
 
 _Kind = TypeVar("_Kind")
@@ -132,7 +187,7 @@ class Gate(NamedTuple):
 
 
 def shut(gates: Iterable[Gate]) -> list[Gate]:
-    """Those that are not reached. Looks once at each KVSignals, not once at each layer."""
+    """Returns the gates that are not reached. Reads each KVSignals once, not once a layer."""
     values: dict[int, list[int]] = {}
     found = []
     for gate in gates:
@@ -325,7 +380,7 @@ class Request:
 # --- for compilers ---
 
 
-def _fake_number(*args: Any) -> torch.SymInt:
+def _fake_number(*args: object) -> torch.SymInt:
     """For ops that return the number of a new object."""
     return torch.library.get_ctx().new_dynamic_size()
 

@@ -40,7 +40,7 @@ from moe_p2p.examples.small_model import MOST_TOKENS, SmallModel, generate
 from moe_p2p.examples.workers import Job
 from moe_p2p.examples.workers import main as worker_main
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.plot import NO_MATPLOTLIB
+from moe_p2p.tools.draw import NO_MATPLOTLIB
 from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
 
 CHUNK = 32  # tokens of a prefill chunk
@@ -175,7 +175,7 @@ class Router:
         for child in children:
             child.kill()
             child.join()
-        torch.ops.moe_p2p.remove_stale_memory.default()  # of those that were killed
+        torch.ops.moe_p2p.remove_stale_memory.default()  # of workers that were killed
 
 
 class Handler(BaseHTTPRequestHandler):

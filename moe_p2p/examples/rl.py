@@ -1,10 +1,10 @@
-"""REINFORCE on arithmetic: two trainers, two generators, and a third that joins in the middle.
+"""REINFORCE on arithmetic: two trainers, two engine ranks, and a third that joins in the middle.
 
     python -m moe_p2p.examples.rl [--steps 40]
 
 The policy reads two digits and answers their sum modulo ten. Of each version of the weights the
-generators draw eight samples, which carry its number; trainers learn from four of them and four of
-the version before, and write new weights into the generators, which go on meanwhile. On CPUs
+engine ranks draw eight samples, which carry its number; trainers learn from four of them and four
+of the version before, and write new weights into the engine ranks, which go on meanwhile. On CPUs
 rewards are the same in each run. Each half of the tensor `stamp` comes from another trainer and
 says the version: a forward pass that saw two, or not the one of `step`, ends with status 1; so does
 a policy that learned less than half. Ranks share GPUs if any.
@@ -28,11 +28,11 @@ from torch.nn.functional import one_hot
 
 from moe_p2p import Engine
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.gather import everyones
 from moe_p2p.tools.option_types import at_least
-from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Param, Shard, WeightEngineRank, WeightLayout, WeightTrainer
 
-TRAINERS, GENERATORS, RANKS = 2, 2, 5  # generators of the start; one more joins
+TRAINERS, ENGINE_RANKS, RANKS = 2, 2, 5  # engine ranks of the start; one more joins
 HIDDEN, BATCH, PER_STEP = 256, 256, 8  # of a sample: questions; of a step: samples
 SHAPES = {"inner": (20, HIDDEN), "bias": (HIDDEN,), "outer": (HIDDEN, 10), "stamp": (2,)}
 RATE, ENTROPY, CHANCE, LEARNED = 0.03, 0.15, 0.1, 0.5
@@ -51,14 +51,14 @@ def initial(device: torch.device) -> dict[str, Tensor]:
     return {name: each.to(device) for name, each in made.items()}
 
 
-def of_generators(count: int) -> WeightLayout:
+def targets(count: int) -> WeightLayout:
     found = (Param(n, s, "float32", range(count)) for n, s in SHAPES.items())
     return WeightLayout(tuple(found), count)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_p2p.examples.rl")
-    parser.add_argument("--steps", type=at_least(4), default=40)  # a generator joins in the middle
+    parser.add_argument("--steps", type=at_least(4), default=40)  # one joins in the middle
     try:
         results = launch.run_ranks(rank_main, parser.parse_args().steps, num_ranks=RANKS)
     except launch.RanksFailedError as error:
@@ -93,22 +93,22 @@ def rank_main(steps: int) -> Any:
         return found
 
 
-# --- generators ---
+# --- engine ranks ---
 
 
 def generate(store: Any, engine: Engine, number: int, device: torch.device) -> Counter[int]:
     """Returns how many answers were drawn of which version."""
     weights, drawn = initial(device), Counter[int]()
-    if number < GENERATORS:
-        generator = WeightGenerator(engine, store, of_generators(GENERATORS), number, weights)
+    if number < ENGINE_RANKS:
+        engine_rank = WeightEngineRank(engine, store, targets(ENGINE_RANKS), number, weights)
     else:
         store.wait(["join"], WAIT * 10)
-        generator = WeightGenerator(engine, store, of_generators(1), 0, weights, replica="late")
-        print(f"generator {number} joined at version {generator.version} in "
-              f"{generator.totals['join_ms']:.0f} ms")  # fmt: skip
+        engine_rank = WeightEngineRank(engine, store, targets(1), 0, weights, replica="late")
+        print(f"generator {number} joined at version {engine_rank.version} in "
+              f"{engine_rank.totals['join_ms']:.0f} ms")  # fmt: skip
         store.set("joined", "now")
     while not store.check(["over"]):
-        version = generator.step() or 0  # weights change here, and nowhere else
+        version = engine_rank.step() or 0  # weights change here, and nowhere else
         while (sample := store.add(f"samples of {version}", 1)) <= PER_STEP:
             seeded = torch.Generator(device).manual_seed(PER_STEP * version + sample)
             question = torch.randint(0, 10, (BATCH, 2), generator=seeded, device=device)
@@ -119,7 +119,7 @@ def generate(store: Any, engine: Engine, number: int, device: torch.device) -> C
             store.set(f"sample {version} {sample}", json.dumps(found))
             drawn[version] += BATCH
         time.sleep(0.002)
-    generator.close()
+    engine_rank.close()
     return drawn
 
 
@@ -145,7 +145,7 @@ class Trainer:
             samples = self.samples(version - 1)
             rewards.append(self.step(samples))
             self.mine["stamp"].fill_(version)
-            self.writer.update(version)  # to every generator that is there, or it raises
+            self.writer.update(version)  # to every engine rank that is there, or it raises
             of = Counter(sample["version"] for sample in samples).items()
             versions = ", ".join(f"{n} of {v}" for v, n in sorted(of))
             if self.rank == 0:

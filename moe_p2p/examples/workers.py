@@ -77,16 +77,17 @@ class WorkerProcess:
         self.say_lock, self.model_lock = threading.Lock(), threading.Lock()
         self.engine = Engine(EngineConfig(), label=instance, gpu=gpu)
         self.cache = make_cache(NUM_PAGES, device)
-        fields = {"instance": instance, "timeouts": kv.KVTimeouts(open_s=15, lease_s=8)}
+        own, timeouts = (self.engine, self.cache), kv.KVTimeouts(open_s=15, lease_s=8)
         self.worker: Any
         if role == "prefill":
-            self.run, self.worker = self.prefill, kv.KVSender(self.engine, self.cache, **fields)
+            self.run = self.prefill
+            self.worker = kv.KVSender(*own, instance=instance, timeouts=timeouts)
         else:
             self.run = self.decode
-            self.worker = kv.KVReceiver(self.engine, self.cache, verify="always", **fields)
+            self.worker = kv.KVReceiver(*own, instance=instance, timeouts=timeouts, verify="always")
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
         leases = kv.TorchLeases(store, self.worker.timeouts.lease_s)
-        self.membership = kv.Membership(self.worker, leases)
+        self.keeper = kv.LeaseKeeper(self.worker, leases)
 
     def serve(self) -> None:
         self.say("ready", -1)
@@ -94,7 +95,7 @@ class WorkerProcess:
         while (job := self.pipe.recv()) is not None:
             threads.append(threading.Thread(target=self._handle, args=(job,), daemon=True))
             threads[-1].start()
-        self.membership.close()  # requests fail, and their threads end
+        self.keeper.close()  # requests fail, and their threads end
         until = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0))

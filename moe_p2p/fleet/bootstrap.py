@@ -35,7 +35,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ _ONE_FAILED = 1 << 32  # in {M}/left: upper half failed ranks, lower half ranks 
 
 
 def store_of(
-    group_or_store: Any, rank: int | None, world_size: int | None
+    group_or_store: dist.ProcessGroup | Store | None, rank: int | None, world_size: int | None
 ) -> tuple[Store, int, int]:
     """Returns the store of a group (None: the default group), this rank in it, and its size."""
     if isinstance(group_or_store, Store):
@@ -83,10 +83,10 @@ def store_of(
             "torch.distributed.init_process_group first, or pass a Store with rank and world_size",
         )
         group_or_store = dist.group.WORLD
-    errors.require(
-        hasattr(group_or_store, "get_group_store"),
-        f"a ProcessGroup, a Store or None is needed, not {type(group_or_store).__name__}",
-    )
+    if not hasattr(group_or_store, "get_group_store"):
+        text = f"a ProcessGroup, a Store or None is needed, not {type(group_or_store).__name__}"
+        raise errors.make(errors.InvalidArgumentError, text)
+    assert group_or_store is not None
     return group_or_store.get_group_store(), group_or_store.rank(), group_or_store.size()
 
 
@@ -315,6 +315,10 @@ class Bootstrap:
         stages = (self._stage, self._stage + 1) if self._met else (0,)
         for stage in stages:
             self._set(f"{self._name}/{stage}/{rank}", _FAILED + text.encode())
+
+    def refused(self) -> None:
+        """A rank of this host has refused a connection: set-up says so where it fails."""
+        self.num_refused += 1
 
     def check_neighbours(self, rank: int | None, what: str) -> None:
         """The rank's process ended: raises AbortedError if it reported why, else PeerDeadError."""

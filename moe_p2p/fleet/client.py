@@ -2,7 +2,8 @@
 
 torch waits for the answer of a TCPStore's server in C++, without a deadline, and never connects
 again. Here a call that gets no answer in time fails by name; after a failure the next call connects
-anew, and repeats this member's words where the store lost them. Used by board.py and leases.py.
+anew, and repeats this member's words where the store lost them. Used by store_keys.py and
+leases.py.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from moe_p2p.errors import ClosedError, TransportError, make
 
 T = TypeVar("T")
-_Request = tuple[Future[Any], Callable[[Any], Any]]
+_Request = tuple[Future[Any], Callable[[Store], Any]]
 
 # Of a call without a deadline. Too short: a store of many ranks that is only slow counts as gone.
 _ANSWER_S = 10.0
@@ -45,15 +46,13 @@ _PROBE_S = 1.0  # torch tries for minutes to connect; a socket says at once that
 
 
 class Deadline:
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, at: float | None = None) -> None:
         self.timeout_s = timeout_s
-        self.at = time.monotonic() + timeout_s
+        self.at = time.monotonic() + timeout_s if at is None else at
 
     def later(self, grace_s: float) -> Deadline:
         """For who waits for ranks that wait too: the one that is missing is named, not these."""
-        found = Deadline(self.timeout_s + grace_s)
-        found.at = self.at + grace_s
-        return found
+        return Deadline(self.timeout_s + grace_s, at=self.at + grace_s)
 
     @property
     def left(self) -> float:
@@ -68,13 +67,21 @@ class _Shared:
     """What a client and its threads both have. It keeps no store of the caller's, who may serve it:
     it would not end."""
 
-    def __init__(self, store: Any, connect: Callable[[], Any] | None) -> None:
+    def __init__(self, store: Store, connect: Callable[[], Store] | None) -> None:
         self.store, self._connect = store, connect
         self.words: dict[str, str] = {}  # that this client has put, and not dropped
         self.returns = 0  # how often the store was away, or silent, and answered again
-        self.failing = False
+        self._failing = False
 
-    def connect(self) -> Any:
+    def answered(self, *, silent: bool) -> None:
+        """silent: only after a while."""
+        self.returns += silent or self._failing
+        self._failing = False
+
+    def fails(self) -> None:
+        self._failing = True
+
+    def connect(self) -> Store:
         if self._connect is not None:
             self.store = self._connect()
         elif hasattr(self.store, "clone"):
@@ -88,7 +95,7 @@ class _Shared:
 
 
 class _Thread:
-    def __init__(self, shared: _Shared, store: Any) -> None:
+    def __init__(self, shared: _Shared, store: Store | None) -> None:
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
         self.since: float | None = None  # when the call began that it is in
         self._shared, self._over = shared, False
@@ -97,7 +104,7 @@ class _Thread:
         )
         self.thread.start()
 
-    def _serve(self, shared: _Shared, store: Any) -> None:
+    def _serve(self, shared: _Shared, store: Store | None) -> None:
         while (request := self.requests.get()) is not None:
             answer, access = request
             if self._over:
@@ -110,11 +117,11 @@ class _Thread:
                             store = shared.connect()
                         found = access(store)
                         silent = time.monotonic() - began > _SILENCE_S
-                        shared.returns += silent or shared.failing
-                        shared.failing = False
+                        shared.answered(silent=silent)
                         answer.set_result(found)
                     except BaseException as error:
-                        store, shared.failing = None, True
+                        store = None
+                        shared.fails()
                         answer.set_exception(error)
                 self.since = None
             del request, answer, access
@@ -137,7 +144,7 @@ class Client:
     `store.clone()`. connect: how to do so anew; None: by `clone` again."""
 
     def __init__(
-        self, store: Any, *, alone: bool = False, connect: Callable[[], Any] | None = None
+        self, store: Store, *, alone: bool = False, connect: Callable[[], Store] | None = None
     ) -> None:
         self._name = _address(store) or type(store).__name__
         self._shared, self._first = _Shared(store, connect), store if alone else None
@@ -164,7 +171,7 @@ class Client:
         finally:
             self._limits.deadline = before
 
-    def run(self, access: Callable[[Any], T]) -> T:
+    def run(self, access: Callable[[Store], T]) -> T:
         """Returns what `access` does with the store. Raises StoreError."""
         return self.wait(self.post(access))
 
@@ -186,7 +193,7 @@ class Client:
             answer.cancel()
             self._pending.discard(answer)
 
-    def post(self, access: Callable[[Any], T]) -> Future[T]:
+    def post(self, access: Callable[[Store], T]) -> Future[T]:
         """The same without waiting."""
         if self._closed:
             raise make(ClosedError, _LEFT)
@@ -217,7 +224,7 @@ class Client:
             if not gone:
                 return
 
-            def delete(store: Any) -> None:
+            def delete(store: Store) -> None:
                 for at, word in gone.items():
                     if store.check([at]) and bytes(store.get(at)) == word:
                         store.delete_key(at)
@@ -241,7 +248,7 @@ class Client:
                 return
             left = self._threads.pop()
             self._patience *= 2
-            self._shared.failing = True
+            self._shared.fails()
         left.end(0)
 
 
@@ -269,7 +276,7 @@ def _hang_up(thread: threading.Thread, address: str) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def _address(store: Any) -> str:
+def _address(store: Store) -> str:
     """HOST:PORT of a TCPStore; "" of others."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -10,7 +10,8 @@ import json
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+
+from torch._C._distributed_c10d import Store
 
 from moe_p2p.errors import require
 from moe_p2p.fleet.client import Client
@@ -28,7 +29,7 @@ class TorchLeases:
 
     def __init__(
         self,
-        store: Any,
+        store: Store | Client,
         lease_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -67,7 +68,7 @@ class TorchLeases:
     def end(self, name: str) -> None:
         """Of a process that another one has replaced: its place is free for that one."""
 
-        def clear(store: Any) -> None:
+        def clear(store: Store) -> None:
             for place, value in enumerate(self._values(store)):
                 if value and json.loads(value)[0] == name:
                     self._replace(store, place, value.decode(), "")
@@ -106,7 +107,7 @@ class TorchLeases:
         self._seen[place] = (value, since)
         return now - since
 
-    def _put(self, store: Any, place: int, before: str, value: str) -> int:
+    def _put(self, store: Store, place: int, before: str, value: str) -> int:
         """Returns its place. Somebody else may have cleared or taken the one of a worker that was
         stopped, and a store that was lost has none."""
         if place >= 0 and self._replace(store, place, before, value):
@@ -117,17 +118,17 @@ class TorchLeases:
         place = int(store.add(f"{self._at}/places", 1)) - 1
         return place if self._replace(store, place, "", value) else self._put(store, -1, "", value)
 
-    def _values(self, store: Any) -> list[bytes]:
+    def _values(self, store: Store) -> list[bytes]:
         return [self._read(store, place) for place in range(self._num_places(store))]
 
-    def _num_places(self, store: Any) -> int:
+    def _num_places(self, store: Store) -> int:
         return int(store.add(f"{self._at}/places", 0))
 
-    def _read(self, store: Any, place: int) -> bytes:
+    def _read(self, store: Store, place: int) -> bytes:
         """A place that was counted and not yet written is empty."""
         return bytes(store.get(self._key(place))) if store.check([self._key(place)]) else b""
 
-    def _replace(self, store: Any, place: int, before: str, value: str) -> bool:
+    def _replace(self, store: Store, place: int, before: str, value: str) -> bool:
         return bytes(store.compare_set(self._key(place), before, value)) == value.encode()
 
     def _key(self, place: int) -> str:

@@ -1,6 +1,6 @@
 """A listening socket that strangers cannot exhaust: bounded in threads, and in time for all of it.
 
-Used by moe_p2p.kv's membership.py and moe_p2p.mooncake's handshake.py. A thread serves each
+Used by moe_p2p.kv's lease_keeper.py and moe_p2p.mooncake's handshake.py. A thread serves each
 connection. Until it has proved that it belongs here it is a stranger: the longest one there is
 closed for the next.
 """

@@ -1,7 +1,7 @@
 """A thread that looks at the store for an engine's loop, which never waits for it.
 
-Used by weights' generator.py: `step` asks it to look once more, and takes up what it has found. It
-holds its rank weakly, and tries again by itself while the store does not answer.
+Used by weights' engine_rank.py: `step` asks it to look once more, and takes up what it has found.
+It holds its rank weakly, and tries again by itself while the store does not answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,69 @@ _AGAIN_S = 0.25  # until the next try, where the store is gone
 _LEAVE_S = 1.0
 
 
-class _State:
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device, self.changed = name, device, threading.Condition()
-        self.asked = self.looked = 0
-        self.over = threading.Event()
-        self.error: Exception | None = None
+class _Looks:
+    """What the thread has."""
+
+    def __init__(self, look: Callable[[], None], name: str, device: torch.device) -> None:
+        self._look, self._name, self._device = weakref.WeakMethod(look), name, device
+        self._changed, self._over = threading.Condition(), threading.Event()
+        self._asked = self._looked = 0
+        self._error: Exception | None = None
         self.trouble: StoreError | None = None
+
+    def ask(self) -> None:
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def settle(self, timeout_s: float) -> None:
+        with self._changed:
+            wanted = self._asked
+            self._changed.wait_for(lambda: self._looked >= wanted, timeout_s)
+
+    def stop(self, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
+        self._over.set()
+        with self._changed:
+            self._changed.notify_all()
+        if thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def run(self) -> None:
+        # The engine may capture graphs meanwhile, and the stream brings its device along.
+        with relaxed_captures(), torch.no_grad(), _own_stream(self._device):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._asked > self._looked or self._over.is_set()
+                    )
+                    asked = self._asked
+                look = self._look()
+                if look is None or self._over.is_set():
+                    return
+                self._once(look)
+                del look
+                if self.trouble is not None:
+                    self._over.wait(_AGAIN_S)
+                    continue
+                with self._changed:
+                    self._looked = asked
+                    self._changed.notify_all()
+
+    def _once(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+            self.trouble = None
+        except StoreError as error:
+            if self.trouble is None:
+                log.warning(f"{self._name}: generation goes on without updates: {error}")
+            self.trouble = error
+        except ClosedError:
+            self._over.set()
+        except Exception as error:
+            self._error, self.trouble = error, None
 
 
 class Lookout:
@@ -38,84 +94,31 @@ class Lookout:
     of what it computes, without gradients, and on a GPU on a stream of its own."""
 
     def __init__(self, look: Callable[[], None], name: str, device: torch.device) -> None:
-        self._state = _State(name, device)
-        self._thread = threading.Thread(
-            target=_run, args=(self._state, weakref.WeakMethod(look)), name=name, daemon=True
-        )
+        self._looks = _Looks(look, name, device)
+        self._thread = threading.Thread(target=self._looks.run, name=name, daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, _stop, self._state, self._thread)
+        self._end = weakref.finalize(self, self._looks.stop, self._thread)
 
     def ask(self) -> None:
         """Raises what an earlier look has raised."""
-        state = self._state
-        with state.changed:
-            state.asked += 1
-            state.changed.notify_all()
-        error, state.error = state.error, None
-        if error is not None:
-            raise error
+        self._looks.ask()
 
     def settle(self, timeout_s: float) -> None:
         """Returns when what was asked for has been looked at; not for the engine's loop."""
-        state = self._state
-        with state.changed:
-            wanted = state.asked
-            state.changed.wait_for(lambda: state.looked >= wanted, timeout_s)
+        self._looks.settle(timeout_s)
 
     @property
     def trouble(self) -> StoreError | None:
         """Why the last look saw nothing."""
-        return self._state.trouble
+        return self._looks.trouble
 
     def stop(self, timeout_s: float) -> None:
         """Looks no more; waits for the look that is under way."""
         self._end.detach()
-        _stop(self._state, self._thread, timeout_s)
-
-
-def _stop(state: _State, thread: threading.Thread, timeout_s: float = _LEAVE_S) -> None:
-    state.over.set()
-    with state.changed:
-        state.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join(timeout_s)
-
-
-def _run(state: _State, look: weakref.WeakMethod[Callable[[], None]]) -> None:
-    # The engine may capture graphs meanwhile, and the stream brings its device along.
-    with relaxed_captures(), torch.no_grad(), _own_stream(state.device):
-        while True:
-            with state.changed:
-                state.changed.wait_for(lambda: state.asked > state.looked or state.over.is_set())
-                asked = state.asked
-            method = look()
-            if method is None or state.over.is_set():
-                return
-            _look(state, method)
-            del method
-            if state.trouble is not None:
-                state.over.wait(_AGAIN_S)
-                continue
-            with state.changed:
-                state.looked = asked
-                state.changed.notify_all()
+        self._looks.stop(self._thread, timeout_s)
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def _look(state: _State, look: Callable[[], None]) -> None:
-    try:
-        look()
-        state.trouble = None
-    except StoreError as error:
-        if state.trouble is None:
-            log.warning(f"{state.name}: generation goes on without updates: {error}")
-        state.trouble = error
-    except ClosedError:
-        state.over.set()
-    except Exception as error:
-        state.error, state.trouble = error, None

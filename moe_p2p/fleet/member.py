@@ -1,6 +1,6 @@
 """One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
 
-Used by weights' trainer.py and generator.py, and by kv's membership.py. The thread touches no
+Used by weights' trainer.py and engine_rank.py, and by kv's lease_keeper.py. The thread touches no
 device, and keeps no reference to its rank but for `then`. README.md says what names, incarnations
 and ids are.
 """
@@ -19,13 +19,13 @@ from typing import Any
 
 from moe_p2p import log
 from moe_p2p.errors import AbortedError, make
-from moe_p2p.fleet.board import Board, newer
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.letter import letter
+from moe_p2p.fleet.store_keys import StoreKeys, newer
 
 Record = dict[str, Any]
-_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
+LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 
 class ReplacedError(AbortedError):
@@ -41,42 +41,55 @@ class _Beat:
     """What the thread has: a lease to renew until it is stopped, or its name is another's."""
 
     def __init__(
-        self, board: Board, leases: TorchLeases, who: str, record: Record, lease_s: float
+        self,
+        words: StoreKeys,
+        leases: TorchLeases,
+        who: str,
+        record: Record,
+        lease_s: float,
+        then: Callable[[], None] | None,
     ) -> None:
         self.leases, self.who, self.record, self.every = leases, who, record, lease_s / 4
-        self.board = board
+        self.words = words
         self.before = ""  # the id that had this name
         self.stopped, self.lock, self.replaced = threading.Event(), threading.Lock(), False
         self.awake = threading.Event()
-        self.then: Callable[[], None] = lambda: None  # at the end of each beat
+        self._then = then  # at the end of each beat
 
     def claim(self) -> None:
         key = f"{name_of(self.who)} is"
         while True:
-            before = self.board.get(key)
+            before = self.words.get(key)
             claim = newer(before["claim"] if before else 0)
-            if self.board.swap(key, before, {"id": self.who, "claim": claim}):
+            if self.words.swap(key, before, {"id": self.who, "claim": claim}):
                 self.record["claim"], self.before = claim, before["id"] if before else ""
                 if self.before:
                     self.leases.end(self.before)
                 return
 
     def give_up_the_name(self) -> None:
-        """Who claims it within this moment claims it again at its next look."""
+        """Who claims it within this moment claims it again at its next look. A name that another
+        process had stays: by that it finds out, however late it goes on."""
+        if self.before:
+            return
         key = f"{name_of(self.who)} is"
-        found = self.board.get(key)
+        found = self.words.get(key)
         if found is not None and found["id"] == self.who:
-            self.board.drop(key)
+            self.words.drop(key)
 
     def look(self) -> None:
         """Whether the name is still this process's. A store that has lost it has it again, and one
         that was away when this process began gets its claim."""
-        found = self.board.get(f"{name_of(self.who)} is") if "claim" in self.record else None
+        found = self.words.get(f"{name_of(self.who)} is") if "claim" in self.record else None
         if found is None:
             self.claim()
         elif found["id"] != self.who:
             self.replaced = True
             self.stop()
+
+    def announce(self, changes: Record) -> None:
+        self.record |= changes
+        self.renew()
 
     def renew(self) -> None:
         with self.lock:
@@ -93,7 +106,8 @@ class _Beat:
             try:
                 self.look()
                 self.renew()
-                self.then()
+                if self._then is not None:
+                    self._then()
                 failing = False
             except Exception as error:  # the store is gone: updates fail, the engine goes on
                 if not failing:
@@ -103,11 +117,9 @@ class _Beat:
     def stop(self) -> None:
         self.stopped.set()
         self.awake.set()
-        if self.lock.acquire(
-            timeout=_LEAVE_S
-        ):  # else the store is gone, and the lease will be over
+        if self.lock.acquire(timeout=LEAVE_S):  # else the store is gone, and the lease will be over
             try:
-                with suppress(Exception), self.leases.client.within(Deadline(_LEAVE_S)):
+                with suppress(Exception), self.leases.client.within(Deadline(LEAVE_S)):
                     self.leases.withdraw(self.who)
                     self.give_up_the_name()
             finally:
@@ -115,7 +127,7 @@ class _Beat:
 
 
 class Member:
-    """board: of the fleet. name: "trainer 3". record: what others read of it.
+    """words: of the fleet. name: "trainer 3". record: what others read of it.
 
     lease_s: after it without a renewal, by the reader's clock, a member is lost. leases: where a
     caller has some already. then: called by the thread after each renewal, and once when the name
@@ -124,7 +136,7 @@ class Member:
 
     def __init__(
         self,
-        board: Board,
+        words: StoreKeys,
         name: str,
         record: Record,
         lease_s: float,
@@ -133,29 +145,28 @@ class Member:
         then: Callable[[Member], None] | None = None,
     ) -> None:
         self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
-        self._board = board
-        self._leases = leases or TorchLeases(board.client, lease_s, prefix=board.prefix)
-        self._beat = _Beat(board, self._leases, self.id, {**record, "letter": letter()}, lease_s)
+        self._words = words
+        self._leases = leases or TorchLeases(words.client, lease_s, prefix=words.prefix)
+        record, after = {**record, "letter": letter()}, then and partial(then, self)
+        self._beat = _Beat(words, self._leases, self.id, record, lease_s, after)
         self._looked = 0.0
         if then is None:
             self._beat.claim()
             self._beat.renew()
         else:
-            self._beat.then = partial(then, self)
             self._beat.awake.set()
         threading.Thread(target=self._beat.run, name=f"lease of {name}", daemon=True).start()
         self.close = weakref.finalize(self, self._beat.stop)  # withdraws the lease; idempotent
 
     def announce(self, **changes: object) -> None:
         """Adds to the record that others read."""
-        self._beat.record |= changes
-        self._beat.renew()
+        self._beat.announce(changes)
 
     def sweep(self) -> None:
         """Drops what the process before this one said, where that has not left by `close`."""
         before = self._beat.before
         if before:
-            self._board.sweep(lambda key: before in key)
+            self._words.sweep(lambda key: before in key)
 
     def wake(self) -> None:
         """The thread looks and renews now."""

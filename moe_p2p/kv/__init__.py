@@ -3,11 +3,15 @@
 docs/kv.md explains it.
 """
 
+from typing import TYPE_CHECKING
+
+from moe_p2p import aliases
+from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.kv.layout import ORDERS, Holding, KVGroup, KVLayout
-from moe_p2p.kv.leases import TorchLeases, Worker
+from moe_p2p.kv.lease_keeper import LeaseKeeper
 from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink, link_of
-from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import (
+    KVCache,
     KVMemory,
     KVRequest,
     Place,
@@ -16,17 +20,23 @@ from moe_p2p.kv.memory import (
     layout_to_bytes,
     resolve,
 )
-from moe_p2p.kv.pair import KVCache
-from moe_p2p.kv.plan import KVMove, KVPlan, kv_plan
-from moe_p2p.kv.receiver import KVReceiver
+from moe_p2p.kv.pair import Worker
+from moe_p2p.kv.plan import KVMove, KVPlan, forget_periods, kv_plan
+from moe_p2p.kv.receiver import KVReceiver, KVReservation
 from moe_p2p.kv.requests import KVCounts, Span, aligned_begin, check_pages, counts, indices, span_of
-from moe_p2p.kv.reservation import KVReservation
-from moe_p2p.kv.sender import KVSender
-from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.sender import KVSender, KVSending
 from moe_p2p.kv.signals import KVSignals
-from moe_p2p.kv.stats import KVTotals, KVTransferStats, prometheus_text
-from moe_p2p.kv.tokens import forget_periods
+from moe_p2p.kv.stats import (
+    KVTotals,
+    KVTransferStats,
+    RequestState,
+    TransferState,
+    prometheus_text,
+)
 from moe_p2p.kv.worker import KVTimeouts
+
+if not TYPE_CHECKING:  # which would let any name pass
+    __getattr__ = aliases.renamed(__name__, {"Membership": "LeaseKeeper"})
 
 __all__ = [
     "CX7",
@@ -51,10 +61,12 @@ __all__ = [
     "KVTimeouts",
     "KVTotals",
     "KVTransferStats",
-    "Membership",
+    "LeaseKeeper",
     "Place",
+    "RequestState",
     "Span",
     "TorchLeases",
+    "TransferState",
     "Worker",
     "aligned_begin",
     "check_pages",

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import ProtocolError, make, require, require_type
 from moe_p2p.machine import transport, tuned
 
@@ -92,7 +93,7 @@ LINKS = {"cx7": CX7, "efa": EFA}
 SOFTWARE = KVLink("the software NIC", bytes_per_s=50e9, writes_per_s=11.1e6, pack=False)
 
 
-def link_of(engine: Any) -> KVLink:
+def link_of(engine: Engine) -> KVLink:
     """The link of an engine's NICs: as measured, else as far as its provider tells."""
     settings = engine.opening.settings
     kind = transport.kind_of(engine.provider, settings)

@@ -1,4 +1,4 @@
-"""Where the layers of one rank lie, and the requests that follow from it and a plan.
+"""Where the layers of one rank lie, its pages, and the requests that follow from it and a plan.
 
 What two workers tell each other when they meet is one `KVMemory` and one `KVLayout` per rank, as
 bytes; each then makes the plan and resolves it by itself.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from moe_p2p.errors import ProtocolError, make, require, require_type
 from moe_p2p.kv.layout import KVGroup, KVLayout
@@ -89,6 +93,99 @@ class KVMemory:
         if reader.at != len(data):
             raise make(ProtocolError, f"KVMemory: {len(data) - reader.at} bytes too many")
         return KVMemory(rank, tuple(groups), regions)
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The KV memory of one rank.
+
+    layers: as in `KVMemory`: where each layer of each group begins, by place in `tensors`.
+    tensors: contiguous, all on one device. pages: number of pages of each group.
+    """
+
+    layout: KVLayout
+    rank: int
+    layers: tuple[tuple[tuple[Place, ...], ...], ...]
+    tensors: tuple[Tensor, ...]
+    pages: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        require_type("KVCache.layout", self.layout, KVLayout, "a KVLayout")
+        require_type("KVCache.rank", self.rank, int, "an int")
+        require_type("KVCache.layers", self.layers, (tuple, list), "a tuple, as of KVMemory")
+        require_type("KVCache.pages", self.pages, Mapping, "a dict of ints by group")
+        self._check_tensors()
+        self.memory((b"",) * len(self.tensors)).check(self.layout)
+        names = [group.name for group in self.layout.groups]
+        require(
+            sorted(self.pages) == sorted(names),
+            f"KVCache.pages has groups {sorted(self.pages)}, the layout {sorted(names)}",
+        )
+        self._check_places()
+
+    def _check_tensors(self) -> None:
+        """Contiguous, on one device."""
+        tensors = self.tensors
+        require_type("KVCache.tensors", tensors, (tuple, list), "a tuple of torch.Tensors")
+        require(bool(tensors), "KVCache.tensors is empty, must have the memory of all layers")
+        for number, tensor in enumerate(tensors):
+            name = f"KVCache.tensors[{number}]"
+            require_type(name, tensor, Tensor)
+            require(tensor.device.type != "meta", f"{name} is on the meta device: it has no bytes")
+            require(tensor.is_contiguous(), f"{name} must be contiguous; pass .contiguous()")
+            require(
+                tensor.device == tensors[0].device,
+                f"{name} is on {tensor.device}, others on {tensors[0].device}; must be one device",
+            )
+
+    def _check_places(self) -> None:
+        """All pages of each layer lie within the tensor that its place names."""
+        layout = self.layout
+        for group, layers in zip(layout.groups, self.layers, strict=True):
+            count = self.pages[group.name]
+            require_type(f"KVCache.pages[{group.name!r}]", count, int, "an int")
+            require(count > 0, f"KVCache.pages[{group.name!r}] is {count}, must be at least 1")
+            heads = max(group.heads // layout.tp, 1) - 1
+            for layer in layers:
+                for i, part in enumerate(layout.parts(group, len(layers))):
+                    place = layer[i if len(layer) > 1 else 0]
+                    end = place.offset + part.offset + (count - 1) * part.page_stride + part.nbytes
+                    end += heads * part.head_stride + (group.page_size - 1) * part.token_stride
+                    tensor = self.tensors[place.region]
+                    nbytes = tensor.numel() * tensor.element_size()
+                    require(
+                        end <= nbytes,
+                        f"KVCache of rank {self.rank}, group {group.name!r}: {count} pages of a "
+                        f"layer at byte {place.offset} end at byte {end} of tensor {place.region}, "
+                        f"which has {nbytes}",
+                    )
+
+    def memory(self, descriptors: tuple[bytes, ...]) -> KVMemory:
+        return KVMemory(self.rank, self.layers, descriptors)
+
+    def page_lists(self, who: str, pages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of `pages`, which the caller may change afterwards: lists of groups that the
+        layout has."""
+        require_type(f"{who}: pages", pages, Mapping, "a dict of torch.Tensors by group")
+        names = [group.name for group in self.layout.groups]
+        for name, each in pages.items():
+            what = f"{who}: pages of group {name!r}"
+            require(name in names, f"{what}: there is no such group, only {names}")
+            require_type(what, each, Tensor)
+            require(
+                each.dtype == torch.int32 and each.dim() == 1 and each.device.type == "cpu",
+                f"{what} are {each.dtype} {list(each.shape)} on {each.device}, must be int32 [n] "
+                "on the CPU",
+            )
+        return {name: each.clone() for name, each in pages.items()}
+
+    def check_bounds(self, who: str, pages: Mapping[str, Tensor]) -> None:
+        """Another layer lies behind a layer's last page."""
+        for name, each in pages.items():
+            count = self.pages[name]
+            if len(each) and not (int(each.min()) >= 0 and int(each.max()) < count):
+                bad = each[(each < 0) | (each >= count)][:4].tolist()
+                require(False, f"{who}: group {name!r} has {count} pages, not {bad}")
 
 
 class _Reader:

@@ -4,12 +4,49 @@ answered. Used by moe_p2p/kv/sender.py, under its lock."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
+from torch import Tensor
+
+from moe_p2p.kv.channel import Message
+from moe_p2p.kv.chunks import int32_tensor
 from moe_p2p.kv.pair import Pair
-from moe_p2p.kv.sending import Opened
 
 _KEPT = 4096  # names of requests, of each kind
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A receiver's message: where the request's bytes go, and by what they are counted."""
+
+    pair: Pair
+    request: str
+    nonce: int
+    imm: int
+    row: int
+    begin: int
+    total: int
+    pull: bool
+    verify: bool
+    pages: dict[str, Tensor]
+
+    @staticmethod
+    def of(pair: Pair, message: Message) -> Opened:
+        fields = message.fields
+        return Opened(
+            pair,
+            str(fields["request"]),
+            nonce=int(fields["nonce"]),
+            imm=int(fields["imm"]),
+            row=int(fields["row"]),
+            begin=int(fields["begin"]),
+            total=int(fields["total"]),
+            pull=bool(fields["pull"]),
+            verify=bool(fields["verify"]),
+            pages=dict(zip(fields["groups"], map(int32_tensor, message.arrays), strict=True)),
+        )
 
 
 class Openings:
@@ -60,7 +97,7 @@ class Openings:
         if ("", request) not in self._given_up:
             _keep(self._declined, request, why)
 
-    def cancel(self, pair: Pair, nonce: Any, why: str) -> None:
+    def cancel(self, pair: Pair, nonce: object, why: str) -> None:
         """A receiver gives up what it has opened: where that is not started yet, `begin` says so,
         unless a receiver opens it anew before."""
         for opened in list(self._opened.values()):
@@ -68,14 +105,14 @@ class Openings:
                 self.decline(opened.request, why)
         self.forget(pair, nonce)
 
-    def forget(self, pair: Pair, nonce: Any = None) -> None:
+    def forget(self, pair: Pair, nonce: object = None) -> None:
         """What the pair has opened: the request of `nonce`, or all of them."""
         for key, opened in list(self._opened.items()):
             if opened.pair is pair and nonce in (None, opened.nonce):
                 del self._opened[key]
 
 
-def _keep(kept: OrderedDict[Any, str], key: Any, why: str) -> None:
+def _keep(kept: OrderedDict[_Key, str], key: _Key, why: str) -> None:
     kept[key] = why
     while len(kept) > _KEPT:
         kept.popitem(last=False)

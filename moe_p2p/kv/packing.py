@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from moe_p2p.kv.copies import Copier, Copy, Placed, Rows, rows_of_request
+from moe_p2p.engine.transfers import Gate, PageRows, Request
+from moe_p2p.kv.chunks import Chunk, ChunkRows
+from moe_p2p.kv.footer import Slot
 from moe_p2p.kv.memory import KVRequest
-from moe_p2p.kv.pair import KVCache
-from moe_p2p.kv.ring import HEADER_BYTES, Piece, Ring
-from moe_p2p.kv.tail import Slot
-from moe_p2p.kv.units import Chunk
-
-if TYPE_CHECKING:
-    from moe_p2p.engine.transfers import Gate
-    from moe_p2p.kv.sending import Flight
+from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.ring import HEADER_BYTES, Copier, Copy, Piece, Placed, Rows, rows_of_request
+from moe_p2p.kv.worker import KVWorker
 
 
 class Granted(NamedTuple):
@@ -36,231 +32,235 @@ class Granted(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A packed write whose rows are being gathered. slots: parts of our ring; granted: None where
-    the rows land in pages."""
+    """A packed write whose rows are being gathered. slots: parts of our ring, and `requests` will
+    read them; granted: None where the rows land in pages."""
 
     piece: Piece
     slots: list[Slot]
+    requests: list[Request]
     copy: Copy
     granted: Granted | None
 
 
-@dataclass(eq=False)
-class Packing:
-    """Of one flight. pending, landing: rows that wait for a grant, or need none. under_way: parts
-    of our ring, with the requests that read them."""
+class Packer:
+    """What all packing of a sender shares."""
 
-    pending: deque[Piece] = field(default_factory=deque)
-    landing: deque[Piece] = field(default_factory=deque)
-    granted: deque[Granted] = field(default_factory=deque)
-    under_way: list[tuple[list[Slot], list[Any]]] = field(default_factory=list)
-    placed: dict[tuple[int, Chunk], Placed] = field(default_factory=dict)  # units, for the copier
-    gates: dict[tuple[int, Chunk], Gate] = field(default_factory=dict)  # by layer: not computed yet
-    written: int = 0
+    def __init__(self, worker: KVWorker) -> None:
+        self.worker = worker
+        self.copier = Copier(worker.cache.tensors[0].device, worker.ring.num_sms)
+
+
+class Packing:
+    """Of a request to one receiver, from its opening on. requests: of its transfer, which those
+    made here join. nonce, imm: of the opening. written: packed writes so far."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        pair: Pair,
+        rows: ChunkRows,
+        requests: list[Request],
+        *,
+        nonce: int,
+        imm: int,
+    ) -> None:
+        self.written = 0
+        self._packer, self._worker, self._pair, self._rows = packer, packer.worker, pair, rows
+        self._requests, self._nonce, self._imm = requests, nonce, imm
+        self.pending: deque[Piece] = deque()  # rows that wait for a grant
+        self._landing: deque[Piece] = deque()  # rows that need none
+        self._granted: deque[Granted] = deque()
+        # Parts of our ring, with the requests that read them.
+        self._under_way: list[tuple[list[Slot], list[Request]]] = []
+        self._placed: dict[tuple[int, Chunk], Placed] = {}  # units, for the copier
+        self._gates: dict[tuple[int, Chunk], Gate] = {}  # by layer: not computed yet
 
     def take(self, grants: list[list[int]]) -> None:
-        self.granted.extend(Granted(*map(int, grant)) for grant in grants)
+        self._granted.extend(Granted(*map(int, grant)) for grant in grants)
 
     @property
     def left(self) -> bool:
-        return bool(self.pending or self.landing)
+        return bool(self.pending or self._landing)
 
     @property
     def may_start(self) -> bool:
         """Some may, as soon as they are computed and the ring here has parts: no message will say
         so. Others wait for a grant."""
-        return bool(self.granted or self.landing)
+        return bool(self._granted or self._landing)
 
-    def is_computed(self, piece: Piece) -> bool:
+    def _is_computed(self, piece: Piece) -> bool:
         key = (piece.layer, piece.chunk)
-        if key in self.gates and self.gates[key].reached():
-            del self.gates[key]  # asked no more
-        return key not in self.gates
-
-    def clear(self) -> None:
-        """What has not begun will not."""
-        for each in (self.pending, self.landing, self.granted):
-            each.clear()
+        if key in self._gates and self._gates[key].reached():
+            del self._gates[key]  # asked no more
+        return key not in self._gates
 
     def text(self) -> str:
         if not self.left:
             return ""
-        piece = (self.pending or self.landing)[0]
-        if not self.is_computed(piece):
+        piece = (self.pending or self._landing)[0]
+        if not self._is_computed(piece):
             return f", packed writes wait for the signal of layer {piece.layer}"
-        what = "of the receiver" if self.pending and not self.granted else "here"
-        rows = sum(each.rows for each in (*self.pending, *self.landing))
+        what = "of the receiver" if self.pending and not self._granted else "here"
+        rows = sum(each.rows for each in (*self.pending, *self._landing))
         return f", {rows} packed rows from layer {piece.layer} on wait for parts of the ring {what}"
 
-
-class Packer:
-    def __init__(self, engine: Any, cache: KVCache, ring: Ring, control: tuple[Any, int]) -> None:
-        """control: the worker's rows, and bytes of each."""
-        self.engine, self.cache, self.ring = engine, cache, ring
-        self.rows, self.row_bytes = control
-        self.copier = Copier(cache.tensors[0].device, ring.num_sms)
-
-    def add(self, flight: Flight, layer: int, chunk: Chunk, after: Gate | None) -> int:
+    def add(self, layer: int, chunk: Chunk, after: Gate | None) -> int:
         """Packed rows of one layer: starts what can start, asks for parts for the rest. Returns the
         number of rows. after: the layer is not computed yet, and is gathered when it is."""
-        assert flight.units is not None
-        assert flight.opened is not None
-        packing, wants, rows = flight.packing, [], 0
+        wants, rows = [], 0
         if after is not None:
-            packing.gates[layer, chunk] = after
-        for index, request in enumerate(flight.pair.requests[layer]):
+            self._gates[layer, chunk] = after
+        for index, request in enumerate(self._pair.requests[layer]):
             if not request.move.why_packed:
                 continue
-            ours, _ = flight.units.of(request.move, chunk)
+            ours, _ = self._rows.of(request.move, chunk)
             piece = Piece(layer, index, chunk, 0, len(ours) * request.move.shape.num_rows)
             if piece.rows:
-                (packing.landing if request.move.lands else packing.pending).append(piece)
+                (self._landing if request.move.lands else self.pending).append(piece)
             if piece.rows and not request.move.lands:
-                wants.append(_parts(piece, request))
+                wants.append(-(-piece.rows // request.move.rows_per_write))
             rows += piece.rows
         if wants:
-            most = self.ring.most_parts
-            flight.pair.send("want", nonce=flight.opened.nonce, parts=wants, most=most)
-        self.advance(flight)
+            most = self._worker.ring.most_parts
+            self._pair.send("want", nonce=self._nonce, parts=wants, most=most)
+        self.advance()
         return rows
 
-    def advance(self, flight: Flight) -> None:
+    def advance(self) -> None:
         """Frees parts that were read, and starts writes: the rows of each are gathered while the
         one before it is written."""
-        self._reclaim(flight.packing)
+        if self._under_way:
+            self._reclaim()
         before: Started | None = None
-        while (started := self._start(flight)) is not None:
+        while (started := self._start()) is not None:
             if before is not None:
-                self._write(flight, before)
+                self._write(before)
             before = started
         if before is not None:
-            self._write(flight, before)
+            self._write(before)
 
-    def _start(self, flight: Flight) -> Started | None:
+    def _reclaim(self) -> None:
+        kept = []
+        for slots, requests in self._under_way:
+            if all(request.done() for request in requests):
+                self._worker.ring.slots.give_back_run(slots)
+            else:
+                kept.append((slots, requests))
+        self._under_way = kept
+
+    def _start(self) -> Started | None:
         """What the first grant is for, else what lands in pages; None: nothing can start now."""
-        packing = flight.packing
-        if packing.granted:
-            found = self._take(flight, packing.pending, packing.granted[0].parts)
-            if found is not None:
-                return Started(*found, packing.granted.popleft())
-        found = self._take(flight, packing.landing, 1)
-        return None if found is None else Started(*found, None)
+        if self._granted:
+            started = self._gather(self.pending, self._granted[0])
+            if started is not None:
+                self._granted.popleft()
+                return started
+        return self._gather(self._landing, None)
 
-    def _take(
-        self, flight: Flight, pieces: deque[Piece], parts: int
-    ) -> tuple[Piece, list[Slot], Copy] | None:
-        """Gathers rows into so many parts of our ring, if these are free and the rows computed."""
-        if not pieces or not flight.packing.is_computed(pieces[0]):
+    def _gather(self, pieces: deque[Piece], granted: Granted | None) -> Started | None:
+        """Into so many parts of our ring, if these are free and the rows computed."""
+        ring, parts = self._worker.ring, 1 if granted is None else granted.parts
+        if not pieces or not self._is_computed(pieces[0]):
             return None
-        slots = self.ring.slots.take_run(parts, least=parts)
+        slots = ring.slots.take_run(parts, least=parts)
         if not slots:
             return None
-        request = _request(flight, pieces[0])
+        request = self._request(pieces[0])
         piece, left = pieces.popleft().cut(parts * request.move.rows_per_write)
         if left is not None:
             pieces.appendleft(left)
-        flight.packing.under_way.append((slots, []))
-        return piece, slots, self._gather(flight, piece, request, slots[0])
-
-    def _reclaim(self, packing: Packing) -> None:
-        kept = []
-        for slots, requests in packing.under_way:
-            if all(request.done() for request in requests):
-                self.ring.slots.give_back_run(slots)
-            else:
-                kept.append((slots, requests))
-        packing.under_way = kept
-
-    def settle(self, flight: Flight) -> None:
-        """Nothing of the flight is under way any more: its parts are free."""
-        packing = flight.packing
-        for slots, _ in packing.under_way:
-            self.ring.slots.give_back_run(slots)
-        flight.packing = Packing(written=packing.written)
-
-    def _gather(self, flight: Flight, piece: Piece, request: KVRequest, slot: Slot) -> Copy:
-        assert flight.units is not None
-        key = (id(request.move), piece.chunk)
-        placed = flight.packing.placed
-        if key not in placed:
-            placed[key] = self.copier.place(flight.units.of(request.move, piece.chunk)[0])
+        requests: list[Request] = []
+        self._under_way.append((slots, requests))
         rows = Rows(
-            self.cache.tensors[request.source.region],
-            placed[key],
+            self._worker.cache.tensors[request.source.region],
+            self._place(request, piece.chunk),
             rows_of_request(request, at_source=True),
             piece.first,
         )
-        packed = self.ring.part(slot, piece.rows * request.move.shape.row_bytes)
-        return self.copier.copy(rows, packed, gather=True)
+        packed = ring.part(slots[0], piece.rows * request.move.shape.row_bytes)
+        copy = self._packer.copier.copy(rows, packed, gather=True)
+        return Started(piece, slots, requests, copy, granted)
 
-    def _write(self, flight: Flight, started: Started) -> None:
-        piece, slots, copy, granted = started
-        copy.wait()
-        request = _request(flight, piece)
-        under_way = next(found for at, found in flight.packing.under_way if at is slots)
-        if granted is None:
-            writes = self._to_pages(flight, piece, request, slots[0])
+    def _place(self, request: KVRequest, chunk: Chunk) -> Placed:
+        key = (id(request.move), chunk)
+        if key not in self._placed:
+            self._placed[key] = self._packer.copier.place(self._rows.of(request.move, chunk)[0])
+        return self._placed[key]
+
+    def _write(self, started: Started) -> None:
+        started.copy.wait()
+        request = self._request(started.piece)
+        if started.granted is None:
+            writes = self._to_pages(started, request)
         else:
-            nbytes = piece.rows * request.move.shape.row_bytes
-            writes = self._to_part(flight, piece, (slots[0], nbytes), granted)
+            writes = self._to_parts(started, started.granted, request)
         for submitted in writes:  # noted one by one: a later one may fail
-            under_way.append(submitted)
-            flight.requests.append(submitted)
-        flight.packing.written += 1
+            started.requests.append(submitted)
+            self._requests.append(submitted)
+        self.written += 1
 
-    def _to_pages(
-        self, flight: Flight, piece: Piece, request: KVRequest, slot: Slot
-    ) -> Iterator[Any]:
-        assert flight.units is not None
-        assert flight.opened is not None
-        pair, shape = flight.pair, request.move.shape
+    def _to_pages(self, started: Started, request: KVRequest) -> Iterator[Request]:
+        pair, move, piece, worker = self._pair, request.move, started.piece, self._worker
+        assert pair.memory.ring is not None
+        shape = move.shape
         first, count = piece.first // shape.num_rows, piece.rows // shape.num_rows
-        theirs = flight.units.of(request.move, piece.chunk)[1][first : first + count]
-        yield self.engine.write_pages(
+        theirs = self._rows.of(move, piece.chunk)[1][first : first + count]
+        yield worker.engine.write_pages(
             pair.memory.ring,
             pair.regions[request.target.region],
-            page_bytes=request.move.unit_bytes,
-            row_bytes=request.move.unit_bytes,
-            row_stride=request.move.unit_bytes,
-            region_row_stride=request.move.unit_bytes,
+            rows=PageRows(
+                page_bytes=move.unit_bytes,
+                region_stride=shape.target_unit,
+                row_bytes=move.unit_bytes,
+            ),
             pages=torch.arange(count, device="cpu"),
             region_pages=theirs.contiguous(),
-            stride=request.move.unit_bytes,
-            region_stride=shape.target_unit,
-            offset=self.ring.parts.offset(slot.number),
+            offset=worker.ring.parts.offset(started.slots[0].number),
             region_offset=request.target.offset,
-            imm=flight.opened.imm,
+            imm=self._imm,
             imm_per_page=False,
         )
 
-    def _to_part(
-        self, flight: Flight, piece: Piece, packed: tuple[Slot, int], granted: Granted
-    ) -> Iterator[Any]:
-        assert flight.opened is not None
-        pair, (slot, nbytes) = flight.pair, packed
-        at = slot.number * self.row_bytes
-        self.rows[at : at + HEADER_BYTES] = piece.to_bytes(flight.opened.nonce)
-        yield self.engine.write(
+    def _to_parts(
+        self, started: Started, granted: Granted, request: KVRequest
+    ) -> Iterator[Request]:
+        pair, piece, worker = self._pair, started.piece, self._worker
+        assert pair.memory.ring is not None
+        assert pair.ring is not None
+        slot = started.slots[0]
+        at = slot.number * worker.row_bytes
+        worker.rows[at : at + HEADER_BYTES] = piece.to_bytes(self._nonce)
+        yield worker.engine.write(
             pair.memory.ring,
             pair.ring,
-            nbytes=nbytes,
-            offset=self.ring.parts.offset(slot.number),
+            nbytes=piece.rows * request.move.shape.row_bytes,
+            offset=worker.ring.parts.offset(slot.number),
             region_offset=pair.theirs.parts.offset(granted.number),
             imm=granted.imm,
         )
-        yield self.engine.write(
+        yield worker.engine.write(
             pair.memory.control,
             pair.control,
             nbytes=HEADER_BYTES,
             offset=at,
-            region_offset=granted.number * self.row_bytes,
+            region_offset=granted.number * worker.row_bytes,
             imm=granted.imm,
         )
 
+    def _request(self, piece: Piece) -> KVRequest:
+        return self._pair.requests[piece.layer][piece.request]
 
-def _request(flight: Flight, piece: Piece) -> KVRequest:
-    return flight.pair.requests[piece.layer][piece.request]
+    # --- the end ---
 
+    def stop(self) -> None:
+        """What has not begun will not."""
+        for each in (self.pending, self._landing, self._granted):
+            each.clear()
 
-def _parts(piece: Piece, request: KVRequest) -> int:
-    return -(-piece.rows // request.move.rows_per_write)
+    def settle(self) -> None:
+        """Nothing is under way any more: its parts are free."""
+        for slots, _ in self._under_way:
+            self._worker.ring.slots.give_back_run(slots)
+        self.stop()
+        for each in (self._under_way, self._placed, self._gates):
+            each.clear()

@@ -9,6 +9,7 @@ other worker changes memory here any more, and no NIC here reads for it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,25 +20,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_p2p import log
-from moe_p2p.engine.transfers import LayerPlace
-from moe_p2p.errors import (
-    ClosedError,
-    MoeP2pError,
-    ProtocolError,
-    make,
-    require,
-    require_type,
-)
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import LayerPlace, Memory, Peer, Region
+from moe_p2p.errors import ClosedError, MoeP2pError, ProtocolError, make, require
 from moe_p2p.fleet.letter import check_letter, letter
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.checks import check_places, check_tensors
 from moe_p2p.kv.layout import KVLayout
-from moe_p2p.kv.leases import Worker
 from moe_p2p.kv.link import KVLink
 from moe_p2p.kv.memory import (
+    KVCache,
     KVMemory,
     KVRequest,
-    Place,
     layout_from_bytes,
     layout_to_bytes,
     resolve,
@@ -59,35 +52,41 @@ class Sends(Protocol):
 
 
 @dataclass(frozen=True)
-class KVCache:
-    """The KV memory of one rank.
+class Worker:
+    """One process of an instance. incarnation: its id among the members of its store
+    (moe_p2p/fleet/README.md), so that a worker that comes back under the same name is not taken for
+    the one that left."""
 
-    layers: as in `KVMemory`: where each layer of each group begins, by place in `tensors`.
-    tensors: contiguous, all on one device. pages: number of pages of each group.
-    """
-
-    layout: KVLayout
+    instance: str
     rank: int
-    layers: tuple[tuple[tuple[Place, ...], ...], ...]
-    tensors: tuple[Tensor, ...]
-    pages: Mapping[str, int]
+    role: str
+    incarnation: str = ""
+    host: str = ""
+    port: int = 0
+    secret: str = ""  # of its port, unless MOE_P2P_SECRET is set
 
-    def __post_init__(self) -> None:
-        require_type("KVCache.layout", self.layout, KVLayout, "a KVLayout")
-        require_type("KVCache.rank", self.rank, int, "an int")
-        require_type("KVCache.layers", self.layers, (tuple, list), "a tuple, as of KVMemory")
-        require_type("KVCache.pages", self.pages, Mapping, "a dict of ints by group")
-        check_tensors(self)
-        self.memory((b"",) * len(self.tensors)).check(self.layout)
-        names = [group.name for group in self.layout.groups]
-        require(
-            sorted(self.pages) == sorted(names),
-            f"KVCache.pages has groups {sorted(self.pages)}, the layout {sorted(names)}",
-        )
-        check_places(self)
+    @property
+    def name(self) -> str:
+        return f"{self.instance}/{self.rank}"
 
-    def memory(self, descriptors: tuple[bytes, ...]) -> KVMemory:
-        return KVMemory(self.rank, self.layers, descriptors)
+    def to_bytes(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Worker:
+        try:
+            return Worker.of(json.loads(data))
+        except ValueError as error:
+            raise make(ProtocolError, f"bytes that are not a worker's: {error!r}") from error
+
+    @staticmethod
+    def of(record: Mapping[str, Any], **changes: str) -> Worker:
+        """record: of a lease, which has more."""
+        try:
+            found = {each.name: record[each.name] for each in dataclasses.fields(Worker)}
+            return Worker(**found | changes)
+        except (KeyError, TypeError) as error:
+            raise make(ProtocolError, f"a lease that is not a worker's: {error!r}") from error
 
 
 def _name_in(message: Message) -> str:
@@ -106,9 +105,9 @@ class Hello:
     layout: KVLayout
     memory: KVMemory
     address: bytes
-    control: bytes  # descriptor of tails and nonces
+    control: bytes  # descriptor of footers and nonces
     num_nics: int
-    tail_bytes: int
+    footer_bytes: int
     link: KVLink
     parts: Parts  # of its ring
     ring: bytes  # the ring's descriptor; empty: it has none
@@ -118,7 +117,7 @@ class Hello:
         fields = {
             "letter": letter(),
             "num_nics": self.num_nics,
-            "tail_bytes": self.tail_bytes,
+            "tail_bytes": self.footer_bytes,
             "parts": self.parts,
             "tag": self.tag,
         }
@@ -157,11 +156,13 @@ class Hello:
 class PairMemory:
     """This side's memory, registered for one pair. by: its fence, KEY or QUEUE_PAIR."""
 
-    def __init__(self, engine: Any, cache: KVCache, control: Tensor, ring: Ring, by: str) -> None:
+    def __init__(
+        self, engine: Engine, cache: KVCache, control: Tensor, ring: Ring, by: str
+    ) -> None:
         self.engine, self.by = engine, by
         self.tag = secrets.randbits(62) + 1
-        self._registered: list[Any] = []
-        self.ring: Any = None
+        self._registered: list[Memory] = []
+        self.ring: Memory | None = None
         staging = (ring.tensor,) if ring.num_parts else ()
         try:
             for tensor in (*cache.tensors, control, *staging):
@@ -203,18 +204,18 @@ class Pair:
     memory: PairMemory
     plan: KVPlan
     requests: dict[int, list[KVRequest]]
-    peer: Any
-    regions: list[Any]
-    control: Any  # Region: tails at a receiver, nonces at a sender
+    peer: Peer | None
+    regions: list[Region]
+    control: Region  # footers at a receiver, nonces at a sender
     tag: int  # of its connections, both ways
-    ring: Any = None  # Region of the other one's ring
+    ring: Region | None = None  # of the other one
     lost: str = ""
     fenced: bool = False
-    fencing: bool = False  # by a thread, which owns the fence until it has ended
-    fence_at: float = 0.0  # not before, where a fence failed
     fence_retries: int = 0
     fenced_by: str = KEY
-    _placed: dict[tuple[int, ...], list[tuple[KVMove, Any]]] = field(default_factory=dict)
+    _fencing: bool = False  # by a thread, which owns the fence until it has ended
+    _fence_at: float = 0.0  # not before, where a fence failed
+    _placed: dict[tuple[int, ...], list[tuple[KVMove, Tensor]]] = field(default_factory=dict)
 
     @property
     def worker(self) -> Worker:
@@ -233,7 +234,7 @@ class Pair:
     def packs(self) -> bool:
         return any(move.why_packed for move in self.plan.moves)
 
-    def placed(self, engine: Any, layers: tuple[int, ...]) -> list[tuple[KVMove, Any]]:
+    def placed(self, engine: Engine, layers: tuple[int, ...]) -> list[tuple[KVMove, Tensor]]:
         """Where these layers lie, for each move but packed ones, as `write_layers` takes it."""
         if layers not in self._placed:
             by_move: defaultdict[int, list[LayerPlace]] = defaultdict(list)
@@ -256,8 +257,28 @@ class Pair:
             ]
         return self._placed[layers]
 
-    def send(self, kind: str, *arrays: bytes, **fields: Any) -> None:
+    def send(self, kind: str, *arrays: bytes, **fields: object) -> None:
         self.channel.send(Message(kind, fields, arrays))
+
+    def lose(self, why: str) -> None:
+        """Nothing is sent any more; the fence follows."""
+        self.lost = why
+        self.channel.close()
+
+    def take_fence(self, now: float) -> bool:
+        """Whether the caller is to try it now: it then owns the fence until `give_fence`."""
+        if self._fencing or now < self._fence_at:
+            return False
+        self._fencing = True
+        return True
+
+    def give_fence(self, *, fenced: bool) -> None:
+        self._fencing, self.fenced = False, fenced
+
+    def retry_fence(self, at: float) -> None:
+        """It failed."""
+        self._fence_at = at
+        self.fence_retries += 1
 
     def fence(self) -> None:
         """May take milliseconds. Raises TimeoutError where it must be called again."""
@@ -300,7 +321,7 @@ def agreed_link(sender: Hello, receiver: Hello) -> KVLink:
 
 
 def make_pair(
-    engine: Any,
+    engine: Engine,
     cache: KVCache,
     memory: PairMemory,
     theirs: Hello,

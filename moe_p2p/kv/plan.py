@@ -3,20 +3,108 @@
 `kv_plan` is pure and made once per pair of workers, by both of them from both layouts. Its table is
 equal for all requests and does not grow with layers or pages; a request adds page indices only
 (moe_p2p/kv/requests.py). docs/kv.md explains the table.
+
+Pages of the two sides may differ in size, and tokens may be dealt to several ranks on either, so
+which tokens of a source page are which of a target page repeats only after a *period* of tokens
+that is whole pages on both. A *cell* is what one source page and one target page of it share:
+
+    source pages of 4 tokens, target pages of 6: a period of 12 tokens, cells 0-3 4-5 6-7 8-11
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moe_p2p.engine.strides import Level, Rows, progression, rows_of
 from moe_p2p.errors import require, require_type
 from moe_p2p.kv.layout import Holding, KVGroup, KVLayout, Part
 from moe_p2p.kv.link import CX7, KVLink
-from moe_p2p.kv.tokens import Cell, Dealing, period_of
+
+# Of a period, in blocks. Each is spelled out: a million take seconds and 500 MB.
+MOST_BLOCKS = 1 << 20
+
+
+class Dealing(NamedTuple):
+    """Page size on one rank, ranks that tokens are dealt to, tokens dealt at a time."""
+
+    page_size: int
+    ranks: int
+    interleave: int
+
+    def place(self, token: int) -> tuple[int, int, int]:
+        """(rank, page on that rank, token in that page)."""
+        turn, within = divmod(token, self.interleave)
+        local = turn // self.ranks * self.interleave + within
+        return turn % self.ranks, local // self.page_size, local % self.page_size
+
+
+class Cell(NamedTuple):
+    """Tokens of one pair of pages, in blocks that follow each other on both sides.
+
+    blocks: (first token in the source page, first token in the target page) of each.
+    """
+
+    source_page: int
+    target_page: int
+    first_token: int
+    block: int
+    blocks: tuple[tuple[int, int], ...]
+
+
+class Period(NamedTuple):
+    """cells: by (source dcp rank, target dcp rank)."""
+
+    tokens: int
+    source_pages: int
+    target_pages: int
+    cells: dict[tuple[int, int], list[Cell]]
+
+
+@functools.lru_cache(maxsize=64)
+def period_of(source: Dealing, target: Dealing) -> Period:
+    tokens = math.lcm(source.page_size * source.ranks, target.page_size * target.ranks)
+    # Neither side ends a page or a turn within a block.
+    block = math.gcd(source.interleave, target.interleave)
+    require(
+        tokens // block <= MOST_BLOCKS,
+        f"pages of {source.page_size} and {target.page_size} tokens on each of {source.ranks} and "
+        f"{target.ranks} ranks, at the source and the target, are alike again after {tokens:,} "
+        f"tokens, which are {tokens // block:,} blocks, more than {MOST_BLOCKS:,}; choose page "
+        "sizes of which one divides the other",
+    )
+    found: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int, int]]]] = {}
+    for token in range(0, tokens, block):
+        rank, page, slot = source.place(token)
+        to_rank, to_page, to_slot = target.place(token)
+        pair = found.setdefault((rank, to_rank), {})
+        pair.setdefault((page, to_page), []).append((slot, to_slot, token))
+    return Period(
+        tokens=tokens,
+        source_pages=tokens // (source.page_size * source.ranks),
+        target_pages=tokens // (target.page_size * target.ranks),
+        cells={
+            pair: [
+                Cell(
+                    source_page=page,
+                    target_page=to_page,
+                    first_token=blocks[0][2],
+                    block=block,
+                    blocks=tuple((slot, to_slot) for slot, to_slot, _ in blocks),
+                )
+                for (page, to_page), blocks in cells.items()
+            ]
+            for pair, cells in found.items()
+        },
+    )
+
+
+def forget_periods() -> None:
+    """Drops what earlier plans left here, so that a timing of a plan is that of the first."""
+    period_of.cache_clear()
 
 
 class Phase(NamedTuple):
@@ -190,7 +278,7 @@ class _GroupPair:
         shares = self._shares(here, there)
         shapes = self._shapes(here, there, heads, num_layers) if shares else []
         for shape in shapes:
-            how = _packing(self.link, shape)
+            why_packed, lands, rows_per_write = _packing(self.link, shape)
             for share in shares:
                 yield KVMove(
                     group=self.ours.name,
@@ -201,7 +289,9 @@ class _GroupPair:
                     share=share,
                     cycle=self.cycle,
                     shape=shape,
-                    **how,
+                    why_packed=why_packed,
+                    lands=lands,
+                    rows_per_write=rows_per_write,
                 )
 
     def _shares(self, here: Holding, there: Holding) -> list[Share]:
@@ -229,16 +319,17 @@ class _GroupPair:
         return self.known[key]
 
 
-def _packing(link: KVLink, shape: Shape) -> dict[str, Any]:
+def _packing(link: KVLink, shape: Shape) -> tuple[str, bool, int]:
+    """why_packed, lands, rows_per_write."""
     why = link.why_packed(shape.row_bytes)
     if not why:
-        return {"why_packed": ""}
+        return "", False, 0
     unit_bytes = shape.row_bytes * shape.num_rows
     lands = shape.target_row_stride == shape.row_bytes and link.lands(unit_bytes)
     rows = link.packed_write_bytes // shape.row_bytes
     if lands:
         rows = link.packed_write_bytes // unit_bytes * shape.num_rows
-    return {"why_packed": why, "lands": lands, "rows_per_write": rows}
+    return why, lands, rows
 
 
 def _dealing(layout: KVLayout, group: KVGroup) -> Dealing:

@@ -5,32 +5,367 @@
                                                   \\--> drained and said so --> reusable
                                                    \\-- drain_s --> fence --> reusable
 
-Each target rank of a request is a *flight*. `layer` may come before a receiver has opened: what it
-would have written waits. A cancelled flight says "drained" when none of its writes is under way; a
-receiver that hears it may give its pages to somebody else.
+A request has a transfer to each target rank (moe_p2p/kv/receiver_transfer.py). `layer` may come
+before a receiver has opened: what it would have written waits. A cancelled transfer says "drained"
+when none of its writes is under way; a receiver that hears it may give its pages to somebody else.
 """
 
 from __future__ import annotations
 
-import struct
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.transfers import Gate, shut
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require, require_type
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.checks import check_request
-from moe_p2p.kv.openings import Openings
+from moe_p2p.kv.chunks import Step
+from moe_p2p.kv.footer import MAX_USER_BYTES
+from moe_p2p.kv.memory import KVCache
+from moe_p2p.kv.openings import Opened, Openings
 from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
-from moe_p2p.kv.sending import Flight, KVSending, Opened
-from moe_p2p.kv.tail import MAX_USER_BYTES
-from moe_p2p.kv.units import Step, int32_bytes
-from moe_p2p.kv.worker import KVWorker
+from moe_p2p.kv.receiver_transfer import ReceiverTransfer
+from moe_p2p.kv.stats import RequestState, TransferState
+from moe_p2p.kv.worker import KVWorker, Options, check_request
+
+if TYPE_CHECKING:  # of typing since Python 3.11
+    from typing_extensions import Unpack
+
+
+class KVSending:
+    """One request. Made by `KVSender.start`."""
+
+    def __init__(self, sender: KVSender, request: str, target: str | None, total: int) -> None:
+        self.sender, self.request, self.target, self.total = sender, request, target, total
+        self.pages: dict[str, Tensor] = {}
+        self.transfers: list[ReceiverTransfer] = []
+        self.calls: list[tuple[int, int]] = []  # (layer, tokens that are there), in their order
+        self.user: bytes | None = None  # not None: committed
+        self.state = RequestState.OPEN
+        self.error: MoeP2pError | None = None
+        self.reusable = False  # its pages may be given to somebody else
+        self.stats = sender.new_stats(request)
+        self._gates: dict[tuple[int, int], Gate] = {}  # of calls that wait for a signal
+        self._shut: list[Gate] = []  # of these, not known to be open
+        self._step_at = 0.0  # when the last step began
+        self._committed_at = 0.0
+
+    @property
+    def layers(self) -> list[int]:
+        """The model's layers that travel from here; all of this rank's until it has a target."""
+        if self.transfers:
+            return sorted({layer for each in self.transfers for layer in each.pair.layers})
+        return self.own_layers
+
+    @cached_property
+    def own_layers(self) -> list[int]:
+        """All of this rank's. A target may want none of some of them."""
+        cache = self.sender.cache
+        stage = cache.rank // cache.layout.tp
+        return sorted(
+            {
+                group.layers[at]
+                for group in cache.layout.groups
+                for at in cache.layout.layers_of(group, stage)
+            }
+        )
+
+    def text(self, why: str) -> str:
+        """For errors: who, which request, and why."""
+        return f"{self.sender.name}: request {self.request!r}: {why}"
+
+    # --- layers, footer ---
+
+    def add_pages(self, pages: Mapping[str, Tensor]) -> None:
+        """Lists that begin with what was there before: with chunked prefill, engines allocate
+        pages of a chunk when they schedule it."""
+        who, cache = f"{self.sender.name}: request {self.request!r}", self.sender.cache
+        lists = cache.page_lists(who, pages)
+        cache.check_bounds(who, lists)
+        with self.sender.lock:
+            self.pages.update(lists)
+
+    def layer(self, layer: int, end: int | None = None) -> None:
+        """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
+
+        Its bytes must be there; on a GPU synchronize `torch.cuda.current_stream(device)` first, of
+        the cache's device (a new thread's current one is 0), or let `KVSignals` do it.
+        With chunked prefill all layers of a chunk come before the layers of the next one.
+        """
+        self.send_layers((layer,), self.total if end is None else end)
+
+    def send_layers(self, layers: tuple[int, ...], end: int, after: Step | None = None) -> None:
+        """after: they are not computed yet, and each is sent when it is."""
+        require_type(self.text("end"), end, int, "an int")
+        with self.sender.lock:
+            self._require_open()
+            last = self.calls[-1][1] if self.calls else 0
+            strange = set(layers).difference(self.own_layers)
+            if strange:
+                strange.difference_update(self.layers)
+            if strange or not last <= end <= self.total:
+                wrong = min(strange, default=layers[0])
+                text = f"layer {wrong} up to token {end} of {self.total}, after {last}"
+                raise make(errors.InvalidArgumentError, self.text(text))
+            self._add_calls(layers, end, after)
+            try:
+                for each in self.transfers:
+                    if each.state is TransferState.OPEN:
+                        each.send(layers, end, self._gates)
+            except MoeP2pError as error:
+                self.fail(error)
+                raise
+
+    def _require_open(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.state is not RequestState.OPEN or self.user is not None:
+            raise make(errors.InvalidArgumentError, self.text("it was committed"))
+
+    def _add_calls(self, layers: tuple[int, ...], end: int, step: Step | None) -> None:
+        self.calls += [(layer, end) for layer in layers]
+        if step is None:
+            return
+        gates = [Gate(step[0], layer, step[1]) for layer in layers]
+        self._gates.update(((gate.layer, end), gate) for gate in gates)
+        self._shut += gates
+        self._step_at = self.sender.clock()
+
+    def shut_gates(self) -> list[Gate]:
+        """Layers that are not computed yet, as far as signals say."""
+        if self._shut:
+            self._shut = shut(self._shut)
+        return self._shut
+
+    def commit(self, user: bytes = b"") -> None:
+        """All layers of all tokens were sent. user: up to 256 bytes for the receivers."""
+        with self.sender.lock:
+            self._require_open()
+            require(
+                isinstance(user, bytes) and len(user) <= MAX_USER_BYTES,
+                self.text(f"user must be up to {MAX_USER_BYTES} bytes"),
+            )
+            self._check_complete()
+            self.user, self._committed_at = user, self.sender.clock()
+            try:
+                for each in self.transfers:
+                    if each.state is TransferState.OPEN:
+                        self._send_footer(each)
+            except MoeP2pError as error:
+                self.fail(error)
+                raise
+        self.sender.wake.set()
+
+    def _check_complete(self) -> None:
+        """Each chunk has each layer that travels, once."""
+        wanted = set(self.layers)
+        for end in sorted({end for _, end in self.calls} | {self.total}):
+            got = [layer for layer, to in self.calls if to == end]
+            missing = sorted(wanted.difference(got))
+            why = f"layers up to token {end} were sent twice"
+            if missing:
+                why = f"commit without layers {missing[:4]} of tokens up to {end}"
+            require(not missing and len(set(got)) == len(got), self.text(why))
+
+    def _send_footer(self, transfer: ReceiverTransfer) -> None:
+        assert self.user is not None
+        transfer.send_footer(self.user, computed=not self.shut_gates())
+
+    # --- open ---
+
+    def go_to(self, pairs: list[Pair]) -> None:
+        """Under the lock: these are the ranks of its target."""
+        sender = self.sender
+        self.transfers = [
+            ReceiverTransfer(sender, sender.packer, pair, self.stats) for pair in pairs
+        ]
+
+    def begin(self, transfer: ReceiverTransfer) -> None:
+        """Under the lock: a receiver has opened it and a slot is free. Sends what was computed."""
+        try:
+            transfer.begin(self.total, self.pages)
+            for layers, end in self._runs():
+                transfer.send(layers, end, self._gates)
+            if self.user is not None:
+                self._send_footer(transfer)
+        except MoeP2pError as error:  # pages that do not fit, say
+            self.fail(error)
+        except Exception as error:  # other requests of the pair go on
+            text = self.text(f"cannot be sent to {transfer.pair.name}: {error!r}")
+            self.fail(make(errors.ProtocolError, text))
+
+    def _runs(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Calls so far: layers that wait for the same step, or for none, and where they end."""
+        for (end, _), calls in itertools.groupby(self.calls, self._run_of):
+            yield tuple(layer for layer, _ in calls), end
+
+    def _run_of(self, call: tuple[int, int]) -> tuple[int, Step | None]:
+        gate = self._gates.get(call)
+        return call[1], None if gate is None else (gate.signals, gate.step)
+
+    # --- the end ---
+
+    def done(self) -> bool:
+        with self.sender.lock:
+            for each in self.transfers:
+                if self.state is RequestState.OPEN and each.state is TransferState.OPEN:
+                    self._look_at(each)
+            if self.state is RequestState.OPEN and self._is_over():
+                self.state = RequestState.COMPLETE
+                self.stats.end(self.sender.clock())
+                self._free_if_settled()
+            return self.state is not RequestState.OPEN
+
+    def _look_at(self, transfer: ReceiverTransfer) -> None:
+        try:
+            if transfer.footer_due:
+                self._send_footer(transfer)
+        except MoeP2pError as error:
+            self.fail(error)
+            return
+        try:
+            transfer.check_writes()
+        except MoeP2pError as error:
+            why = f"a write to {transfer.pair.name} failed: {error}"
+            self.fail(make(PeerDeadError, self.text(why)))
+            self.sender.lose(transfer.pair, f"a write failed: {error}")
+            return
+        self.pack(transfer)
+        if transfer.state is TransferState.OPEN:
+            transfer.settle_if_over()
+
+    def pack(self, transfer: ReceiverTransfer) -> None:
+        """Under the lock: goes on with packed rows; what they raise fails the request."""
+        try:
+            if transfer.packing is not None:
+                transfer.packing.advance()
+        except MoeP2pError as error:
+            self.fail(error)
+
+    def _is_over(self) -> bool:
+        if self.transfers:
+            return self._is_settled()
+        # Committed, and no receiver that it may go to wants anything of this rank.
+        sender = self.sender
+        known = [p for p in sender.pairs.values() if self.target in (None, p.worker.instance)]
+        nobody = bool(known) and not any(sender.ranks_of(pair) for pair in known)
+        return self.user is not None and (nobody or not self.own_layers)
+
+    def _is_settled(self) -> bool:
+        """Nothing reads its pages for a receiver."""
+        return all(each.state is TransferState.SETTLED for each in self.transfers)
+
+    def progress(self) -> str:
+        where = "; ".join(each.text() for each in self.transfers) or "no receiver has opened it"
+        calls, layers = len(self.calls), len(self.layers)
+        return f"{calls} calls of layer() of {layers} layers were made; {where}"
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when all receivers have all bytes; pages may then be reused. Raises what ended
+        it. timeout_s: TimeoutError, and the request goes on."""
+        sender = self.sender
+        deadline = None if timeout_s is None else sender.deadline(timeout_s)
+        while not self.done():
+            if deadline is not None and sender.clock() >= deadline:
+                text = self.text(f"waited {timeout_s} s; {self.progress()}")
+                raise make(errors.TimeoutError, text)
+            with sender.lock:
+                sender.changed.wait(0.0005)
+        if self.error is not None:
+            raise self.error
+
+    def wait_reusable(self, timeout_s: float | None = None) -> None:
+        """Waits until nothing reads its pages: at most drain_s after it failed."""
+        self.sender.wait_reusable(self, timeout_s)
+
+    def cancel(self, why: str = "cancelled") -> None:
+        with self.sender.lock:
+            self.fail(make(AbortedError, self.text(f"{why}; {self.progress()}")))
+
+    def fail(self, error: MoeP2pError) -> None:
+        """Under the lock, like all that follows."""
+        if self.state is not RequestState.OPEN:
+            return
+        sender, now, why = self.sender, self.sender.clock(), str(error)[:400]
+        self.state, self.error = RequestState.FAILED, error
+        self.stats.end(now, failed=True)
+        if not self.transfers:
+            sender.openings.give_up("", self.request, why)
+        for each in self.transfers:
+            if each.state is TransferState.WAITING and each.opened is None:
+                sender.openings.give_up(each.pair.worker.instance, self.request, why)
+                each.settle_unopened()
+            else:
+                each.drain(now + sender.timeouts.drain_s)
+        self._drain()
+        sender.changed.notify_all()
+        sender.wake.set()
+
+    def _drain(self) -> bool:
+        """Transfers with nothing under way say "drained"; returns whether some have."""
+        for each in self.transfers:
+            each.settle_drained(str(self.error)[:400])
+        self._free_if_settled()
+        return any(each.state is TransferState.DRAINING for each in self.transfers)
+
+    def _free_if_settled(self) -> None:
+        if self.state is not RequestState.OPEN and self._is_settled() and not self.reusable:
+            self.reusable = True
+            self.sender.forget(self)
+
+    # --- deadlines, losses ---
+
+    def on_time(self, now: float) -> bool:
+        """Returns whether something drains, or may be packed."""
+        busy = False
+        if self.state is RequestState.OPEN:
+            self.done()
+            busy = any(each.may_pack for each in self.transfers)
+            self._check_opened(now)
+            self._check_signals(now)
+        busy |= self._drain()
+        for each in self.transfers:
+            if each.drains_too_long(now):
+                limit = f"{self.sender.timeouts.drain_s} s"
+                why = f"writes of request {self.request!r} did not end within {limit}"
+                self.sender.lose(each.pair, why)
+        return busy
+
+    def _check_opened(self, now: float) -> None:
+        limit, since = self.sender.timeouts.open_s, self.stats.queued_at
+        waiting = [e.pair.name for e in self.transfers if e.state is TransferState.WAITING]
+        if not self.transfers and self.user is not None:
+            waiting, since = ["any receiver"], self._committed_at
+        if waiting and now - since > limit:
+            self._fail_late(f"waited {limit} s in phase open for {', '.join(waiting)}")
+
+    def _check_signals(self, now: float) -> None:
+        limit, closed = self.sender.timeouts.layers_s, self.shut_gates()
+        if closed and now - self._step_at > limit:
+            where = f"layer {closed[0].layer} of step {closed[0].step}"
+            self._fail_late(f"waited {limit} s in phase signal for {where}")
+
+    def _fail_late(self, why: str) -> None:
+        self.fail(make(errors.TimeoutError, self.text(f"{why}; {self.progress()}")))
+
+    def on_lost(self, pair: Pair) -> None:
+        mine = [each for each in self.transfers if each.pair is pair]
+        if any(each.state is not TransferState.SETTLED for each in mine):
+            self.fail(make(PeerDeadError, self.text(f"lost {pair.name}: {pair.lost}")))
+
+    def on_fenced(self, pair: Pair) -> None:
+        for each in self.transfers:
+            if each.pair is pair:
+                each.settle_fenced()
+        self._free_if_settled()
 
 
 class KVSender(KVWorker):
@@ -38,13 +373,14 @@ class KVSender(KVWorker):
 
     role = "sender"
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(
+        self, engine: Engine, cache: KVCache, *, instance: str, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(engine, cache, instance=instance, **options)
         self.sendings: list[KVSending] = []  # not reusable yet
-        self._openings = Openings()
-        self._waiting: deque[tuple[KVSending, Flight]] = deque()  # opened, and without a slot
-        control = (self.rows, self.row_bytes)
-        self.packer = Packer(self.engine, self.cache, self.ring, control)
+        self.openings = Openings()
+        self.packer = Packer(self)
+        self._waiting: deque[tuple[KVSending, ReceiverTransfer]] = deque()  # for slots
 
     def start(
         self, request: str, target: str | None, pages: Mapping[str, Tensor], *, total: int
@@ -66,11 +402,11 @@ class KVSender(KVWorker):
             sending = KVSending(self, request, target, total)
             sending.add_pages(pages)
             if target is not None:
-                sending.flights = self._flights_to(target)
+                sending.go_to(self.pairs_with(target))
             self.sendings.append(sending)
-            declined = self._openings.begin(target or "", request)
+            declined = self.openings.begin(target or "", request)
             if declined:
-                self._fail(sending, make(AbortedError, self.text_of(sending, declined)))
+                sending.fail(make(AbortedError, sending.text(declined)))
             self._find_opened(sending)
         self.wake.set()
         return sending
@@ -78,402 +414,109 @@ class KVSender(KVWorker):
     def give_up(self, request: str, why: str) -> None:
         """The request will not be started: whoever has opened it, or does so later, hears why."""
         with self.lock:
-            self._openings.give_up("", request, str(why)[:400])
+            self.openings.give_up("", request, str(why)[:400])
 
     def begin_of(self, request: str) -> int | None:
         """The first token that a receiver of a request that is not started wants; None: nobody."""
         with self.lock:
-            return self._openings.begin_of(request)
-
-    def _flights_to(self, target: str) -> list[Flight]:
-        known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
-        ranks = self.ranks_of(known[0]) if known else [0]
-        return [Flight(self.pair_with(target, rank)) for rank in ranks]
-
-    # --- open ---
+            return self.openings.begin_of(request)
 
     def _find_opened(self, sending: KVSending) -> None:
         """A request without a target takes the instance that opens it once all ranks of it are
         connected: each of them opens it, so the message of the last one finds them."""
-        instance = self._openings.instance_of(sending.request)
-        if sending.state == "open" and not sending.flights and instance is not None:
+        if sending.state is not RequestState.OPEN:
+            return
+        instance = self.openings.instance_of(sending.request)
+        if not sending.transfers and instance is not None:
             with suppress(errors.UnavailableError):
-                sending.flights = self._flights_to(instance)
-        for flight in sending.flights:
-            if sending.state != "open" or flight.state != "waiting":
-                continue
-            opened = self._openings.take(flight.pair.name, sending.request)
-            if opened is not None:
-                self._open(sending, flight, opened)
+                sending.go_to(self.pairs_with(instance))
+        for transfer in sending.transfers:
+            if transfer.state is TransferState.WAITING:
+                opened = self.openings.take(transfer.pair.name, sending.request)
+                if opened is not None:
+                    transfer.was_opened(opened)
+                    self._waiting.append((sending, transfer))
+        self._begin_waiting()
 
-    def _open(self, sending: KVSending, flight: Flight, opened: Opened) -> None:
-        flight.opened = opened
-        if not self.slots.num_free:
-            self._waiting.append((sending, flight))
-            return
-        flight.state = "open"
-        try:
-            if opened.total != sending.total:
-                text = f"{opened.pair.name} expects {opened.total} tokens, here are {sending.total}"
-                raise make(errors.ProtocolError, self.text_of(sending, text))
-            flight.units = flight.units_of(sending)
-            flight.slot = self.slots.take(self.text_of(sending, "opening"))
-            for layers, end in sending.runs():
-                self._send_layers(sending, flight, layers, end)
-            if sending.user is not None:
-                self._send_tail(sending, flight)
-        except MoeP2pError as error:  # pages that do not fit, say
-            self._fail(sending, error)
-        except Exception as error:  # other requests of the pair go on
-            text = self.text_of(sending, f"cannot be sent to {opened.pair.name}: {error!r}")
-            self._fail(sending, make(errors.ProtocolError, text))
-
-    def _open_waiting(self) -> None:
+    def _begin_waiting(self) -> None:
         while self._waiting and self.slots.num_free:
-            sending, flight = self._waiting.popleft()
-            if flight.state == "waiting" and flight.opened is not None:
-                self._open(sending, flight, flight.opened)
+            sending, transfer = self._waiting.popleft()
+            if transfer.state is TransferState.WAITING:
+                sending.begin(transfer)
 
-    def text_of(self, sending: KVSending, why: str) -> str:
-        return f"{self.name}: request {sending.request!r}: {why}"
-
-    # --- layers, tail ---
-
-    def layers(
-        self, sending: KVSending, layers: tuple[int, ...], end: int, after: Step | None = None
-    ) -> None:
-        """after: they are not computed yet, and each is sent when it is."""
-        require_type(self.text_of(sending, "end"), end, int, "an int")
-        with self.lock:
-            self._require_open(sending)
-            last = sending.calls[-1][1] if sending.calls else 0
-            strange = set(layers).difference(sending.own_layers, sending.layers)
-            wrong = [*sorted(strange), *layers]
-            text = f"layer {wrong[0]} up to token {end} of {sending.total}, after {last}"
-            ok = len(wrong) == len(layers) and last <= end <= sending.total
-            require(ok, self.text_of(sending, text))
-            sending.add_calls(layers, end, after, self.clock())
-            try:
-                for flight in sending.flights:
-                    if flight.state == "open":
-                        self._send_layers(sending, flight, layers, end)
-            except MoeP2pError as error:
-                self._fail(sending, error)
-                raise
-
-    def _require_open(self, sending: KVSending) -> None:
-        if sending.error is not None:
-            raise sending.error
-        require(
-            sending.state == "open" and sending.user is None,
-            self.text_of(sending, "it was committed"),
-        )
-
-    def _send_layers(
-        self, sending: KVSending, flight: Flight, layers: tuple[int, ...], end: int
-    ) -> None:
-        opened, units = flight.opened, flight.units
-        assert opened is not None
-        assert units is not None
-        if end != flight.end and not flight.begin_chunk(end, self):
-            flight.pair.send("moves", nonce=opened.nonce)
-        chunk = flight.chunk
-        layers = tuple(layer for layer in layers if layer in flight.pair.requests)
-        if chunk is None or not layers:
-            return
-        if opened.verify:
-            flight.unsummed += [(layer, chunk) for layer in layers]
-            if not sending.gates:
-                flight.sum_layers(self.cache)
-        if opened.pull:
-            return
-        after = sending.step_of(layers[0], end)
-        flight.requests += units.write(self.engine, layers, chunk, opened.imm, after)
-        for layer in layers if flight.pair.packs else ():
-            found = self.packer.add(flight, layer, chunk, sending.gates.get((layer, end)))
-            sending.stats.packed += found
-
-    def commit(self, sending: KVSending, user: bytes) -> None:
-        with self.lock:
-            self._require_open(sending)
-            require(
-                isinstance(user, bytes) and len(user) <= MAX_USER_BYTES,
-                self.text_of(sending, f"user must be up to {MAX_USER_BYTES} bytes"),
-            )
-            sending.check_complete()
-            sending.user, sending.committed_at = user, self.clock()
-            try:
-                for flight in sending.flights:
-                    if flight.state == "open":
-                        self._send_tail(sending, flight)
-            except MoeP2pError as error:
-                self._fail(sending, error)
-                raise
-        self.wake.set()
-
-    def _send_tail(self, sending: KVSending, flight: Flight) -> None:
-        opened, slot = flight.opened, flight.slot
-        assert opened is not None
-        assert slot is not None
-        assert sending.user is not None
-        # Sums and offers are of bytes that are there; without them the tail may go ahead.
-        flight.tail_due = (opened.verify or opened.pull) and bool(sending.shut_gates())
-        if flight.tail_due:
-            return
-        flight.sum_layers(self.cache)
-        tail = flight.tail(sending.user, self.engine.num_nics)
-        at = slot.number * self.row_bytes
-        if opened.pull:
-            struct.pack_into("<Q", self.rows, at, opened.nonce)
-            names = [group.name for group in self.cache.layout.groups]
-            pages = (int32_bytes(sending.pages[name]) for name in names)
-            flight.pair.send(
-                "offer", tail, *pages, nonce=opened.nonce, row=slot.number, groups=names
-            )
-            flight.committed = True
-            return
-        self.rows[at : at + len(tail)] = tail
-        flight.requests.append(
-            self.engine.write(
-                flight.pair.memory.control,
-                flight.pair.control,
-                nbytes=len(tail),
-                offset=at,
-                region_offset=opened.row * self.row_bytes,
-                imm=opened.imm,
-            )
-        )
-        flight.committed = True  # not before: without requests under way it then counts as over
-
-    # --- the end ---
-
-    def poll(self, sending: KVSending) -> bool:
-        with self.lock:
-            for flight in sending.flights:
-                if sending.state == "open" and flight.state == "open":
-                    self._look(sending, flight)
-            over = sending.settled() if sending.flights else self._has_nothing_to_send(sending)
-            if sending.state == "open" and over:
-                sending.state, sending.stats.ended_at = "complete", self.clock()
-                self._free_if_settled(sending)
-            return sending.state != "open"
-
-    def _has_nothing_to_send(self, sending: KVSending) -> bool:
-        """It was committed, and no receiver that it may go to wants anything of this rank."""
-        to = sending.target
-        known = [pair for pair in self.pairs.values() if to in (None, pair.worker.instance)]
-        nobody = bool(known) and not any(self.ranks_of(pair) for pair in known)
-        return sending.user is not None and (nobody or not sending.own_layers)
-
-    def _look(self, sending: KVSending, flight: Flight) -> None:
-        try:
-            if flight.tail_due:
-                self._send_tail(sending, flight)
-        except MoeP2pError as error:
-            self._fail(sending, error)
-            return
-        for request in flight.take_done(sending.stats):
-            try:
-                request.wait(0)
-            except MoeP2pError as error:
-                why = f"a write to {flight.pair.name} failed: {error}"
-                self._fail(sending, make(PeerDeadError, self.text_of(sending, why)))
-                self._lose(flight.pair, f"a write failed: {error}")
-                return
-        if not self._pack(sending, flight):
-            return
-        opened, over = flight.opened, not flight.requests and not flight.packing.left
-        if flight.committed and over and opened is not None and not opened.pull:
-            self._settle(flight)
-
-    def _pack(self, sending: KVSending, flight: Flight) -> bool:
-        """Goes on with packed rows; False: that failed the request."""
-        try:
-            self.packer.advance(flight)
-        except MoeP2pError as error:
-            self._fail(sending, error)
-        return flight.state == "open"
-
-    def _settle(self, flight: Flight) -> None:
-        flight.state = "settled"
-        self.packer.settle(flight)
-        if flight.slot is not None:
-            self.slots.give_back(flight.slot)
-            flight.slot = None
-            self.wake.set()  # of those that wait for it
-
-    def wait(self, sending: KVSending, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else self.deadline(timeout_s)
-        while not self.poll(sending):
-            if deadline is not None and self.clock() >= deadline:
-                text = self.text_of(sending, f"waited {timeout_s} s; {sending.progress()}")
-                raise make(errors.TimeoutError, text)
-            with self.lock:
-                self.changed.wait(0.0005)
-        if sending.error is not None:
-            raise sending.error
-
-    def cancel(self, sending: KVSending, why: str) -> None:
-        with self.lock:
-            text = self.text_of(sending, f"{why}; {sending.progress()}")
-            self._fail(sending, make(AbortedError, text))
-
-    def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
-        if sending.state != "open":
-            return
-        sending.state, sending.error, now = "failed", error, self.clock()
-        sending.stats.failed, sending.stats.ended_at = True, now
-        until, why = now + self.timeouts.drain_s, str(error)[:400]
-        if not sending.flights:
-            self._openings.give_up("", sending.request, why)
-        for flight in sending.flights:
-            if flight.state == "waiting" and flight.opened is None:
-                self._openings.give_up(flight.pair.worker.instance, sending.request, why)
-                flight.state = "settled"
-            elif flight.state in ("waiting", "open"):
-                flight.state, flight.drain_until = "draining", until
-                flight.packing.clear()
-                if flight.opened is not None and flight.opened.pull:
-                    self._withdraw_offer(flight)
-                for request in flight.requests:
-                    request.cancel()
-        self._drain(sending)
+    def forget(self, sending: KVSending) -> None:
+        """Its pages are reusable."""
+        self.sendings.remove(sending)
+        self.count(sending.stats)
         self.changed.notify_all()
-        self.wake.set()
-
-    def _withdraw_offer(self, flight: Flight) -> None:
-        if flight.slot is not None:  # who reads the nonce now finds that pages were taken back
-            struct.pack_into("<Q", self.rows, flight.slot.number * self.row_bytes, 0)
-
-    def _drain(self, sending: KVSending) -> bool:
-        """Says "drained" for flights that have nothing under way; returns whether some have."""
-        for flight in sending.flights:
-            if flight.state != "draining" or flight.pair.lost:
-                continue
-            flight.take_done(sending.stats)
-            if flight.requests:
-                continue
-            self._settle(flight)
-            sending.stats.fenced("drained")
-            if flight.opened is not None:
-                why = str(sending.error)[:400]
-                flight.pair.send("drained", nonce=flight.opened.nonce, why=why)
-        self._free_if_settled(sending)
-        return any(flight.state == "draining" for flight in sending.flights)
-
-    def _free_if_settled(self, sending: KVSending) -> None:
-        if sending.state != "open" and sending.settled() and not sending.reusable:
-            sending.reusable = True
-            self.sendings.remove(sending)
-            self.count(sending.stats)
-            self.changed.notify_all()
 
     # --- messages, deadlines, losses ---
 
     def on_message(self, pair: Pair, message: Message) -> None:
+        fields = message.fields
         with self.lock:
             if pair.lost:
                 return
             if message.kind == "open":
                 self._on_open(Opened.of(pair, message))
             elif message.kind == "cancel":
-                self._on_cancel(pair, message.fields.get("nonce"), str(message.fields.get("why")))
+                self._on_cancel(pair, fields.get("nonce"), str(fields.get("why")))
             elif message.kind == "decline":
-                self._on_decline(pair, str(message.fields["request"]), str(message.fields["why"]))
-            elif message.kind == "grant":
-                found = self._flight(pair, message.fields.get("nonce"))
-                if found is not None and found[1].state == "open":
-                    found[1].packing.take(message.fields["parts"])
-                    self._pack(*found)
-            elif message.kind == "release":
-                found = self._flight(pair, message.fields.get("nonce"))
-                if found is not None and found[1].state == "open" and found[1].committed:
-                    self._withdraw_offer(found[1])
-                    self._settle(found[1])
-                    self.poll(found[0])
+                self._on_decline(pair, str(fields["request"]), str(fields["why"]))
+            elif (found := self._find(pair, fields.get("nonce"))) is not None:
+                sending, transfer = found
+                is_open = transfer.state is TransferState.OPEN
+                if message.kind == "grant" and is_open and transfer.packing is not None:
+                    transfer.packing.take(fields["parts"])
+                    sending.pack(transfer)
+                elif message.kind == "release" and transfer.release():
+                    sending.done()
             self.changed.notify_all()
 
     def _on_open(self, opened: Opened) -> None:
-        self._openings.add(opened)
-        for sending in self.sendings:
+        self.openings.add(opened)
+        for sending in list(self.sendings):
             if sending.request == opened.request:
                 self._find_opened(sending)
 
     def _on_decline(self, pair: Pair, request: str, why: str) -> None:
         why, instance = f"{pair.name} declines it: {why}", pair.worker.instance
         for sending in self.sendings:
-            to = [flight.pair.worker.instance for flight in sending.flights]
+            to = [each.pair.worker.instance for each in sending.transfers]
             if sending.request == request and (not to or instance in to):
-                self._fail(sending, make(AbortedError, self.text_of(sending, why)))
+                sending.fail(make(AbortedError, sending.text(why)))
                 return
-        self._openings.decline(request, why)
+        self.openings.decline(request, why)
 
-    def _on_cancel(self, pair: Pair, nonce: Any, why: str) -> None:
-        self._openings.cancel(pair, nonce, f"{pair.name} gave it up: {why}")
-        found = self._flight(pair, nonce)
+    def _on_cancel(self, pair: Pair, nonce: object, why: str) -> None:
+        self.openings.cancel(pair, nonce, f"{pair.name} gave it up: {why}")
+        found = self._find(pair, nonce)
         if found is None:  # nothing of it is under way, if anything ever was
             pair.send("drained", nonce=nonce, why=why)
             return
         sending = found[0]
-        self._fail(sending, make(AbortedError, self.text_of(sending, f"{pair.name}: {why}")))
+        sending.fail(make(AbortedError, sending.text(f"{pair.name}: {why}")))
 
-    def _flight(self, pair: Pair, nonce: Any) -> tuple[KVSending, Flight] | None:
+    def _find(self, pair: Pair, nonce: object) -> tuple[KVSending, ReceiverTransfer] | None:
         for sending in self.sendings:
-            for flight in sending.flights:
-                opened = flight.opened
-                if opened is None or flight.state == "settled":
+            for each in sending.transfers:
+                opened = each.opened
+                if opened is None or each.state is TransferState.SETTLED:
                     continue
-                if flight.pair is pair and opened.nonce == nonce:
-                    return sending, flight
+                if each.pair is pair and opened.nonce == nonce:
+                    return sending, each
         return None
 
     def on_time(self, now: float) -> bool:
-        draining = False
-        self._open_waiting()
-        for sending in list(self.sendings):
-            if sending.state == "open":
-                self.poll(sending)
-                draining |= any(flight.packing.may_start for flight in sending.flights)
-                self._check_opened(sending, now)
-                self._check_signals(sending, now)
-            draining |= self._drain(sending)
-            for flight in sending.flights:
-                late = flight.state == "draining" and now >= flight.drain_until
-                if late and not flight.pair.lost:
-                    why = f"writes of request {sending.request!r} did not end within "
-                    self._lose(flight.pair, f"{why}{self.timeouts.drain_s} s")
-        return draining
-
-    def _check_opened(self, sending: KVSending, now: float) -> None:
-        waiting = [flight.pair.name for flight in sending.flights if flight.state == "waiting"]
-        since = sending.stats.queued_at
-        if not sending.flights and sending.user is not None:
-            waiting, since = ["any receiver"], sending.committed_at
-        if waiting and now - since > self.timeouts.open_s:
-            why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
-            text = self.text_of(sending, f"{why}; {sending.progress()}")
-            self._fail(sending, make(errors.TimeoutError, text))
-
-    def _check_signals(self, sending: KVSending, now: float) -> None:
-        shut = sending.shut_gates()
-        if shut and now - sending.begun_at > self.timeouts.layers_s:
-            where = f"layer {shut[0].layer} of step {shut[0].step}"
-            why = f"waited {self.timeouts.layers_s} s in phase signal for {where}"
-            text = self.text_of(sending, f"{why}; {sending.progress()}")
-            self._fail(sending, make(errors.TimeoutError, text))
+        self._begin_waiting()
+        busy = [sending.on_time(now) for sending in list(self.sendings)]
+        return any(busy)
 
     def on_lost(self, pair: Pair) -> None:
-        self._openings.forget(pair)
+        self.openings.forget(pair)
         for sending in list(self.sendings):
-            if any(f.pair is pair and f.state != "settled" for f in sending.flights):
-                text = self.text_of(sending, f"lost {pair.name}: {pair.lost}")
-                self._fail(sending, make(PeerDeadError, text))
+            sending.on_lost(pair)
 
     def on_fenced(self, pair: Pair) -> None:
         for sending in list(self.sendings):
-            for flight in sending.flights:
-                if flight.pair is pair and flight.state != "settled":
-                    flight.take_done(sending.stats)
-                    sending.stats.fenced(pair.fenced_by, pair.fence_retries)
-                    self._settle(flight)
-            self._free_if_settled(sending)
+            sending.on_fenced(pair)

@@ -18,20 +18,17 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.errors import make, require
-from moe_p2p.kv.checks import check_sends
-from moe_p2p.kv.sending import KVSending
+from moe_p2p.errors import make, require, require_type
+from moe_p2p.kv.sender import KVSender, KVSending
+from moe_p2p.kv.stats import RequestState
 from moe_p2p.library import call
 from moe_p2p.machine import jit
-
-if TYPE_CHECKING:
-    from moe_p2p.kv.sender import KVSender
 
 _ops = torch.ops.moe_p2p
 # A graph that captured signals may be replayed after close(): what its kernels use is kept, a few
@@ -52,7 +49,7 @@ class _Step(NamedTuple):
 
     def over(self) -> bool:
         return not any(
-            sending.state == "open" and sending.shut_gates() for sending, _ in self.sends
+            sending.state is RequestState.OPEN and sending.shut_gates() for sending, _ in self.sends
         )
 
 
@@ -140,7 +137,7 @@ class KVSignals:
 
         Raises ResourceExhaustedError while max_steps steps wait for signals.
         """
-        check_sends(f"{self.sender.name}: begin_step", sends, KVSending)
+        _check_sends(f"{self.sender.name}: begin_step", sends)
         with self._lock:
             self._check()
             if not sends:
@@ -226,7 +223,7 @@ class KVSignals:
     def _prepare(self, sending: KVSending, end: int, number: int) -> None:
         """Layers that this rank has; the engine holds their requests."""
         if sending.error is None:
-            self.sender.layers(sending, tuple(sending.layers), end, (self.number, number))
+            sending.send_layers(tuple(sending.layers), end, (self.number, number))
 
     def _set_step(self, number: int) -> None:
         """By a kernel that has the number as an argument: nothing must outlive this call."""
@@ -238,3 +235,12 @@ class KVSignals:
 def _cancel(step: _Step, why: str) -> None:
     for sending, _ in step.sends:
         sending.cancel(why)
+
+
+def _check_sends(name: str, sends: Sequence[tuple[KVSending, int | None]]) -> None:
+    require_type(f"{name}: sends", sends, (list, tuple), "a list of (request, end)")
+    for each in sends:
+        require(
+            isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], KVSending),
+            f"{name}: sends has {each!r}, must be (KVSending, end or None)",
+        )

@@ -1,4 +1,5 @@
-"""Figures of KV transfers: of one request, and of all requests of a worker since it was made.
+"""States and figures of KV transfers: of one request, and of all requests of a worker since it was
+made.
 
 Both sides keep a `KVTransferStats` for each request, as `KVSending.stats` and
 `KVReservation.stats`; it is filled while the request goes on and does not change once the request
@@ -9,19 +10,38 @@ metric and Prometheus (`prometheus_text`). All times are of `time.monotonic`, in
 from __future__ import annotations
 
 import bisect
+import enum
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from moe_p2p.engine.transfers import Report
+from moe_p2p.engine.transfers import Report, Request
 
-FENCES = (
-    "none",
-    "drained",
-    "queue_pair",
-    "key",
-)  # the later, the more was needed to get pages back
+# The later, the more was needed to get pages back.
+FENCES = ("none", "drained", "queue_pair", "key")
 SECONDS = tuple(1e-4 * 2**i for i in range(18))  # upper bounds of buckets: 100 us to 13.1 s
+
+
+class _State(str, enum.Enum):
+    """Compares with its word, and is printed as it."""
+
+    __str__ = str.__str__
+
+
+class RequestState(_State):
+    """Of a `KVSending` and a `KVReservation`."""
+
+    OPEN = "open"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+class TransferState(_State):
+    """Of a request between one sender and one receiver, at either of them."""
+
+    WAITING = "waiting"  # at the sender: until the receiver has opened it, and a slot is free
+    OPEN = "open"
+    DRAINING = "draining"  # the request has failed: writes may still land
+    SETTLED = "settled"  # nothing reads the pages for it, or lands in them, any more
 
 
 @dataclass
@@ -87,10 +107,29 @@ class KVTransferStats:
     def _first_at(self) -> float | None:
         return self.first_arrival_at if self.first_post_at is None else self.first_post_at
 
-    def take_done(self, requests: list[Any]) -> tuple[list[Any], list[Any]]:
+    def arrive(self, now: float) -> None:
+        """Something has arrived."""
+        if self.first_arrival_at is None:
+            self.first_arrival_at = now
+
+    def complete(self, now: float, nbytes: int) -> None:
+        """All that one sender announced has arrived."""
+        self.last_completion_at = now
+        self.nbytes += nbytes
+
+    def pack(self, rows: int) -> None:
+        self.packed += rows
+
+    def end(self, now: float, *, failed: bool = False) -> None:
+        self.ended_at, self.failed = now, failed
+
+    def free(self, now: float) -> None:
+        self.reusable_at = now
+
+    def take_done(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
         """Counts the engine's requests that are done; returns them, and those that are not."""
-        done: list[Any] = []
-        left: list[Any] = []
+        done: list[Request] = []
+        left: list[Request] = []
         for each in requests:
             (done if each.done() else left).append(each)
         for each in done:

@@ -1,7 +1,7 @@
 """What `KVSender` and `KVReceiver` have in common: their pairs, the clock, and losing a pair.
 
 No thread lives here. Messages, deadlines and fences are handled by whoever calls `on_message` and
-`step`: threads of moe_p2p/kv/membership.py, or a test that decides about each step itself. Any
+`step`: threads of moe_p2p/kv/lease_keeper.py, or a test that decides about each step itself. Any
 thread may call any method.
 """
 
@@ -11,34 +11,35 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 
 from moe_p2p import env, errors, log
 from moe_p2p.engine import checksum
+from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import AbortedError, UnavailableError, make, require, require_type
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.checks import check_worker
-from moe_p2p.kv.leases import Worker
+from moe_p2p.kv.footer import footer_bytes, slots_for
 from moe_p2p.kv.link import KVLink, link_of
+from moe_p2p.kv.memory import KVCache
 from moe_p2p.kv.pair import (
     KEY,
     QUEUE_PAIR,
     Hello,
-    KVCache,
     Pair,
     PairMemory,
     Sends,
+    Worker,
     agreed_link,
     make_pair,
 )
 from moe_p2p.kv.ring import Ring
 from moe_p2p.kv.stats import KVTotals, KVTransferStats
-from moe_p2p.kv.tail import Slots, tail_bytes
 
 QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
 MOST_S = 1e6  # waits of Python's threads overflow beyond some years
+MOST_TOKENS = (1 << 32) - 1  # of a footer
 RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
 
 
@@ -70,6 +71,33 @@ class KVTimeouts:
             )
 
 
+class Options(TypedDict, total=False):
+    """Of a `KVWorker`."""
+
+    timeouts: KVTimeouts | None
+    max_requests: int
+    link: KVLink | None
+    fence: str | None
+    clock: Callable[[], float]
+
+
+class Reusable(Protocol):
+    """A `KVSending` or a `KVReservation`."""
+
+    reusable: bool
+
+    def text(self, why: str) -> str: ...
+
+
+def check_request(who: str, request: str, total: int) -> None:
+    require(
+        isinstance(request, str) and bool(request), f"{who}: request is {request!r}, must be a name"
+    )
+    name = f"{who}: request {request!r}: total"
+    require_type(name, total, int, "an int")
+    require(0 <= total <= MOST_TOKENS, f"{name} is {total}, must be 0 to {MOST_TOKENS}")
+
+
 class KVWorker:
     """Base of `KVSender` and `KVReceiver`.
 
@@ -81,7 +109,7 @@ class KVWorker:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         cache: KVCache,
         *,
         instance: str,
@@ -94,7 +122,10 @@ class KVWorker:
         kind = type(self).__name__
         timeouts = KVTimeouts() if timeouts is None else timeouts
         require_type(f"{kind}: cache", cache, KVCache, "a KVCache")
-        check_worker(kind, engine, timeouts, link, clock)
+        require(hasattr(engine, "provider"), f"{kind}: engine is {engine!r}, must be an Engine")
+        require_type(f"{kind}: timeouts", timeouts, KVTimeouts, "a KVTimeouts or None")
+        require_type(f"{kind}: link", link, (KVLink, type(None)), "a KVLink or None")
+        require(callable(clock), f"{kind}: clock is {clock!r}, must be a function")
         require(
             isinstance(instance, str) and bool(instance) and "/" not in instance,
             f"instance is {instance!r}, must be a name without '/'",
@@ -122,10 +153,11 @@ class KVWorker:
         self.wake = threading.Event()  # of whoever calls step()
         self.pairs: dict[str, Pair] = {}  # by name of the other worker
         self.totals = KVTotals()  # replaced, never changed: any thread may keep one
-        self.slots = Slots(max_requests)
-        self.row_bytes = tail_bytes(cache.layout.num_layers)
+        counts = engine if self.role == "receiver" else None
+        self.slots = slots_for(max_requests, counts)
+        self.row_bytes = footer_bytes(cache.layout.num_layers)
         self.link = link_of(engine) if link is None else link
-        self.ring = Ring(self.link, cache.tensors[0].device, max_requests)
+        self.ring = Ring(self.link, cache.tensors[0].device, max_requests, counts)
         # One row a slot. A bytearray, so that rows are read and written without a tensor.
         self.rows = bytearray((max_requests + self.ring.num_parts) * self.row_bytes)
         self.control = torch.frombuffer(self.rows, dtype=torch.uint8)
@@ -145,7 +177,7 @@ class KVWorker:
         return made
 
     def check_withdrawn(self) -> None:
-        """After `Membership.close`: raises TimeoutError while memory is registered for a peer."""
+        """After `LeaseKeeper.close`: raises TimeoutError while memory is registered for a peer."""
         with self.lock:
             left = [each for each in self._memories if each.is_registered]
             names = ", ".join(pair.name for pair in self._losing)
@@ -177,8 +209,8 @@ class KVWorker:
     def meet(self, memory: PairMemory, theirs: Hello, channel: Sends) -> Pair:
         """Makes the pair; `attach` lets requests use it. Raises what does not fit, by name."""
         require(
-            theirs.tail_bytes == self.row_bytes,
-            f"{self.name}: tails of {theirs.worker.name} have {theirs.tail_bytes} bytes, here "
+            theirs.footer_bytes == self.row_bytes,
+            f"{self.name}: tails of {theirs.worker.name} have {theirs.footer_bytes} bytes, here "
             f"{self.row_bytes}; both sides must hold the same model",
         )
         sends = self.role == "sender"
@@ -197,20 +229,29 @@ class KVWorker:
             self.pairs[pair.name] = pair
             self.changed.notify_all()
 
+    def join(self) -> None:
+        """Requests may begin, whatever was before."""
+        self.replaced = ""
+
+    def replace(self, why: str) -> None:
+        """Another process has this worker's name: no request can begin any more."""
+        self.replaced = why
+
     def check_name(self) -> None:
         """Raises where another process has this worker's name."""
         if self.replaced:
             raise make(AbortedError, self.replaced)
 
-    def pair_with(self, instance: str, rank: int) -> Pair:
-        pair = self.pairs.get(f"{instance}/{rank}")
-        if pair is None:
-            known = ", ".join(sorted(self.pairs)) or "nobody"
-            raise make(
-                UnavailableError,
-                f"{self.name}: not connected to {instance}/{rank}; connected to {known}",
-            )
-        return pair
+    def pairs_with(self, instance: str) -> list[Pair]:
+        """All ranks of an instance that exchange KV with this one. Raises UnavailableError."""
+        known = [pair for pair in self.pairs.values() if pair.worker.instance == instance]
+        names = [f"{instance}/{rank}" for rank in (self.ranks_of(known[0]) if known else [0])]
+        for name in names:
+            if name not in self.pairs:
+                all_ = ", ".join(sorted(self.pairs)) or "nobody"
+                text = f"{self.name}: not connected to {name}; connected to {all_}"
+                raise make(UnavailableError, text)
+        return [self.pairs[name] for name in names]
 
     def deadline(self, timeout_s: float) -> float:
         """By the worker's clock."""
@@ -260,10 +301,9 @@ class KVWorker:
     def _lose(self, pair: Pair, why: str) -> None:
         if pair.lost:
             return
-        pair.lost = why
+        pair.lose(why)
         if self.pairs.get(pair.name) is pair:
             del self.pairs[pair.name]
-        pair.channel.close()
         self._losing.append(pair)
         self.on_lost(pair)
         self.wake.set()
@@ -277,19 +317,16 @@ class KVWorker:
         with self.lock:
             busy = self.on_time(self.clock())
             now = self.clock()
-            losing = [p for p in self._losing if now >= p.fence_at and not p.fencing]
-            for pair in losing:
-                pair.fencing = True
+            losing = [pair for pair in self._losing if pair.take_fence(now)]
         for pair in losing:
             fenced = False
             try:
                 fenced = self._try_to_fence(pair)
             finally:  # whatever it raises, it is tried again
                 with self.lock:
-                    pair.fencing = False
+                    pair.give_fence(fenced=fenced)
                     if fenced:
                         self._losing.remove(pair)
-                        pair.fenced = True
                         self.on_fenced(pair)
                         self.changed.notify_all()
             if fenced:
@@ -307,10 +344,9 @@ class KVWorker:
         except errors.ClosedError:
             return True  # the engine is closed: its NICs write nothing
         except errors.MoeP2pError as error:
-            if not pair.fence_at:
+            if not pair.fence_retries:
                 log.warning(f"{self.name}: pages stay held, {pair.name} is not fenced: {error}")
-            pair.fence_at = self.clock() + RETRY_S
-            pair.fence_retries += 1
+            pair.retry_fence(self.clock() + RETRY_S)
             return False
         return True
 
@@ -339,30 +375,28 @@ class KVWorker:
             for pair in list(self.pairs.values()):
                 self._lose(pair, why)
 
+    def new_stats(self, request: str) -> KVTransferStats:
+        return KVTransferStats(request, self.role, self.clock())
+
     def count(self, stats: KVTransferStats) -> None:
         """Under the lock, once the request is reusable."""
-        stats.reusable_at = self.clock()
+        stats.free(self.clock())
         one = KVTotals()
         one.observe(stats)
         self.totals = self.totals + one
 
-    def wait_reusable(self, request: Any, timeout_s: float | None) -> None:
-        """request: a KVSending or a KVReservation."""
+    def wait_reusable(self, request: Reusable, timeout_s: float | None) -> None:
         limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
         deadline = self.deadline(limit)
         with self.lock:
             while not request.reusable:
                 left = deadline - self.clock()
                 if left <= 0:
-                    text = self.text_of(request, f"pages are not free after {limit} s")
+                    text = request.text(f"pages are not free after {limit} s")
                     raise make(errors.TimeoutError, text)
                 self.changed.wait(min(left, 0.05))
 
     # --- what senders and receivers do ---
-
-    def text_of(self, request: Any, why: str) -> str:
-        """For errors: who, which request, and why."""
-        raise NotImplementedError
 
     def on_message(self, pair: Pair, message: Message) -> None:
         raise NotImplementedError

@@ -210,7 +210,8 @@ class MoELayer(nn.Module):
         )
         scales = {"scales": received.scales} if fp8 else {}
         y = self.experts(received.x, received.counts, received.offsets, **scales)
-        return self.all_to_all.combine(y, received)
+        sums: Tensor = self.all_to_all.combine(y, received)
+        return sums
 
     def _room(self, topk_idx: Tensor) -> tuple[int | None, int | None]:
         """Returns this rank's capacity in rows and the most tokens of any rank; None: worst case.

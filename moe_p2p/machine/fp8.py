@@ -1,6 +1,9 @@
 """The executable specification of fp8: values, one scale per block, and formats of scales.
 
-Used by moe_p2p/moe/reference/routing.py, which has the calls.
+The one place of this arithmetic in Python: moe_p2p/moe/reference/routing.py has the calls,
+moe_p2p/weights/copies.py blocks of weights, moe_p2p/deep_ep/utils/math.py DeepEP's casts. Hosts and
+kernels have it in kernels/abi/e4m3.h, Triton's kernels in kernels/triton/e4m3.py;
+tests/package/test_e4m3.py compares them bit for bit.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
 
@@ -31,23 +35,43 @@ def quantize(x: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, 
     Example: a block whose largest value is 2.0 has scale 0.004464, and 1.0 becomes q = 224. As a
     power of two the scale is 2^-7, and 1.0 becomes q = 128.
     """
+    blocks = in_blocks(x)
+    scale, multiplier = factors(largest(blocks, -1), scale_format)
+    return to_e4m3(blocks * multiplier).flatten(1)[:, : x.shape[1]].contiguous(), scale.squeeze(-1)
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """fp32 [T, P, 128] of x [T, H], with zeros at the end of each row."""
     num_rows, hidden_dim = x.shape
-    num_blocks = -(-hidden_dim // SCALE_BLOCK)
-    blocks = x.new_zeros(num_rows, num_blocks * SCALE_BLOCK, dtype=torch.float32)
-    blocks[:, :hidden_dim] = x
-    blocks = blocks.view(num_rows, num_blocks, SCALE_BLOCK)
-    amax = blocks.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_AMAX)
-    amax = torch.where(amax.isnan(), torch.inf, amax)
-    scale, multiplier = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax
-    if scale_format != "float32":
-        mantissa, exponent = torch.frexp(scale)  # mantissa from 0.5 to below 1
-        rounded = _power_of_two(exponent - (mantissa == 0.5).int())
-        scale = torch.where(scale.isinf(), scale, rounded)
-        multiplier = 1 / scale
-    scaled = blocks * multiplier
+    padded = pad(x.to(torch.float32), (0, -hidden_dim % SCALE_BLOCK))
+    return padded.view(num_rows, -(-hidden_dim // SCALE_BLOCK), SCALE_BLOCK)
+
+
+def largest(blocks: Tensor, dim: int | tuple[int, ...], *, keepdim: bool = True) -> Tensor:
+    """max |x| of blocks in these dimensions, fp32; inf where there is an inf or a NaN."""
+    amax = blocks.abs().amax(dim=dim, keepdim=keepdim).to(torch.float32)
+    return torch.where(amax.isnan(), torch.inf, amax)
+
+
+def factors(amax: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, Tensor]:
+    """Scales of blocks with these maxima, and what their values are multiplied by."""
+    amax = amax.clamp_min(MIN_AMAX)
+    # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal.
+    most = torch.full_like(amax, FP8_MAX)
+    scale = amax / most
+    if scale_format == "float32":
+        return scale, most / amax
+    mantissa, exponent = torch.frexp(scale)  # mantissa from 0.5 to below 1
+    rounded = _power_of_two(exponent - (mantissa == 0.5).int())
+    scale = torch.where(scale.isinf(), scale, rounded)
+    return scale, 1 / scale
+
+
+def to_e4m3(scaled: Tensor) -> Tensor:
+    """Rounds to nearest even, saturating; a NaN is 0x7f."""
     q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
     q.view(torch.uint8)[scaled.isnan()] = 0x7F  # without a sign
-    return q.flatten(1)[:, :hidden_dim].contiguous(), scale.squeeze(-1)
+    return q
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
@@ -56,7 +80,7 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
     inf becomes 255, ue8m0's NaN.
     """
     exponents = scales.contiguous().view(torch.int32) >> 23
-    padded = torch.nn.functional.pad(exponents, (0, -scales.shape[-1] % 4)).to(torch.uint8)
+    padded = pad(exponents, (0, -scales.shape[-1] % 4)).to(torch.uint8)
     return padded.contiguous().view(torch.int32)
 
 

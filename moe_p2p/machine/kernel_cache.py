@@ -5,10 +5,10 @@ used only when it belongs to this user or to root and nobody else may write to i
 on the open descriptor, and files are opened relative to the open folder. The digest detects damage
 on disk, not an attack.
 
-A folder that is refused or not writable is no error: kernels are then not cached. What is not in it
-is looked for in two others, which are only read: MOE_P2P_KERNELS, of a container's image, say, and
-the one that came with the package (`make wheel`). Keys name the sources and the compiler
-(jit.cache_key), so what is stale in a folder is never found.
+A folder that is refused or not writable is no error: kernels are then not cached. A kernel that is
+not in it is looked up in two other folders, which are only read: MOE_P2P_KERNELS, for example in a
+container's image, and the folder that came with the package (`make wheel`). Keys name the sources
+and the compiler (jit.cache_key), so a stale file is never found.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ transport="auto" means libfabric where there are EFA devices, else verbs where t
 usable RDMA device, else loopback, which reaches only ranks of one host. TCP needs a setting.
 
 Two steps, because ranks must agree between them: `choose` names this rank's provider,
-moe_p2p/moe/rendezvous/agreement.py compares those of all ranks, and `open_with` picks the NICs.
+moe_p2p/moe/rendezvous/agreement.py compares the names of all ranks, and `open_with` picks the NICs.
 Providers take NICs in one setting, devices=mlx5_0:mlx5_1 or
 interfaces=rdmap79s0-rdm:rdmap80s0-rdm: NIC i of the engine is the i-th name, starting over after
 the last.

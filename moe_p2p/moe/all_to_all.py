@@ -17,7 +17,7 @@ P scales of a token, R rows received (padded: E_local * capacity, else capacity)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,35 +27,32 @@ from moe_p2p.library import num_modes, raise_typed, watched, without_default_dev
 from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.dispatched import Call, Dispatched, new_tuple
 from moe_p2p.moe.halves import Halves, with_more
+from moe_p2p.moe.layouts import LAYOUTS, RowLayout
 from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
 from moe_p2p.moe.options import (
-    BY_RANK,
     COPY_TOPK,
+    DEFAULT_COMBINE,
     LAYOUT_MASK,
     SOLO,
     WITH_RANGES,
     WITH_SOURCE,
     WITH_WAIT_TICKS,
     ZERO_PADDING,
-    CombineDtype,
+    CombineOptions,
     DispatchForm,
     DispatchOptions,
-    RowLayout,
-    SumOrder,
-    partials_bits,
+    combine_options,
     partials_from,
-    sum_order_bits,
     sum_order_of,
 )
 
 _ops = torch.ops.moe_p2p
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
-_DISPATCH_EAGER = direct.call_of("dispatch_eager", _ops.dispatch_eager.default)
+_DISPATCH_EAGER = direct.call_of("dispatch_inference", _DISPATCH_INFERENCE)
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
-_CHECK = _ops.all_to_all_check.default
-_COMBINE_PLAIN, _COMBINE_OUT = _ops.combine_plain.default, _ops.combine_out.default
-_COMBINE_EAGER = direct.call_of("combine_plain", _COMBINE_PLAIN)
+_COMBINE_EAGER = direct.call_of("combine_inference", _COMBINE_INFERENCE)
+_COMBINE_OUT = _ops.combine_out.default
 
 
 class AllToAll(Halves):
@@ -170,20 +167,19 @@ class AllToAll(Halves):
         counted = count is not None or count_on_host != arguments.ALL_ROWS
         try:
             if grad or extras or counted or watched():
-                if others and not watched():
-                    _CHECK(others)
                 made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
                     self._comm,
                     options,
-                    x,
-                    scales,
-                    [*extras],
-                    topk_idx,
-                    topk_weights,
-                    count,
-                    count_on_host,
                     max_tokens,
                     capacity,
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    scales,
+                    [] if watched() else others,
+                    [*extras],
+                    count,
+                    count_on_host,
                 )
             else:
                 last = (scales, others) if others else () if scales is None else (scales,)
@@ -196,130 +192,77 @@ class AllToAll(Halves):
         has_scales = quantize or scales is not None
         return fields_of(made, options, topk_idx, has_scales, max_tokens, capacity)
 
-    @overload
     def combine(
         self,
         y: Tensor,
         dispatched: Dispatched,
         *,
-        weighted: bool | None = None,
-        out_dtype: torch.dtype | None = None,
-        row_scalars: None = None,
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-        order: SumOrder = "ranks",
-        combine_dtype: CombineDtype | None = None,
-        with_wait_ticks: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def combine(
-        self,
-        y: Tensor,
-        dispatched: Dispatched,
-        *,
+        options: CombineOptions | None = None,
         weighted: bool | None = None,
         out_dtype: torch.dtype | None = None,
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
-        order: SumOrder = "ranks",
-        combine_dtype: CombineDtype | None = None,
-        with_wait_ticks: bool = False,
-    ) -> tuple[Tensor, ...]: ...
-
-    def combine(
-        self,
-        y: Tensor,
-        dispatched: Dispatched,
-        *,
-        weighted: bool | None = None,
-        out_dtype: torch.dtype | None = None,
-        row_scalars: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-        order: SumOrder = "ranks",
-        combine_dtype: CombineDtype | None = None,
-        with_wait_ticks: bool = False,
-    ) -> Tensor | tuple[Tensor, ...]:
+        **moved: Any,
+    ) -> Any:
         """Adds up each token's rows at its own rank, in fp32 and in one order, and returns [T, H].
 
         y: [rows, H] bfloat16, float16 or float32, where dispatch put the rows, or flat [R, H].
-        weighted: multiply by row_weights. None: yes, but rows by rank are added as they are.
-        out_dtype: type of the result and of the partial sums that travel. None: y's type.
+        options: which sums, how they travel, and what else is returned. None: CombineOptions().
+        weighted, out_dtype: replace options that differ from CombineOptions() in these alone.
         row_scalars: [R] float32, returned to the (token, k) of each row as a second result [T, K].
             By rank [R, K]: each k summed over the ranks that the token went to.
         topk_weights: [T, K] float32 of this rank's own tokens, where dispatch did not have them:
             times these, `weighted` is ignored. On all ranks or none. Not differentiable.
         bias: [T, H] of out_dtype, or two of them: the first addends of the result.
         out: [T, H] to write the result to, of out_dtype if that is given. Not differentiable.
-        order: of the addends behind the bias. "ranks": what each rank, or other node, has added up.
-            On one node also "topk": the sum of a rank at the last k of its experts, and "rows":
-            rows travel one by one, unweighted, each is added at its k; that takes combine_rows of
-            the configuration. By rank, "rows" is "topk". Not with out.
-        combine_dtype: of the partial sums that travel. None: out_dtype. "int10": 10-bit integers
-            with a scale for each 32 values, two thirds of bfloat16's bytes and about its error; for
-            H of whole blocks, order "ranks", without gradients. "int10_nodes": what goes from node
-            to node only. A block that holds an inf or a NaN arrives as NaN. Alike on all ranks.
-        with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
+        Returns a Tensor; with row_scalars or options.with_wait_ticks a tuple of it and those.
         Rows of x past num_tokens give zeros, plus bias. Differentiable in y, bias and the
         dispatched row_weights. Raises as dispatch does.
         """
-        row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
+        if options is not None or weighted is not None or out_dtype is not None or moved:
+            options = combine_options(options, weighted, out_dtype, moved)
+        else:
+            options = DEFAULT_COMBINE
+        row_weights = arguments.row_weights_of(dispatched, options.weighted, topk_weights)
         terms = [] if bias is None else arguments.bias_list(bias)
         grad = torch.is_grad_enabled() and without_default_device(arguments.grad_of_combine)(
             y, row_weights, row_scalars, topk_weights, terms
         )
         run = without_default_device(self.combine_with) if num_modes() else self.combine_with
-        return run(
-            y,
-            dispatched,
-            row_weights,
-            row_scalars,
-            topk_weights,
-            terms,
-            out_dtype,
-            out,
-            with_wait_ticks,
-            grad,
-            (sum_order_bits(order) if order != "ranks" else 0)
-            | (0 if combine_dtype is None else partials_bits(combine_dtype)),
-        )
+        return run(y, dispatched, options, row_weights, row_scalars, topk_weights, terms, out, grad)
 
     def combine_with(
         self,
         y: Tensor,
         dispatched: Dispatched,
+        given: CombineOptions = DEFAULT_COMBINE,
         row_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
         terms: Sequence[Tensor] = (),
-        out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
-        with_wait_ticks: bool = False,
         grad: bool = False,
-        order: int = 0,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Runs a combine that `combine` has checked. grad: autograd records it.
+        """Runs a combine that `combine` has checked: times row_weights, whatever given.weighted is.
 
-        order: options.sum_order_bits(), with partials_bits().
+        grad: autograd records it.
         """
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
+        out_dtype, with_wait_ticks, number = given.out_dtype, given.with_wait_ticks, given.number
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
-            in_order = not sum_order_of(order)
+            in_order = not sum_order_of(number)
             errors.require(in_order, "out is given, which takes sums in order='ranks' only")
             out_dtype = out.dtype
         dtype = y.dtype
         sum_dtype = dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
-        options |= order
-        if grad and partials_from(order):
+        options |= number
+        if grad and partials_from(number):
             raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)
         if self._device is not None:
             self._prepare_combine(dtype, sum_dtype, options, grad)
@@ -332,19 +275,21 @@ class AllToAll(Halves):
         topk_idx = dispatched.topk_idx
         is_plain = out_dtype is None and row_scalars is None and not (terms or with_wait_ticks)
         try:
+            first = (self._comm, options, max_tokens, handle)
             if is_plain and not grad:
-                last = (row_weights, topk_weights) if topk_weights is not None else (row_weights,)
-                first = (self._comm, options, max_tokens, handle)
-                run = _COMBINE_PLAIN if is_dynamo_compiling() else _COMBINE_EAGER
-                out, _ = run(*first, y, topk_idx, *last)
+                run = _COMBINE_INFERENCE if is_dynamo_compiling() else _COMBINE_EAGER
+                late = () if topk_weights is None else (topk_weights,)
+                out, _ = run(*first, y, topk_idx, row_weights, *late)
                 return out
-            given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
             if out is not None:
-                _COMBINE_OUT(*given, max_tokens, out, scalars, ticks, partials_from(order))
+                inputs = (y, row_weights, row_scalars, topk_weights, terms, handle)
+                _COMBINE_OUT(
+                    self._comm, *inputs, max_tokens, out, scalars, ticks, partials_from(number)
+                )
                 return with_more(out, scalars, ticks)
-            out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(
-                *given, topk_idx, max_tokens, sum_dtype, options, capacity, with_wait_ticks
-            )
+            last = (row_weights, topk_weights, row_scalars, terms, sum_dtype, capacity)
+            run = _COMBINE if grad else _COMBINE_INFERENCE
+            out, more = run(*first, y, topk_idx, *last, with_wait_ticks)
         except RuntimeError as error:
             more = {"row_weights": row_weights, "row_scalars": row_scalars, "bias": terms}
             raise_typed(error, y=y, topk_weights=topk_weights, out=out, **more)
@@ -369,7 +314,7 @@ def fields_of(
         ranges = next(rest) if options & WITH_RANGES else None
         wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
         topk_idx = next(rest) if options & COPY_TOPK else topk_idx
-        row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
+        row_topk = next(rest) if LAYOUTS[options & LAYOUT_MASK].per_token else None
         extras = tuple(rest)
     return (
         rows,

@@ -5,21 +5,21 @@ Shapes: as in all_to_all.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.moe.dispatched import Dispatched
+from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.ops import NO_SCALAR_GRADIENT
 from moe_p2p.moe.options import (
-    BY_RANK,
     DEFAULT,
     LAYOUT_MASK,
     DispatchOptions,
     refuse_moved,
+    rows_of,
     shorthand,
 )
 from moe_p2p.moe.shape import CommunicatorShape
@@ -38,8 +38,8 @@ NO_OUT_GRADIENT = (
     "or use torch.no_grad()"
 )
 NO_INT10_GRADIENT = (
-    "an input of combine requires grad, but with combine_dtype it is not differentiable; leave out "
-    "combine_dtype, or use torch.no_grad()"
+    "an input of combine requires grad, but with partials it is not differentiable; leave out "
+    "partials, or use torch.no_grad()"
 )
 NO_LATE_GRADIENT = (
     "{} requires grad, but a combine that is given topk_weights is not differentiable; give them "
@@ -63,7 +63,7 @@ def dispatch_form(
     layout: str | None,
     quantize: bool | None,
     capacity: int | None,
-    moved: dict[str, Any],
+    moved: Mapping[str, object],
 ) -> tuple[DispatchOptions, int, int]:
     """Fields of a DispatchForm from its named arguments. moved: names that it does not have."""
     if moved:
@@ -82,14 +82,14 @@ def dispatch_form(
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
     """Returns a capacity that is enough for any routing."""
     rows = shape.world_size * max_tokens
-    if options.layout == "grouped":
+    if rows_of(options.number).packs_experts:
         experts = shape.num_local_experts
         rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts
     return rows
 
 
 def bytes_of_rows(x: Tensor) -> int:
-    """Bytes of a row of x that is the caller's bytes; 0: x is of values, or wrong."""
+    """Row size in bytes if x is raw uint8, else 0."""
     return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
 
 
@@ -106,7 +106,7 @@ def row_weights_of(
     """What combine multiplies rows with; None: nothing that dispatch has brought."""
     if not isinstance(dispatched, Dispatched):
         raise errors.wrong_type("dispatched", dispatched, "the result of a dispatch")
-    if dispatched.call.options & LAYOUT_MASK == BY_RANK:
+    if LAYOUTS[dispatched.call.options & LAYOUT_MASK].per_token:
         errors.require(
             not weighted and topk_weights is None,
             "rows by rank are sums over experts already, combine adds them as they are; "

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,11 @@ from moe_p2p.moe.gpu.prepared import (
 )
 from moe_p2p.moe.options import (
     QUANTIZE,
-    CombineDtype,
+    CombineOptions,
     DispatchOptions,
-    SumOrder,
     gradient_of,
     partials_from,
+    prepared_options,
     sum_order_of,
 )
 from moe_p2p.moe.rendezvous import mirror, shared_memory
@@ -228,7 +228,8 @@ class Communicator(NotCopied):
     def _create(self, meeting: Bootstrap) -> int:
         config = self._shared.with_parts(self.config)
         facts = Facts(
-            fields=config.agreed(self._shared.bulk) | {"world_size": str(self.world_size)},
+            fields=config.agreed(self._shared.bulk)
+            | {"world_size": str(self.world_size), "arrival_flags": self.engine.arrivals},
             host=call(_ops.host_identity.default),
             next_communicator=self.engine.next_communicator,
         )
@@ -236,7 +237,7 @@ class Communicator(NotCopied):
             Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")
         ]
         agreed = conclude(facts_of_all, self.rank, config.ranks_per_node)
-        self.engine.next_communicator = agreed.communicator + 1
+        self.engine.use_communicators(agreed.communicator + 1)
         self.ranks_per_node = agreed.ranks_per_node
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
         num_threads = config.num_threads
@@ -251,7 +252,7 @@ class Communicator(NotCopied):
             wait=config.wait,
             num_threads=num_threads,
             on_device=int(self._on_gpu),
-            arrival_flags=config.arrival_flags,
+            arrival_flags=self.engine.arrivals,
         )
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
@@ -371,10 +372,9 @@ class Communicator(NotCopied):
         *options: DispatchOptions,
         x_dtype: torch.dtype | None = None,
         y_dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-        order: SumOrder = "ranks",
-        combine_dtype: CombineDtype | None = None,
+        combine: CombineOptions | None = None,
         row_bytes: int = 0,
+        **moved: Any,
     ) -> None:
         """Compiles and loads, side by side, the kernels of dispatches with each of these options
         and of one combine, so that no call waits for a compiler. Not collective.
@@ -384,12 +384,12 @@ class Communicator(NotCopied):
         UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
 
         x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
-        y_dtype, out_dtype, order, combine_dtype: of combine; None: the widest combined, y_dtype.
+        y_dtype: of combine; None: the widest combined. combine: its options.
 
         Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
         """
         dispatches = dispatches_of(self.config, options, x_dtype, row_bytes)
-        combines = combines_of(self.config, y_dtype, out_dtype, order, combine_dtype)
+        combines = combines_of(self.config, y_dtype, prepared_options(combine, moved))
         if self._device is not None:
             self._device.prepare(dispatches, combines)
 

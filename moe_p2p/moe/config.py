@@ -7,13 +7,13 @@ M tokens per step (chunk_tokens), S steps in flight.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
 from moe_p2p import env, errors, library
-from moe_p2p.engine.config import EngineConfig
+from moe_p2p.engine.config import ArrivalFlags, EngineConfig
 from moe_p2p.library import numbers_of, settings_text
 from moe_p2p.machine.launches import BulkSteps, few
 from moe_p2p.machine.transport import shared_settings
@@ -24,7 +24,6 @@ COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_PART_BYTES = 2 << 20
 MAX_RANKS = 8192
-ArrivalFlags = Literal["auto", "write", "gdrcopy", "relay"]
 _CPU = torch.device("cpu")
 _DEVICES = ("cpu", "cuda")
 # Each rank may choose these by itself; all other fields must be equal on all ranks. agreement.py
@@ -70,9 +69,10 @@ class AllToAllConfig(EngineConfig):
         or its name; kept as a torch.device.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
         but when steps have 129 to 256 tokens, all ranks have at most 48 or all have more.
-    arrival_flags: how a GPU sees what has arrived from other nodes. "write": the sender's NIC
-        stores a flag into its memory behind the data, where all NICs keep writes in order (verbs
-        with ordered_writes=1). "gdrcopy": the rank's thread stores it, where GDRCopy is installed.
+    arrival_flags: for one release, in place of transport_settings="arrival_flags=...", which says
+        how a GPU sees what has arrived from other nodes. "write": the sender's NIC stores a flag
+        into its memory behind the data, where all NICs keep writes in order (verbs with
+        ordered_writes=1). "gdrcopy": the rank's thread stores it, where GDRCopy is installed.
         "relay": that thread raises a word on the host, and a block of each kernel passes it on.
         "auto": the first of them that can be. `AllToAll.arrival_flags` says which.
     mask_lost_ranks: a rank that is gone, or does not arrive within timeout_s, is masked: calls go
@@ -97,10 +97,16 @@ class AllToAllConfig(EngineConfig):
     num_threads: int | None = None
     device: torch.device | str = _CPU
     num_sms: int | None = None
-    arrival_flags: ArrivalFlags = "auto"
+    arrival_flags: dataclasses.InitVar[ArrivalFlags | None] = None
     mask_lost_ranks: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, arrival_flags: ArrivalFlags | None) -> None:
+        if arrival_flags is not None:
+            given = f"arrival_flags={arrival_flags}"
+            text = f"arrival_flags became a setting: transport_settings={given!r}"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            settings = ",".join(filter(None, [self._settings, given]))
+            object.__setattr__(self, "transport_settings", settings)
         super().__post_init__()
         self._check_range("num_experts", 1, 32768)
         self._check_range("hidden_dim", 1, 1 << 20)
@@ -126,7 +132,6 @@ class AllToAllConfig(EngineConfig):
         )
         object.__setattr__(self, "device", torch.device(self.device))
         self._check_choice("mask_lost_ranks", (False, True))
-        self._check_choice("arrival_flags", get_args(ArrivalFlags))
         errors.require(
             self.topk <= self.num_experts,
             f"topk is {self.topk}, must be at most num_experts {self.num_experts}",

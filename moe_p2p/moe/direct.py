@@ -2,35 +2,71 @@
 
 On the way to an op torch turns each argument into a value that knows its type, looks for all who
 may see the call, and turns results back: 50,000 instructions of a pair, as many as the package's
-own. csrc/ops/direct_calls.cpp takes tensors out of their Python objects and calls the package's
-C++. Wherever a caller may want more than that, it calls the op.
+own. csrc/ops/direct/ takes tensors out of their Python objects and calls the package's C++.
+Wherever a caller may want more than that, it calls the op. MOE_P2P_DIRECT=0 when the package is
+imported: every call goes through its op.
 
 It uses the places of four things in torch's objects, and functions that torch exports outside of
-its stable ABI. All are looked for and tried here, when the package is imported. If one is not as
-expected, calls go through the ops, and the logger "moe_p2p" says why (debug).
+its stable ABI (Facts). All are looked for and tried here, when the package is imported. If one is
+not as expected, calls go through the ops, and the logger "moe_p2p" says why (debug).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_p2p import env
 from moe_p2p.library import call
 
 _ops = torch.ops.moe_p2p
 _HEAD = object.__basicsize__  # of a Python object; what torch adds to it begins with an at::Tensor
 _WORD = 8
+_DEADLINE_S = 30.0  # of what takes less than a millisecond
+_Made = TypeVar("_Made")
 _AUTOCAST_GPU = torch._C.DispatchKey.AutocastCUDA  # on tensors of a GPU; off unless in autocast
+_DATA = "aoti_torch_get_data_ptr"
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"
 _OBSERVED = "_ZN2at12hasCallbacksEv"
 _IN_FUNCTION_MODE = "_ZN2at4impl27torch_function_mode_enabledEv"
 _REQUIRES_GRAD = "_ZNK3c1010TensorImpl13requires_gradEv"
 _THREAD_KEYS = "_ZN3c104impl26raw_local_dispatch_key_setE"
+
+
+class Facts(NamedTuple):
+    """What csrc/ops/direct/torch_facts.h has to know of this torch; fields and order are Torch's.
+
+    tensor, parameter: the types whose objects are taken apart, by address.
+    head: bytes of an object before its at::Tensor; the word before that is its type.
+    keys: offset of the dispatch keys in a TensorImpl.
+    plain_keys: the keys of tensors that are nothing but memory of a CPU or a GPU.
+    inference_included, inference_excluded: a thread's keys in inference_mode; 0 in no mode.
+    wrap, observed, in_function_mode, requires_grad: addresses of torch's functions.
+    libc10: dlopen's handle of the library that has the thread's keys.
+    """
+
+    tensor: int
+    parameter: int
+    head: int
+    keys: int
+    plain_keys: int
+    inference_included: int
+    inference_excluded: int
+    wrap: int
+    observed: int
+    in_function_mode: int
+    requires_grad: int
+    libc10: int
 
 
 class _UnexpectedError(Exception):
@@ -82,44 +118,120 @@ def _thread_keys() -> tuple[int, int]:
     return _word(address), _word(address + _WORD)
 
 
-def _facts() -> list[int]:
-    """The fields of Torch in direct_calls.cpp. Raises where this torch is not as they assume."""
-    probes = list(_probes())
+def _key_set(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """Numbers of references to the object and to its tensor."""
+    return sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def _check_objects(probes: list[Tensor]) -> None:
     for tensor in probes:
         at = id(tensor) + _HEAD
         inside = type(tensor).__basicsize__ >= _HEAD + _WORD
         _require(inside and _word(at) == tensor._cdata, "a tensor's object does not begin with it")
         _require(_word(at - _WORD) == id(type(tensor)), "an object's type is not where it was")
-    torch_python, c10 = ctypes.PyDLL(torch._C.__file__), ctypes.CDLL("libc10.so")
+    data, data_of = ctypes.c_void_p(), ctypes.CDLL("libtorch_cpu.so")[_DATA]
+    data_of(ctypes.c_void_p(id(probes[0]) + _HEAD), ctypes.byref(data))
+    _require(data.value == probes[0].data_ptr(), "a handle of torch's C functions is no at::Tensor")
+
+
+def _check_keys(probes: list[Tensor]) -> int:
+    """Returns the keys of plain tensors."""
+    plain, _, parameter, *others = probes
+    of_cpu = _key_set("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
+    _require(_keys(plain) == of_cpu, "a plain tensor has a key that is not known here")
+    keys = of_cpu | _key_set("CUDA", "ADInplaceOrView", "AutogradCUDA", "AutocastCUDA")
+    _require(not _keys(parameter) & ~keys, "a parameter is not a plain tensor")
+    _require(all(_keys(odd) & ~keys for odd in others[:2]), "any tensor is plain")
+    return keys
+
+
+def _check_threads() -> tuple[int, int]:
+    """Returns a thread's keys in inference_mode."""
+    _require(not any(_thread_keys()), "a new thread is in a mode of torch")
+    with torch.inference_mode():
+        inference = _thread_keys()
+    _require(any(inference), "inference_mode leaves no trace")
+    dispatch_mode = TorchDispatchMode()  # type: ignore[no-untyped-call]
+    for mode in (dispatch_mode, torch.autocast("cpu")):
+        with mode:
+            seen = _thread_keys() not in ((0, 0), inference)
+        _require(seen, f"{type(mode).__name__} leaves no trace")
+    return inference
+
+
+def _check_functions(probes: list[Tensor]) -> tuple[int, ...]:
+    """Returns the addresses of torch's functions."""
+    torch_python = ctypes.PyDLL(torch._C.__file__)
     wrap, requires_grad = torch_python[_WRAP], torch_python[_REQUIRES_GRAD]
     observed, in_mode = torch_python[_OBSERVED], torch_python[_IN_FUNCTION_MODE]
     wrap.argtypes, wrap.restype = [ctypes.c_void_p], ctypes.py_object
     requires_grad.argtypes, requires_grad.restype = [ctypes.c_void_p], ctypes.c_bool
+    in_mode.restype = ctypes.c_bool
     for tensor in probes:
+        before = _references(tensor)
         _require(wrap(id(tensor) + _HEAD) is tensor, "a tensor's object is not found again")
+        # ctypes has taken the reference over.
+        _require(_references(tensor) == before, "a found object is not a new reference")
         grad = requires_grad(tensor._cdata)
         _require(grad == tensor.requires_grad, "which tensors require grad is not found")
-    of_gpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA).add(_AUTOCAST_GPU)
-    plain = (torch._C._dispatch_keys(probes[0]) | of_gpu).raw_repr()
-    _require(not _keys(probes[2]) & ~plain, "a parameter is not a plain tensor")
-    _require(all(_keys(odd) & ~plain for odd in probes[3:5]), "any tensor is plain")
-    _require(not any(_thread_keys()), "the importing thread is in a mode of torch")
-    with torch.inference_mode():
-        inference = _thread_keys()
-    _require(any(inference), "inference_mode leaves no trace")
-    addresses = [
-        ctypes.cast(function, ctypes.c_void_p).value or 0
-        for function in (wrap, observed, in_mode, requires_grad)
-    ]
-    types = [id(Tensor), id(torch.nn.Parameter)]
-    return [*types, _HEAD, _find_keys(probes), plain, *inference, *addresses, c10._handle]
+    for mode in (contextlib.nullcontext(), torch.device("cpu")):
+        with mode:
+            seen = in_mode() == isinstance(mode, torch.device)
+        _require(seen, "a mode of torch's functions is not seen")
+    functions = wrap, observed, in_mode, requires_grad
+    return tuple(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions)
 
 
-def find_facts() -> list[int] | None:
-    """Returns the fields of Torch in direct_calls.cpp; None, and says why, for a torch without."""
+def _facts() -> Facts:
+    """In a thread without modes. Raises where this torch is not as direct calls assume."""
+    probes = list(_probes())
+    _check_objects(probes)
+    types, keys, plain = (
+        (id(Tensor), id(torch.nn.Parameter)),
+        _find_keys(probes),
+        _check_keys(probes),
+    )
+    inference, functions = _check_threads(), _check_functions(probes)
+    libc10 = ctypes.CDLL("libc10.so")._handle
+    return Facts._make([*types, _HEAD, keys, plain, *inference, *functions, libc10])
+
+
+def _without_modes(make: Callable[[], _Made]) -> _Made:
+    """make(), in a new thread, which is in no mode of torch.
+
+    Who imports this package may be: engines make models under FakeTensorMode, a default device or
+    inference_mode.
+    """
+    made: list[_Made] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_DEADLINE_S)
+    if failed:
+        raise failed[0]
+    _require(bool(made), f"looking at torch took more than {_DEADLINE_S} s")
+    return made[0]
+
+
+def find_facts() -> Facts | None:
+    """Returns what direct calls have to know; None, and says why, where there are none."""
     try:
-        with torch.inference_mode(False):  # whoever imports this may be in it
-            return _facts()
+        _require(env.direct(), "MOE_P2P_DIRECT is 0")
+        return _without_modes(_facts)
     except Exception as error:  # whatever another torch does differently
         logging.getLogger("moe_p2p").debug("calls go through torch's dispatcher: %s", error)
         return None
@@ -129,8 +241,14 @@ FACTS = find_facts()
 
 
 def call_of(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what is called in place of the op of that name, where no compiler traces."""
-    address = call(_ops.direct_call.default, name, id(op), FACTS) if FACTS is not None else 0
+    """Returns what is called in place of the op of that name, where no compiler traces.
+
+    name: one of csrc/ops/direct/direct_calls.cpp. Without facts it is the op itself.
+    """
+    if FACTS is None:
+        return op
+    make = functools.partial(call, _ops.direct_call.default, name, id(op), list(FACTS))
+    address = _without_modes(make)
     if not address:
         return op
     held = ctypes.cast(address, ctypes.py_object)

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_p2p.moe.options import (
-    BY_RANK,
     COLUMN_SCALES,
-    LAYOUT_MASK,
-    PADDED,
     WITH_RANGES,
     WITH_SOURCE,
     WITH_WAIT_TICKS,
+    rows_of,
 )
 from moe_p2p.moe.shape import CommunicatorShape
 
@@ -98,19 +96,18 @@ def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch
     """
     options, capacity, topk_idx = pending.call.options, pending.call.capacity, pending.topk_idx
     experts, ranks, topk = shape.num_local_experts, shape.world_size, shape.topk
-    layout, new = options & LAYOUT_MASK, like.new_empty
-    padded, by_rank = layout == PADDED, layout == BY_RANK
-    lead = (experts, capacity) if padded else (capacity,)
-    num_rows = experts * capacity if padded else capacity
+    rows, new = rows_of(options), like.new_empty
+    lead = (experts, capacity) if rows.apart else (capacity,)
+    num_rows = experts * capacity if rows.apart else capacity
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
     return Dispatched(
         x=new((*lead, pending.width), dtype=pending.dtype),
         scales=pending.scales and _new_scales(like, lead, *pending.scales, options),
         extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
-        row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
-        row_topk=new((num_rows, topk), dtype=topk_idx.dtype) if by_rank else None,
+        row_weights=new((num_rows, topk) if rows.per_token else (num_rows,), dtype=fp32),
+        row_topk=new((num_rows, topk), dtype=topk_idx.dtype) if rows.per_token else None,
         counts=new((experts,), dtype=int32),
-        offsets=new(((ranks if by_rank else experts) + 1,), dtype=int32),
+        offsets=new(((ranks if rows.per_token else experts) + 1,), dtype=int32),
         source=new((num_rows, 2), dtype=int32) if options & WITH_SOURCE else None,
         ranges=new((experts, ranks), dtype=int64) if options & WITH_RANGES else None,
         wait_ticks=new((ranks,), dtype=int64) if options & WITH_WAIT_TICKS else None,
@@ -120,7 +117,7 @@ def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch
 
 
 def _new_scales(
-    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
+    like: Tensor, lead: tuple[int, ...], width: int, dtype: torch.dtype, options: int
 ) -> Tensor:
     """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""
     if not options & COLUMN_SCALES:

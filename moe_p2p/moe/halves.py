@@ -6,7 +6,7 @@ A mixin of AllToAll, which has the whole calls. Shapes: as in all_to_all.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from moe_p2p.library import call, refusal, unaffected, without_default_device
 from moe_p2p.moe import arguments
 from moe_p2p.moe.communicator import Communicator
 from moe_p2p.moe.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_outputs
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.options import (
     COPY_TOPK,
-    CombineDtype,
+    CombineOptions,
     DispatchForm,
     DispatchOptions,
-    RowLayout,
-    partials_bits,
-    partials_of,
+    combine_options,
+    partials_from,
+    sum_order_of,
 )
 
 _ops = torch.ops.moe_p2p
@@ -167,14 +168,24 @@ class Halves(Communicator):
         y: Tensor,
         dispatched: Dispatched,
         *,
+        options: CombineOptions | None = None,
         weighted: bool | None = None,
         out_dtype: torch.dtype | None = None,
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
-        combine_dtype: CombineDtype | None = None,
+        **moved: Any,
     ) -> PendingCombine:
-        """The first half of combine: returns once y may be overwritten. Not differentiable."""
-        partials = partials_of(combine_dtype)
+        """The first half of combine: returns once y may be overwritten. Not differentiable.
+
+        Takes what combine takes, sums in order "ranks"; combine_recv is asked for wait_ticks.
+        """
+        given = combine_options(options, weighted, out_dtype, moved)
+        errors.require(not sum_order_of(given.number), "halves take sums in order='ranks' only")
+        errors.require(
+            not given.with_wait_ticks,
+            "with_wait_ticks is an option of the whole combine; give it to combine_recv",
+        )
+        weighted, out_dtype, partials = given.weighted, given.out_dtype, partials_from(given.number)
         row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
         if torch.is_grad_enabled():
             arguments.refuse_gradient(
@@ -183,8 +194,8 @@ class Halves(Communicator):
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         dtype = y.dtype if out_dtype is None else out_dtype
-        handle, options, max_tokens, _ = dispatched.call
-        self._prepare_combine(y.dtype, dtype, options | partials_bits(combine_dtype), False)
+        handle, call_options, max_tokens, _ = dispatched.call
+        self._prepare_combine(y.dtype, dtype, call_options | given.number, False)
         call(
             _ops.combine_send.default,
             self._comm,
@@ -200,26 +211,6 @@ class Halves(Communicator):
         num_rows = dispatched.topk_idx.shape[0]
         return PendingCombine(handle, num_rows, dtype, row_scalars is not None, partials)
 
-    @overload
-    def combine_recv(
-        self,
-        pending: PendingCombine,
-        out: Tensor | None = None,
-        *,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        with_wait_ticks: Literal[False] = False,
-    ) -> Tensor: ...  # or a tuple, if the first half had row_scalars
-
-    @overload
-    def combine_recv(
-        self,
-        pending: PendingCombine,
-        out: Tensor | None = None,
-        *,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        with_wait_ticks: bool = False,
-    ) -> tuple[Tensor, ...]: ...
-
     @unaffected
     def combine_recv(
         self,
@@ -228,7 +219,7 @@ class Halves(Communicator):
         *,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         with_wait_ticks: bool = False,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Any:
         """The second half of combine: waits for the sums and returns what combine does.
 
         out: [T, H] of out_dtype, to receive into. None: a new tensor.

@@ -34,8 +34,26 @@ _Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]
 # --- fake kernels ---
 
 
-def _fake_dispatch(*inputs: Any) -> _Dispatched:
-    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
+# What calls leave out at the end: fake kernels are not given it.
+_DISPATCH_DEFAULTS = (None, None, (), None, None, -1)
+_COMBINE_DEFAULTS = (None, None, None, None, None, 0, False)
+
+
+def _filled(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """given: arguments from the first that has a default on."""
+    return (*given, *defaults[len(given) :])
+
+
+def _fake_dispatch(
+    comm: int,
+    options: int,
+    max_tokens: int,
+    capacity: int,
+    x: Tensor,
+    topk_idx: Tensor,
+    *given: Any,
+) -> _Dispatched:
+    _, scales, _, extras, *_ = _filled(given, _DISPATCH_DEFAULTS)
     shape, quantize = shape_of(comm), options & bits.QUANTIZE
     has_scales = scales is not None or quantize
     handle = x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32)
@@ -45,7 +63,7 @@ def _fake_dispatch(*inputs: Any) -> _Dispatched:
         torch.float8_e4m3fn if quantize else x.dtype,
         x.shape[1] if x.dtype == torch.uint8 else shape.hidden_dim,
         shape.scales_of(scales, options) if has_scales else None,
-        tuple((extra.shape[1], extra.dtype) for extra in extras),
+        tuple((extra.shape[1], extra.dtype) for extra in extras or ()),
     )
     made = new_outputs(x, shape, pending)
     copied = topk_idx.new_empty(topk_idx.shape) if options & bits.COPY_TOPK else None
@@ -61,22 +79,16 @@ def _fake_dispatch(*inputs: Any) -> _Dispatched:
     )
 
 
-def _fake_dispatch_eager(
-    comm: int, options: int, max_tokens: int, capacity: int, x: Tensor, *given: Any
-) -> _Dispatched:
-    topk_idx, _, scales, *_ = (*given, None, None)  # without defaults
-    more = (topk_idx, None, None, -1, max_tokens, capacity)
-    return _fake_dispatch(comm, options, x, scales, (), *more)
-
-
-def _fake_combine_plain(
-    comm: int, options: int, max_tokens: int, handle: Tensor, y: Tensor, topk_idx: Tensor, *_: Any
+def _fake_combine(
+    comm: int,
+    options: int,
+    max_tokens: int,
+    handle: Tensor,
+    y: Tensor,
+    topk_idx: Tensor,
+    *given: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    return y.new_empty((topk_idx.shape[0], shape_of(comm).hidden_dim)), []
-
-
-def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    comm, y, _, row_scalars, _, _, _, topk_idx, _, out_dtype, _, _, with_wait_ticks = inputs
+    _, _, row_scalars, _, out_dtype, _, with_wait_ticks = _filled(given, _COMBINE_DEFAULTS)
     shape = shape_of(comm)
     num_rows = topk_idx.shape[0]
     more = []
@@ -84,23 +96,21 @@ def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
         more.append(y.new_empty((num_rows, shape.topk), dtype=torch.float32))
     if with_wait_ticks:
         more.append(y.new_empty((shape.world_size,), dtype=torch.int64))
-    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype), more
+    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype or y.dtype), more
 
 
 def _fake_gather_counts(comm: int, values: Tensor) -> Tensor:
     return values.new_empty((shape_of(comm).world_size, values.numel()))
 
 
-def _fake_nothing(*args: Any) -> None:
+def _fake_nothing(*args: object) -> None:
     """For ops that only write into what they are given."""
 
 
-for _name, _fake in (
-    *((name, _fake_dispatch) for name in ("dispatch", "dispatch_inference")),
-    *((name, _fake_combine) for name in ("combine", "combine_inference")),
-    *(("dispatch_eager", _fake_dispatch_eager), ("combine_plain", _fake_combine_plain)),
-):
-    register_fake(_name, _fake)
+for _name in ("dispatch", "dispatch_inference"):
+    register_fake(_name, _fake_dispatch)
+for _name in ("combine", "combine_inference"):
+    register_fake(_name, _fake_combine)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
     *("all_to_all_check", "signal", "copy_rows"),
@@ -124,15 +134,15 @@ NO_SCALAR_GRADIENT = (
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    (comm, options, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, capacity) = inputs
+    comm, options, max_tokens, capacity, x, topk_idx, topk_weights, _, others, extras, *_ = inputs
     _, row_scales, _, _, _, handle, more = output
     if x.requires_grad and (options & bits.QUANTIZE or x.dtype == torch.float8_e4m3fn):
         raise errors.make(errors.InvalidArgumentError, NO_FP8_GRADIENT)
     if any(extra.requires_grad for extra in extras):
         raise errors.make(errors.InvalidArgumentError, NO_EXTRA_GRADIENT.format("an extra"))
-    # Entries of row_weights by rank that stand for no expert here are constants.
-    by_rank = bits.layout_of(options) == bits.BY_RANK
-    row_topk = more[len(more) - len(extras) - 1] if by_rank else None
+    # Entries of row_weights, K for each token, that stand for no expert here are constants.
+    per_token = bits.rows_of(options).per_token
+    row_topk = more[len(more) - len(extras) - 1] if per_token else None
     ctx.save_for_backward(handle, topk_idx, row_topk)
     ctx.mark_non_differentiable(row_scales, *more)
     ctx.set_materialize_grads(False)
@@ -143,7 +153,7 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
     ctx.x_dtype = x.dtype
     ctx.rows_shape = output[0].shape
     ctx.row_weights_shape = output[2].shape
-    ctx.num_extras = len(extras)
+    ctx.num_others, ctx.num_extras = len(others), len(extras)
     # Every rank must return scalars or none, whatever its own rows need.
     ctx.with_weights = topk_weights is not None and topk_weights.requires_grad
 
@@ -174,26 +184,28 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     grad_x, scalars = call(
         _ops.combine.default,
         ctx.comm,
+        ctx.options,
+        ctx.max_tokens,
+        handle,
         grad_rows.contiguous(),
+        topk_idx,
+        None,
         None,
         grad_row_weights,
-        None,
         [],
-        handle,
-        topk_idx,
-        ctx.max_tokens,
         ctx.x_dtype,
-        ctx.options,
         ctx.capacity,
         False,
     )
     weights = scalars[0] if ctx.with_weights else None  # [T, K]
     no_extras = [None] * ctx.num_extras
-    return (None, None, grad_x, None, no_extras, None, weights, *(None,) * 4)
+    no_others = [None] * ctx.num_others
+    return (*(None,) * 4, grad_x, None, weights, None, no_others, no_extras, None, None)
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    (comm, y, row_weights, row_scalars, topk_weights, bias, handle, topk_idx) = inputs[:8]
+    comm, options, max_tokens, handle, y, topk_idx, row_weights, topk_weights, *more = inputs
+    row_scalars, bias, _, capacity, _ = more
     if row_scalars is not None and row_scalars.requires_grad:
         raise errors.make(errors.InvalidArgumentError, NO_SCALAR_GRADIENT.format("row_scalars"))
     if topk_weights is not None:
@@ -206,9 +218,9 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
     ctx.mark_non_differentiable(*output[1])
     ctx.set_materialize_grads(False)
     ctx.comm = comm
-    ctx.max_tokens = inputs[8]
-    ctx.options = bits.gradient_of(inputs[10])
-    ctx.capacity = inputs[11]
+    ctx.max_tokens = max_tokens
+    ctx.options = bits.gradient_of(options)
+    ctx.capacity = capacity
     ctx.bias_needs_grad = [term.requires_grad for term in bias]
     ctx.y_shape = y.shape
     ctx.y_dtype = y.dtype
@@ -222,16 +234,17 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         _ops.dispatch.default,
         ctx.comm,
         ctx.options,
-        # In the type of y, which slots are sized for; the gradient of y has no other.
-        grad_out.to(ctx.y_dtype).contiguous(),  # [T, H]
-        None,
-        [],
-        topk_idx,
-        None,  # the rows' weights are 1 then, and 0 where there is no token
-        handle.narrow(0, HANDLE_NUM_TOKENS, 1),
-        -1,
         ctx.max_tokens,
         ctx.capacity,
+        # In the type of y, which slots are sized for; the gradient of y has no other.
+        grad_out.to(ctx.y_dtype).contiguous(),  # [T, H]
+        topk_idx,
+        None,  # the rows' weights are 1 then, and 0 where there is no token
+        None,
+        [],
+        [],
+        handle.narrow(0, HANDLE_NUM_TOKENS, 1),
+        -1,
     )
     g = g.view(-1, g.shape[-1])  # [R, H]
     has_token = present > 0  # [R]; by rank there are no row_weights
@@ -246,7 +259,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
             g = (g * factors).to(ctx.y_dtype) if torch.is_grad_enabled() else g.mul_(factors)
         grad_y = g.view(ctx.y_shape)
     grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
-    return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 7)
+    return (*(None,) * 4, grad_y, None, grad_weights, None, None, grad_bias, *(None,) * 3)
 
 
 torch.library.register_autograd(
@@ -276,7 +289,7 @@ def _mark_effect(name: str) -> None:
 _mark_effect("all_to_all_gather_counts")
 _mark_effect("all_to_all_check")
 for _name in (
-    *("dispatch", "dispatch_inference", "dispatch_eager"),
-    *("combine", "combine_inference", "combine_plain"),
+    *("dispatch", "dispatch_inference"),
+    *("combine", "combine_inference"),
 ):
     _mark_effect(_name)

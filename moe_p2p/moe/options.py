@@ -1,4 +1,4 @@
-"""Options of a dispatch beside its tensors and sizes, and the one int that ops take for them.
+"""Options of a dispatch and of a combine beside their tensors, and the one int that ops take.
 
 The int holds every option (csrc/moe/dispatch_options.h has the same bits), so nothing has to be
 registered: fake kernels, autograd and C++ read it without looking anything up, and a graph that was
@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from moe_p2p import errors
+import torch
 
-RowLayout = Literal["padded", "grouped", "by_rank"]
+from moe_p2p import errors
+from moe_p2p.moe.layouts import LAYOUTS, NAMES, LayoutFacts, RowLayout
+
 SumOrder = Literal["ranks", "topk", "rows"]
-CombineDtype = Literal["int10", "int10_nodes"]
+Partials = Literal["int10", "int10_nodes"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
-LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/shape.h has the same order
 SUM_ORDERS: tuple[str, ...] = get_args(SumOrder)
-COMBINE_DTYPES: tuple[str, ...] = get_args(CombineDtype)
+PARTIALS: tuple[str, ...] = get_args(Partials)  # kernels/abi/shape.h has 0, and these from 1
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
-PADDED, GROUPED, BY_RANK = range(3)
-INT10_NODES = 1 + COMBINE_DTYPES.index("int10_nodes")
+INT10_NODES = 1 + PARTIALS.index("int10_nodes")
 INT10_BLOCK = 32  # values that share a scale
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _MAX_ALIGNMENT = (1 << 31) - 1
@@ -48,9 +50,9 @@ _FLAGS = {
 }
 
 
-def layout_of(number: int) -> int:
-    """PADDED, GROUPED or BY_RANK."""
-    return number & LAYOUT_MASK
+def rows_of(number: int) -> LayoutFacts:
+    """The layout."""
+    return LAYOUTS[number & LAYOUT_MASK]
 
 
 def scale_format_of(number: int) -> int:
@@ -64,21 +66,9 @@ def gradient_of(number: int) -> int:
     return number & (LAYOUT_MASK | DROP) | alignment | ZERO_PADDING | SOLO
 
 
-def sum_order_bits(order: str) -> int:
-    """What is added to the number of a dispatch for a combine in this order."""
-    return _position(order, "order", SUM_ORDERS) << _SUM_ORDER_SHIFT
-
-
-def partials_of(combine_dtype: str | None) -> int:
+def partials_of(partials: str | None) -> int:
     """What travels (kernels/abi/shape.h, Partials): 0, the type of the result, or int10."""
-    if combine_dtype is None:
-        return 0
-    return 1 + _position(combine_dtype, "combine_dtype", COMBINE_DTYPES)
-
-
-def partials_bits(combine_dtype: str | None) -> int:
-    """What is added to the number of a dispatch for a combine that sends this type."""
-    return partials_of(combine_dtype) << _PARTIALS_SHIFT
+    return 0 if partials is None else 1 + _position(partials, "partials", PARTIALS)
 
 
 def sum_order_of(number: int) -> int:
@@ -87,16 +77,15 @@ def sum_order_of(number: int) -> int:
 
 
 def partials_from(number: int) -> int:
-    """partials_of() what partials_bits() was given."""
+    """partials_of() what the combine was given."""
     return number >> _PARTIALS_SHIFT
 
 
 @functools.cache  # each call asks
 def variant_of(number: int) -> int:
-    """The bits that choose the kernel: whether rows lie by rank, and what quantize does."""
-    layout = BY_RANK if number & LAYOUT_MASK == BY_RANK else PADDED
+    """The bits that choose the kernel: of the layout, and of what quantize does."""
     scale_format = number & 3 << _SCALE_FORMAT_SHIFT
-    return layout | scale_format | number & QUANTIZE | 1 << _ALIGNMENT_SHIFT
+    return rows_of(number).kernel | scale_format | number & QUANTIZE | 1 << _ALIGNMENT_SHIFT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +135,7 @@ class DispatchOptions:
     number: int = field(init=False, repr=False, compare=False)  # what ops take
 
     def __post_init__(self) -> None:
-        layout = _position(self.layout, "layout", LAYOUTS)
+        layout = _position(self.layout, "layout", NAMES)
         scale_format = _position(self.scale_format, "scale_format", SCALE_FORMATS)
         alignment = self.alignment
         errors.require(
@@ -168,12 +157,47 @@ class DispatchOptions:
             "scale_format says how scales of quantize are rounded; pass quantize=True",
         )
         errors.require(
-            not self.with_ranges or layout == PADDED,
+            not self.with_ranges or LAYOUTS[layout].apart,
             "with_ranges returns rows within an expert's own, it needs layout='padded'",
         )
         errors.require(
-            not self.drop or layout == GROUPED, "drop leaves out rows of layout='grouped' only"
+            not self.drop or LAYOUTS[layout].packs_experts,
+            "drop leaves out rows of layout='grouped' only",
         )
+        object.__setattr__(self, "number", number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineOptions:
+    """Options of a combine. Make one, and use it for all calls that are alike.
+
+    Shapes: as in all_to_all.py. Equal on all ranks but for weighted and with_wait_ticks.
+
+    weighted: multiply by row_weights. None: yes, but rows by rank are added as they are.
+    out_dtype: type of the result and of the partial sums that travel. None: y's type.
+    order: of the addends behind the bias. "ranks": what each rank, or other node, has added up. On
+        one node also "topk": the sum of a rank at the last k of its experts, and "rows": rows
+        travel one by one, unweighted, each is added at its k; that takes combine_rows of the
+        configuration. By rank, "rows" is "topk". Not with `out`, nor in halves.
+    partials: how the partial sums travel. None: in out_dtype. "int10": as 10-bit integers with a
+        scale for each 32 values, two thirds of bfloat16's bytes and about its error; for H of whole
+        blocks, order "ranks", without gradients. "int10_nodes": what goes from node to node only.
+        A block that holds an inf or a NaN arrives as NaN.
+    with_wait_ticks: also return, last, the wait for each source, as dispatch does.
+
+    Raises InvalidArgumentError naming the option, its value and the valid ones.
+    """
+
+    weighted: bool | None = None
+    out_dtype: torch.dtype | None = None
+    order: SumOrder = "ranks"
+    partials: Partials | None = None
+    with_wait_ticks: bool = False
+    number: int = field(init=False, repr=False, compare=False)  # what ops take beside a dispatch's
+
+    def __post_init__(self) -> None:
+        order = _position(self.order, "order", SUM_ORDERS) << _SUM_ORDER_SHIFT
+        number = order | partials_of(self.partials) << _PARTIALS_SHIFT
         object.__setattr__(self, "number", number)
 
 
@@ -198,6 +222,13 @@ _SHORTHANDS = {
     for layout in (None, *get_args(RowLayout))
     for quantize in (None, False, True)
 }
+DEFAULT_COMBINE = CombineOptions()
+_COMBINES = {
+    (weighted, out_dtype): CombineOptions(weighted=weighted, out_dtype=out_dtype)
+    for weighted in (None, False, True)
+    for out_dtype in (None, torch.bfloat16, torch.float16, torch.float32)
+}
+_MOVED = {"order": "order", "combine_dtype": "partials", "with_wait_ticks": "with_wait_ticks"}
 _NAMES = tuple(option.name for option in dataclasses.fields(DispatchOptions) if option.init)
 
 
@@ -216,7 +247,7 @@ def shorthand(
     return short
 
 
-def refuse_moved(given: dict[str, Any]) -> None:
+def refuse_moved(given: Mapping[str, object]) -> None:
     """Raises for keyword arguments that dispatch does not have, or no longer has."""
     options = [name for name in given if name in _NAMES]
     if not options:
@@ -227,3 +258,54 @@ def refuse_moved(given: dict[str, Any]) -> None:
         f"{', '.join(options)} is not an argument of dispatch but an option: write "
         f"options=DispatchOptions({values}), with layout and quantize in it where they were given",
     )
+
+
+def combine_options(
+    options: CombineOptions | None,
+    weighted: bool | None,
+    out_dtype: torch.dtype | None,
+    moved: dict[str, Any],
+) -> CombineOptions:
+    """Returns the options of a combine from its named arguments.
+
+    moved: arguments that became options; they are taken for one release.
+    """
+    if moved:
+        options = _with_moved(options, "combine", "options", moved)
+    if weighted is None and out_dtype is None:
+        if options is None:
+            return DEFAULT_COMBINE
+        if not isinstance(options, CombineOptions):
+            raise errors.wrong_type("options", options, "a CombineOptions")
+        return options
+    if moved and options is not None:
+        return dataclasses.replace(options, weighted=weighted, out_dtype=out_dtype)
+    errors.require(
+        options is None,
+        "options are given, and weighted or out_dtype beside them; give those in the options: "
+        "CombineOptions(weighted=..., out_dtype=...)",
+    )
+    short = _COMBINES.get((weighted, out_dtype))
+    return CombineOptions(weighted=weighted, out_dtype=out_dtype) if short is None else short
+
+
+def prepared_options(options: CombineOptions | None, moved: dict[str, Any]) -> CombineOptions:
+    """Returns the combine that `prepare` is asked for. moved: as in combine_options()."""
+    if moved:
+        options = _with_moved(options, "prepare", "combine", moved)
+    return combine_options(options, None, None, {})
+
+
+def _with_moved(
+    options: CombineOptions | None, call: str, keyword: str, moved: dict[str, Any]
+) -> CombineOptions:
+    names = _MOVED | ({"out_dtype": "out_dtype"} if call == "prepare" else {})
+    unknown = [name for name in moved if name not in names]
+    if unknown:
+        raise TypeError(f"{call} has no argument {', '.join(unknown)}")
+    errors.require(options is None, f"{keyword} is given, and {', '.join(moved)} beside it")
+    given = {names[name]: value for name, value in moved.items()}
+    values = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    text = f"{', '.join(moved)} of {call} became options: {keyword}=CombineOptions({values})"
+    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    return CombineOptions(**given)

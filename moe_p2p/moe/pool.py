@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Store
 
 from moe_p2p import errors
 from moe_p2p.fleet.bootstrap import store_of
@@ -61,6 +62,9 @@ class ReleasingAllToAll(AllToAll):
         super().__init__(*args, **kwargs)
         call(_ops.all_to_all_release_oldest.default, self._comm)
 
+    def name_others(self, numbers: list[int]) -> None:
+        self.others = numbers
+
     def dispatch_counted(
         self,
         options: DispatchOptions,
@@ -76,7 +80,7 @@ class ReleasingAllToAll(AllToAll):
         """Waits for the counts of all ranks, and makes exactly as many rows. Without gradients.
 
         given: this rank's counts. alignment: of the rows of an expert that are counted.
-        max_tokens: bound on T of all ranks; -1: the largest, which the ranks' hosts tell.
+        max_tokens: bound on T of all ranks; -1: the largest, which the ranks' hosts exchange.
 
         Returns the fields of a Dispatched, and the sizes that follow from the counts.
         """
@@ -131,7 +135,7 @@ class AllToAllPool:
 
     def __init__(
         self,
-        group_or_store: Any = None,
+        group_or_store: ProcessGroup | Store | None = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,
@@ -193,7 +197,7 @@ class AllToAllPool:
         """Makes the AllToAll of this configuration, and compiles what calls with each of these
         options need: before a CUDA graph is captured. Collective when new.
 
-        types: x_dtype, y_dtype, out_dtype, order, row_bytes (AllToAll.prepare).
+        types: x_dtype, y_dtype, combine, row_bytes (AllToAll.prepare).
         """
         self.get(config, limit_bytes=limit_bytes).prepare(*options, **types)
 
@@ -201,7 +205,7 @@ class AllToAllPool:
         """Keeps the numbers of all AllToAlls, for check() and for dispatches of each other."""
         self._comms = comms
         for made in self._made.values():
-            made.others = [number for number in comms if number != made._comm]
+            made.name_others([number for number in comms if number != made._comm])
 
     def _ranks_per_node(self, config: AllToAllConfig) -> int:
         """Masks work in one node, or with nodes of one rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class CommunicatorShape:
     topk: int
     chunk_tokens: int
 
-    def handle_words(self, num_rows: Any, max_tokens: int) -> Any:
+    def handle_words(self, num_rows: int, max_tokens: int) -> int:
         """Returns a handle's size in int32 words; num_rows may be symbolic."""
         num_nodes = self.world_size // self.ranks_per_node
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
@@ -74,7 +74,7 @@ class CommunicatorShape:
         """The most slots of a source in a chunk of such a call (Plan::num_slots)."""
         return int(min(max(max_tokens, 1), self.chunk_tokens))  # ops refuse anything but an integer
 
-    def scales_of(self, given: Tensor | None, options: int) -> tuple[Any, torch.dtype]:
+    def scales_of(self, given: Tensor | None, options: int) -> tuple[int, torch.dtype]:
         """Returns number and type of a row's scales as delivered: as given, or from quantize."""
         if given is not None:
             return given.shape[1], given.dtype

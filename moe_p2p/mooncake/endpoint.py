@@ -87,7 +87,7 @@ class Endpoint:
         device_name: str,
         metadata_type: str,
     ) -> int:
-        """initialize; metadata_type is that of a metadata server, which there is none of."""
+        """initialize; metadata_type is ignored, because there is no metadata server."""
         return self.initialize(local_hostname, metadata_server, protocol, device_name)
 
     def get_rpc_port(self) -> int:

@@ -88,7 +88,7 @@ class Service:
 
 
 def _line(connection: socket.socket, most: int, deadline: Deadline) -> bytes:
-    """Until its end, or that of the connection."""
+    """Reads to the end of a line, or of the connection."""
     line = bytearray()
     with contextlib.suppress(errors.PeerDeadError):
         while not line.endswith(b"\n") and len(line) < most:

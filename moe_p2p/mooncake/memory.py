@@ -90,7 +90,7 @@ class Table:
 
 
 def described(entries: list[_Entry]) -> list[tuple[int, int, str]]:
-    """What a peer is told of this side's memory."""
+    """The description of this side's memory that peers get."""
     made = []
     for entry in entries:
         memory: Memory = entry.value

@@ -24,14 +24,34 @@ class Remote:
 
     def __init__(self, engine: Engine, answer: dict[str, Any]) -> None:
         self.address: str = answer["address"]
-        self.users = 0  # of this and `dropped`: Peers
-        self.dropped = False
+        self._users, self._dropped = 0, False  # under the lock of Peers
         self.first = 0
         self._engine = engine
         self._peer = engine.connect(bytes.fromhex(self.address))
         self._connected, self._disconnecting = True, threading.Lock()
         self._regions: dict[str, Region] = {}  # by descriptor
         self.update(answer)
+
+    def taken(self) -> None:
+        self._users += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """No transfer uses it."""
+        return not self._users
+
+    def given_back(self) -> None:
+        self._users -= 1
+        self._disconnect_unused()
+
+    def drop(self) -> None:
+        """It is taken no more."""
+        self._dropped = True
+        self._disconnect_unused()
+
+    def _disconnect_unused(self) -> None:
+        if self._dropped and self.is_idle:
+            self.disconnect()
 
     def update(self, answer: dict[str, Any]) -> None:
         """Takes a newer answer; regions that are known stay resolved."""
@@ -84,7 +104,7 @@ class Peers:
         with self._lock:
             known = self._remotes.get(session)
             if known is not None and not asks:
-                known.users += 1
+                known.taken()
                 self._remotes[session] = self._remotes.pop(session)  # it was used last
                 return known
         answer = handshake.ask(session, {"memory": True})
@@ -98,27 +118,20 @@ class Peers:
             if known is None:
                 known = self._remotes[session] = Remote(self._engine, answer)
             known.update(answer)
-            known.users += 1
+            known.taken()
             self._remotes[session] = self._remotes.pop(session)
-            idle = [name for name, each in self._remotes.items() if not each.users]
+            idle = [name for name, each in self._remotes.items() if each.is_idle]
             for name in idle[: max(len(self._remotes) - _MOST_KNOWN, 0)]:
                 self.drop(name, self._remotes[name])
             return known
 
     def give_back(self, remote: Remote) -> None:
         with self._lock:
-            remote.users -= 1
-            self._disconnect_unused(remote)
+            remote.given_back()
 
     def drop(self, session: str, remote: Remote) -> None:
-        """The next transfer asks the peer again; those that use it go on."""
+        """The next transfer asks the peer again; transfers that use `remote` go on."""
         with self._lock:
             if self._remotes.get(session) is remote:
                 del self._remotes[session]
-            remote.dropped = True
-            self._disconnect_unused(remote)
-
-    @staticmethod
-    def _disconnect_unused(remote: Remote) -> None:
-        if remote.dropped and remote.users == 0:
-            remote.disconnect()
+            remote.drop()

@@ -1,8 +1,8 @@
-"""One transfer of a TransferEngine: its pieces, and what becomes of it where the peer has changed.
+"""One transfer of a TransferEngine: its pieces, and its repetition if the peer has changed.
 
 A peer may unregister memory and register it anew, at other keys; or another transfer's failure may
-have ended the connection. So a transfer that failed asks the peer once more, and goes again where
-the same engine answers with other memory, or had only lost the connection.
+have ended the connection. So a transfer that failed asks the peer once more, and is repeated if the
+same engine answers with other memory, or if only the connection was lost.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel
 from moe_p2p.moe.gpu.prepared import usual_calls, variants_of
 from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.layouts import NAMES
 from moe_p2p.moe.options import (
-    BY_RANK,
-    COMBINE_DTYPES,
+    PARTIALS,
     QUANTIZE,
     SCALE_FORMATS,
     DispatchOptions,
-    layout_of,
     partials_of,
+    rows_of,
     scale_format_of,
     variant_of,
 )
@@ -135,7 +135,7 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
                 dtype,
                 quantize=bool(variant & QUANTIZE),
                 scale_format=scale_format_of(variant),
-                by_rank=layout_of(variant) == BY_RANK,
+                layout=rows_of(variant).kernel,
                 num_sms=config.num_sms,
                 tuned=measured.launches,
             )
@@ -183,11 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--num-sms", type=each_at_least_0, default=[0], help="as in AllToAllConfig, several; 0: all"
     )
-    add("--layout", choices=("padded", "grouped", "by_rank"), default="padded", help="of rows")
+    add("--layout", choices=NAMES, default=NAMES[0], help="of rows")
     add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
     add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")
     add("--fp8", action="store_true", help="also dispatches of fp8 given by the caller")
-    add("--combine-dtype", choices=COMBINE_DTYPES, help="also combines of it, of bf16")
+    add("--combine-dtype", choices=PARTIALS, help="also combines of it, of bf16")
     add("--masks", action="store_true", help="with mask_lost_ranks (Buffer(enable_shrink=True))")
     add("--arch", help="as sm_90a; not given: of this machine's GPU, without one sm_90a")
     add("--into", type=Path, help="the folder; not given: the one of MOE_P2P_CACHE")

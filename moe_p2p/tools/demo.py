@@ -35,9 +35,9 @@ from torch.nn import functional
 from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.layer import MoELayer, Router
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.cases import Trace
-from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.draw import draw
 from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
+from moe_p2p.tools.trace import Trace
 
 TEXT_BYTES = 2_000_000
 PLOT = "bench_out/demo.png"
@@ -165,7 +165,7 @@ def train(
     losses = []
     started = time.perf_counter()
     for step, batch in enumerate(batches(settings, read_text())):
-        recorder.active = recorder.wants(step)
+        recorder.begin(step)
         mine = (batch.flip(0) if reverse else batch).chunk(world_size)[rank]
         logits = model(mine[:, :-1])
         loss = functional.cross_entropy(
@@ -200,8 +200,8 @@ class Recorder:
             if isinstance(module, Router):
                 module.register_forward_hook(self._keep)
 
-    def wants(self, step: int) -> bool:
-        return step % self.every == self.every - 1
+    def begin(self, step: int) -> None:
+        self.active = step % self.every == self.every - 1
 
     def _keep(self, _: nn.Module, __: tuple[Tensor], chosen: tuple[Tensor, Tensor]) -> None:
         if self.active:

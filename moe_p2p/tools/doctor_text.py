@@ -110,7 +110,7 @@ def _software(report: Report) -> list[str]:
 
 
 def arrivals(report: Report) -> str:
-    """How GPUs here see what comes from other nodes (config.arrival_flags); empty: no GPUs."""
+    """How GPUs here see what comes from other nodes (EngineConfig.arrivals); empty: no GPUs."""
     if not report.gpus:
         return ""
     verbs = report.transport["provider"] == transport.VERBS

@@ -1,8 +1,8 @@
 """`python -m moe_p2p doctor --fence`: may KV workers here take memory back by queue pair?
 
 On each RDMA device two engines of this process write and are fenced, again and again, while writes
-are under way. After each fence the memory gets other bytes, of which none may change any more. A
-yes is of these devices, drivers and this host: PCIe and firmware decide, and others may differ.
+are under way. After each fence the memory is filled with other bytes, which must not change. A yes
+holds for these devices, drivers and this host: PCIe and firmware decide, and others may differ.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Outcome:
     sever_ms: list[float] = field(default_factory=list)
     revoke_ms: list[float] = field(default_factory=list)  # of a key, for comparison
     problem: str = ""
+
+    def add_round(self, *, busy: bool, changed: bool) -> None:
+        self.rounds += 1
+        self.busy += busy
+        self.changed += changed
 
     @property
     def good(self) -> bool:
@@ -124,9 +129,7 @@ def one_round(
     peer.disconnect()
     stopped = [_failed(request) for request in requests]
     time.sleep(LINGER_S)
-    outcome.rounds += 1
-    outcome.busy += any(stopped)
-    outcome.changed += bool((inbox != AFTER).any())
+    outcome.add_round(busy=any(stopped), changed=bool((inbox != AFTER).any()))
     outcome.revoke_ms.append(_took_ms(grant.revoke))
     source.unregister()
     target.unregister()

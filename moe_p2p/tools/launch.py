@@ -1,8 +1,8 @@
 """Starts one process per rank on this machine, with torchrun's own machinery, and joins them.
 
 Used by the commands of `python -m moe_p2p`. torchrun's agent watches the ranks: when one fails, it
-ends the others, and the error raised here has the tracebacks of all ranks, causes first,
-and of what was refused the text alone.
+ends the others, and the error raised here has the tracebacks of all ranks, causes first; of a
+refusal it has only the text.
 
 A signal that ends the program (Ctrl-C, SIGTERM) ends the ranks without output: they close what they
 hold. They do the same when the program is killed.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 MOST = (1 << 31) - 1  # of whole numbers: a larger one is a mistake
@@ -36,6 +36,20 @@ def each_at_least_1(text: str) -> tuple[int, ...]:
 def each_at_least_0(text: str) -> tuple[int, ...]:
     """Several from 0 on, with commas."""
     return _several(text, at_least_0)
+
+
+def some_of(names: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Some of these names, with commas; empty: none."""
+    known = tuple(names)
+
+    def chosen(text: str) -> tuple[str, ...]:
+        found = tuple(filter(None, text.split(",")))
+        if unknown := sorted({*found} - {*known}):
+            wrong = f"{', '.join(unknown)} is none of {', '.join(known)}"
+            raise argparse.ArgumentTypeError(wrong)
+        return found
+
+    return chosen
 
 
 def above_zero(text: str) -> float:

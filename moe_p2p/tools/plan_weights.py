@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
-from moe_p2p.tools.bench.plot import draw
+from moe_p2p.tools.draw import draw
 from moe_p2p.weights import models
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
-from moe_p2p.weights.predict import Prediction, Published, Rates, paper, predict
-from moe_p2p.weights.totals import Totals, totals
+from moe_p2p.weights.predict import Prediction, Published, Rates, Totals, paper, predict, totals
 
 GB = 1e9
 TRAINER_KEYS, GENERATOR_KEYS = ("ep", "tp", "pp", "replicas"), ("ep", "tp")
@@ -68,7 +67,7 @@ def generators_of(model: models.Model, text: str, *, fp8: bool) -> WeightLayout:
     world, sizes = _side("--generators", text, ("ep", "tp"), GENERATOR_KEYS)
     if text.partition(":")[2].split(",")[0] == "ep":
         sizes.setdefault("ep", world)
-    return models.generators(model, world, fp8=fp8, **sizes)
+    return models.engine_ranks(model, world, fp8=fp8, **sizes)
 
 
 def _side(

@@ -4,19 +4,23 @@ between the layouts of both sides, and the fleet goes to a version together or s
 docs/weights.md explains it.
 """
 
+from typing import TYPE_CHECKING
+
+from moe_p2p import aliases
 from moe_p2p.weights import copies
-from moe_p2p.weights.agreeing import agree_in
-from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
-from moe_p2p.weights.generator import WeightGenerator
+from moe_p2p.weights.copies import block_amax, merge, quantize, scales
+from moe_p2p.weights.engine_rank import WeightEngineRank, agree_in
 from moe_p2p.weights.layout import (
     Blocks,
     Param,
+    Placement,
+    Replicate,
+    Shard,
     WeightLayout,
     dtype_name,
     layout_of,
     of_tensor,
 )
-from moe_p2p.weights.placement import Placement, Replicate, Shard
 from moe_p2p.weights.plan import Copy, Counts, Gathered, Maxima, WeightPlan, Write, weight_plan
 from moe_p2p.weights.recorder import Recording, record
 from moe_p2p.weights.trainer import WeightTrainer
@@ -32,7 +36,7 @@ __all__ = [
     "Recording",
     "Replicate",
     "Shard",
-    "WeightGenerator",
+    "WeightEngineRank",
     "WeightLayout",
     "WeightPlan",
     "WeightTrainer",
@@ -49,3 +53,6 @@ __all__ = [
     "scales",
     "weight_plan",
 ]
+
+if not TYPE_CHECKING:  # which would let any name pass
+    __getattr__ = aliases.renamed(__name__, {"WeightGenerator": "WeightEngineRank"})

@@ -1,4 +1,4 @@
-"""What trainers and generators of weight updates both know of an attempt. Used by both ends.
+"""What trainers and engine ranks of weight updates both know of an attempt. Used by both ends.
 
 An attempt is one call of `update` on all trainers of a job, numbered from 1. Job and number are in
 its keys and in its immediates, so that what arrives late of one counts for no other.
@@ -25,7 +25,7 @@ PRIORITY = 2
 
 
 class Keys(NamedTuple):
-    """Of one attempt. Generators are named by their ids."""
+    """Of one attempt. Engine ranks are named by their ids."""
 
     job: int
     attempt: int
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
     @property
     def update(self) -> str:
-        """What it is: version, base, verify, only, changed, members, lost trainers."""
+        """What it is: version, base, verify, only, members, lost trainers."""
         return f"{self.job}/{self.attempt}/update"
 
     @property
@@ -50,21 +50,18 @@ class Keys(NamedTuple):
         """COMMIT, or a `refusal`."""
         return f"{self.job}/{self.attempt}/decision"
 
-    def changed(self, trainer: int) -> str:
-        return f"{self.job}/{self.attempt}/changed/{trainer}"
-
     def requests(self, trainer: int) -> str:
-        """How many it makes, by generator; each is counted once by each of its NICs."""
+        """How many it makes, by engine rank; each is counted once by each of its NICs."""
         return f"{self.job}/{self.attempt}/requests/{trainer}"
 
     def sent(self, trainer: int) -> str:
         return f"{self.job}/{self.attempt}/sent/{trainer}"
 
-    def ready(self, generator: str) -> str:
-        return f"{self.job}/{self.attempt}/ready/{generator}"
+    def ready(self, engine_rank: str) -> str:
+        return f"{self.job}/{self.attempt}/ready/{engine_rank}"
 
-    def arrived(self, generator: str) -> str:
-        return f"{self.job}/{self.attempt}/arrived/{generator}"
+    def arrived(self, engine_rank: str) -> str:
+        return f"{self.job}/{self.attempt}/arrived/{engine_rank}"
 
 
 def immediate(keys: Keys) -> int:
@@ -73,7 +70,7 @@ def immediate(keys: Keys) -> int:
 
 def refusal(why: str, **how: Any) -> dict[str, Any]:
     """A decision against an attempt. again: trainers go on with the next one, without the trainers
-    in `lost`; full: with all parameters."""
+    in `lost`."""
     return {"why": why, **how}
 
 
@@ -103,8 +100,8 @@ def lost_ranks(
     return refusal(why, again=True, lost=sorted(trainers))
 
 
-def generator_name(replica: str, rank: int) -> str:
-    """replica: name of the generators that joined by a layout of their own; "": of the set-up."""
+def engine_rank_name(replica: str, rank: int) -> str:
+    """replica: name of the engine ranks that joined by a layout of their own; "": of the set-up."""
     return f"generator {replica}/{rank}" if replica else f"generator {rank}"
 
 

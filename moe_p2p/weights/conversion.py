@@ -10,22 +10,103 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_p2p.weights import attempt, copies, staging
+from moe_p2p.errors import ResourceExhaustedError, make
+from moe_p2p.weights import attempt, copies
 from moe_p2p.weights.layout import item_bytes
 from moe_p2p.weights.maxima import Grids
 from moe_p2p.weights.plan import Copy, WeightPlan
-from moe_p2p.weights.staging import Need
+
+if TYPE_CHECKING:  # Triton may not be installed
+    from moe_p2p.kernels.triton.weights_fp8 import Boxes
 
 # Device memory beside the ring, at most: of a block its number, two entries of a launch's tables,
 # and its place in an exchange; of a copy its row of a table and what allocations are rounded up.
 _BLOCK_BYTES, _COPY_BYTES = 32, 1024
+
+# --- the ring: a place for each copy, the same in every update, so that it is registered once; a
+# copy may be converted when all that lay in its place before has been written ---
+
+_ALIGN = 256
+_BATCH_BYTES = 256 << 20  # converted by one launch and written while the next is converted
+
+
+class Need(NamedTuple):
+    """Bytes of a copy: what is written, its scales, and its source where it is loaded first."""
+
+    name: str
+    elements: int
+    scales: int = 0
+    loaded: int = 0
+
+
+class RingPlace(NamedTuple):
+    """Offsets in the ring. after: number of the last copy that must be written before; -1: none."""
+
+    elements: int
+    scales: int
+    loaded: int
+    end: int
+    after: int
+
+
+def sizes(need: Need) -> tuple[int, int, int]:
+    elements, scales, loaded = (-(-each // _ALIGN) * _ALIGN for each in need[1:])
+    return elements, scales, loaded
+
+
+def ring(needs: Sequence[Need], limit: int | None, who: str) -> tuple[list[RingPlace], int]:
+    """Places of copies, in their order, and the size of the ring.
+
+    Raises ResourceExhaustedError with a copy that is larger than `limit` by itself.
+    """
+    totals = [sum(sizes(need)) for need in needs]
+    size = sum(totals) if limit is None else min(sum(totals), max(limit, 0) // _ALIGN * _ALIGN)
+    for need, total in zip(needs, totals, strict=True):
+        if total > size:
+            text = (
+                f"{who}: converting {need.name} takes {total} bytes, its watermark leaves {size}; "
+                "raise watermark"
+            )
+            raise make(ResourceExhaustedError, text)
+    places: list[RingPlace] = []
+    at = lap = oldest = 0  # of the lap before, copies from `oldest` on lie in the ring
+    for i, (need, total) in enumerate(zip(needs, totals, strict=True)):
+        if at + total > size:
+            at, oldest, lap = 0, lap, i
+        while oldest < lap and places[oldest].elements < at + total:
+            oldest += 1
+        elements, scales, _ = sizes(need)
+        places.append(RingPlace(at, at + elements, at + elements + scales, at + total, oldest - 1))
+        at += total
+    return places, size
+
+
+def batches(places: Sequence[RingPlace], chosen: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Yields the numbers of copies to convert together: at most a quarter of the ring, and no two
+    of them in the same place."""
+    most = min(max(size // 4, 1), _BATCH_BYTES)
+    batch: list[int] = []
+    nbytes = 0
+    for number in chosen:
+        place = places[number]
+        length = place.end - place.elements
+        if batch and (nbytes + length > most or place.after >= batch[0]):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(number)
+        nbytes += length
+    if batch:
+        yield batch
+
+
+# --- conversions ---
 
 
 class _Work(NamedTuple):
@@ -33,7 +114,7 @@ class _Work(NamedTuple):
     source type and block shape. rest: copies that torch converts."""
 
     loaded: list[int]
-    launches: list[Any]
+    launches: list[Boxes]
     rest: list[int]
 
 
@@ -61,7 +142,7 @@ class Conversions:
         self._beside = _BLOCK_BYTES * len(self.grids.flat) + _COPY_BYTES * len(blocked)
         left = None if watermark is None else watermark - self._beside
         needs = [self._need(each) for each in self.copies]
-        self.places, self._size = staging.ring(needs, left, f"trainer {rank}")
+        self.places, self._size = ring(needs, left, f"trainer {rank}")
         self._ends = [0, *accumulate(each.end - each.elements for each in self.places)]
         self.number = {each.tensor: i for i, each in enumerate(self.copies)}
         self.staged: dict[str, Tensor] = {}
@@ -101,7 +182,7 @@ class Conversions:
     def batches(self, names: set[str] | None = None) -> list[list[int]]:
         """Numbers of copies of all parameters or of `names`, converted together."""
         chosen = [i for i, each in enumerate(self.copies) if names is None or each.name in names]
-        return list(staging.batches(self.places, chosen, len(self.buffer)))
+        return list(batches(self.places, chosen, len(self.buffer)))
 
     def maxima(self, batches: Sequence[Sequence[int]]) -> None:
         """Of what is quantized, into the grids. What is in host memory is loaded for it, and again
@@ -167,7 +248,7 @@ class Conversions:
             self._works[key] = _Work([i for i in batch if i in self._loaded], launches, rest)
         return self._works[key]
 
-    def _make_launches(self, batch: Sequence[int]) -> list[Any]:
+    def _make_launches(self, batch: Sequence[int]) -> list[Boxes]:
         from moe_p2p.kernels.triton import weights_fp8
 
         rows: dict[tuple[torch.dtype, tuple[int, int]], list[tuple[list[int], int]]]
@@ -178,7 +259,9 @@ class Conversions:
             scales = self.staged[f"{copy.tensor}:scales"]
             block = (copy.stage.blocks[-2], copy.stage.blocks[-1])
             origin = self.grids.origins[copy.tensor]
-            for parts, first in copies.boxes(copy, self._views(i), out, scales, grid, origin):
+            for parts, first in copies.launch_boxes(
+                copy, self._views(i), out, scales, grid, origin
+            ):
                 rows[parts[0].dtype, block].append(weights_fp8.box_row(parts, first, block))
         return [
             weights_fp8.Boxes(found, dtype, block, self._device)

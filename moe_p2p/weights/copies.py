@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from moe_p2p.weights import fp8, given, pieces
-from moe_p2p.weights.pieces import Box, Piece
-from moe_p2p.weights.placement import Axis
+from moe_p2p.machine import fp8
+from moe_p2p.weights import boxes
+from moe_p2p.weights.boxes import Axis, Box, PlacedBox
 from moe_p2p.weights.plan import Copy
 
 
@@ -41,20 +42,20 @@ def converted(copy: Copy, tensor: Tensor, grid: Tensor | None = None) -> tuple[T
 
 def held(copy: Copy, tensor: Tensor) -> list[Tensor]:
     """Views of what the rank holds of the parameter."""
-    ours = pieces.held(copy.param, copy.position)
-    tensor = given.typed(tensor, copy.param.dtype)
-    return [_at(tensor, piece, copy.param.offset) for piece in ours]
+    ours = boxes.held(copy.param, copy.position)
+    tensor = _typed(tensor, copy.param.dtype)
+    return [_at(tensor, placed, copy.param.offset) for placed in ours]
 
 
 def dense(copy: Copy, tensor: Tensor) -> list[Tensor]:
     """The same of a dense tensor of these elements alone, in the checkpoint's order."""
-    return [_at(tensor, piece, 0) for piece in pieces.dense(_axes(copy))]
+    return [_at(tensor, placed, 0) for placed in boxes.dense(_axes(copy))]
 
 
 def window(copy: Copy) -> Box:
     """Blocks, (first, size) in each dimension, that hold all which the rank touches."""
     blocks = block_shape(copy)
-    found = [_touched(piece.box, blocks) for piece in pieces.held(copy.param, copy.position)]
+    found = [_touched(placed.box, blocks) for placed in boxes.held(copy.param, copy.position)]
     if not found:
         return ((0, 0),) * len(blocks)
     return tuple(
@@ -73,9 +74,9 @@ def merge_maxima(
     copy: Copy, views: Sequence[Tensor], grid: Tensor, origin: Sequence[int] = ()
 ) -> None:
     blocks = block_shape(copy)
-    for piece, view in zip(pieces.held(copy.param, copy.position), views, strict=True):
-        part = grid[_touched(piece.box, blocks, origin)]
-        part.copy_(fp8.merge([part, fp8.block_amax(view, _first(piece.box), copy.stage.blocks)]))
+    for placed, view in zip(boxes.held(copy.param, copy.position), views, strict=True):
+        part = grid[_touched(placed.box, blocks, origin)]
+        part.copy_(merge([part, block_amax(view, _first(placed.box), copy.stage.blocks)]))
 
 
 def convert_into(
@@ -90,18 +91,18 @@ def convert_into(
         values = view
         if grid is not None:
             amax = grid[_touched(place.box, blocks, origin)]
-            values = fp8.quantize(view, _first(place.box), amax, copy.stage.blocks)
+            values = quantize(view, _first(place.box), amax, copy.stage.blocks)
         _at(out, place, 0).copy_(values)
 
 
 def scales_into(copy: Copy, grid: Tensor, out: Tensor, origin: Sequence[int] = ()) -> None:
     """Of the blocks whose first element this rank has: each is written by one shard."""
-    for piece in _scale_places(copy):
-        part = grid[_touched(piece.box, (1,) * len(piece.box), origin)]
-        _at(out, piece, 0).copy_(fp8.scales(part))
+    for placed in _scale_places(copy):
+        part = grid[_touched(placed.box, (1,) * len(placed.box), origin)]
+        _at(out, placed, 0).copy_(scales(part))
 
 
-def boxes(
+def launch_boxes(
     copy: Copy,
     views: Sequence[Tensor],
     out: Tensor,
@@ -112,7 +113,7 @@ def boxes(
     """Elements, their fp8, cells of the blocks they touch, and scales of those that begin there,
     each [lead, rows, columns], and the index of the first element in the last two dimensions."""
     blocks = block_shape(copy)
-    owned = {piece.box: _at(scales, piece, 0) for piece in _scale_places(copy)}
+    owned = {placed.box: _at(scales, placed, 0) for placed in _scale_places(copy)}
     for view, place in zip(views, _places(copy), strict=True):
         begin = tuple(
             (-(-at // b), -(-(at + n) // b) - -(-at // b))
@@ -130,37 +131,43 @@ def boxes(
 
 
 def num_elements(copy: Copy) -> int:
-    return sum(_count(piece.box) for piece in pieces.dense(_axes(copy)))
+    return sum(_count(placed.box) for placed in boxes.dense(_axes(copy)))
 
 
 def num_scales(copy: Copy) -> int:
-    return sum(_count(piece.box) for piece in _scale_places(copy))
+    return sum(_count(placed.box) for placed in _scale_places(copy))
 
 
 def block_shape(copy: Copy) -> tuple[int, ...]:
     """In each dimension of the parameter; only where there are blocks."""
-    return pieces.block_sizes(copy.param.elements, copy.stage.blocks)
+    return boxes.block_sizes(copy.param.elements, copy.stage.blocks)
 
 
 def _axes(copy: Copy) -> tuple[Axis, ...]:
-    return pieces.parameter_axes(copy.param, copy.position)
+    return boxes.parameter_axes(copy.param, copy.position)
 
 
-def _places(copy: Copy) -> list[Piece]:
+def _places(copy: Copy) -> list[PlacedBox]:
     """Where the copy has what `held` says, in its own order."""
     order = copy.stage.order
     dims = range(len(copy.param.elements))
-    return pieces.dense(_axes(copy), (*(d for d in dims if d not in order), *order))
+    return boxes.dense(_axes(copy), (*(d for d in dims if d not in order), *order))
 
 
-def _scale_places(copy: Copy) -> list[Piece]:
-    return pieces.dense(pieces.block_axes(_axes(copy), copy.stage.blocks))
+def _scale_places(copy: Copy) -> list[PlacedBox]:
+    return boxes.dense(boxes.block_axes(_axes(copy), copy.stage.blocks))
 
 
-def _at(tensor: Tensor, piece: Piece, offset: int) -> Tensor:
-    sizes = [size for _, size in piece.box]
+def _typed(tensor: Tensor, dtype: str) -> Tensor:
+    """A tensor of bytes as what lies in it."""
+    wanted = getattr(torch, dtype)
+    return tensor if tensor.dtype == wanted else tensor.view(-1).view(wanted)
+
+
+def _at(tensor: Tensor, placed: PlacedBox, offset: int) -> Tensor:
+    sizes = [size for _, size in placed.box]
     base = tensor.storage_offset()
-    return torch.as_strided(tensor, sizes, piece.strides, base + offset + piece.offset)
+    return torch.as_strided(tensor, sizes, placed.strides, base + offset + placed.offset)
 
 
 def _touched(box: Box, blocks: tuple[int, ...], origin: Sequence[int] = ()) -> tuple[slice, ...]:
@@ -176,3 +183,58 @@ def _first(box: Box) -> tuple[int, ...]:
 
 def _count(box: Box) -> int:
     return math.prod(size for _, size in box)
+
+
+# --- fp8 in blocks of a tensor that nobody holds whole: maxima travel, elements do not ---
+#
+# A shard takes the maxima of the blocks it touches, shards that share blocks merge theirs, and each
+# quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The
+# arithmetic is in moe_p2p/machine/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has it. Scales
+# multiply q: weight_scale_inv of DeepSeek's checkpoints.
+#
+# Shapes: x [.., N, K], a box of a parameter whose first element has index `first` there; amax and
+# scales [.., n, k], of the blocks that the box touches. Blocks divide the last two dimensions. x
+# [K] is [1, K], with amax and scales [k].
+
+BLOCK = (128, 128)
+
+
+def block_amax(x: Tensor, first: Sequence[int], block: Sequence[int] = BLOCK) -> Tensor:
+    """max |x| of each block that the box touches, float32; inf where there is an inf or a NaN."""
+    if x.dim() == 1:  # [1, K]
+        return block_amax(x.unsqueeze(0), (0, *first), block)[0]
+    n, k = (
+        _num_blocks(at, size, b)
+        for at, size, b in zip(first[-2:], x.shape[-2:], block, strict=True)
+    )
+    before = [at % b for at, b in zip(first[-2:], block, strict=True)]
+    after = [c * b - skip - size for c, b, skip, size in
+             zip((n, k), block, before, x.shape[-2:], strict=True)]  # fmt: skip
+    # 0 beside the box changes no maximum.
+    padded = pad(x, (before[1], after[1], before[0], after[0]))
+    cells = padded.reshape(*x.shape[:-2], n, block[0], k, block[1])
+    return fp8.largest(cells, (-3, -1), keepdim=False)
+
+
+def merge(maxima: Sequence[Tensor]) -> Tensor:
+    """Maxima of the same blocks, of several shards."""
+    return torch.stack(list(maxima)).amax(dim=0)
+
+
+def scales(amax: Tensor) -> Tensor:
+    """What dequantizing multiplies by, float32."""
+    return fp8.factors(amax)[0]
+
+
+def quantize(x: Tensor, first: Sequence[int], amax: Tensor, block: Sequence[int] = BLOCK) -> Tensor:
+    """fp8 of the box, from the merged maxima of the blocks that it touches."""
+    if x.dim() == 1:
+        return quantize(x.unsqueeze(0), (0, *first), amax.unsqueeze(0), block)[0]
+    multiplier = fp8.factors(amax)[1]
+    for dim, at, size, b in zip((-2, -1), first[-2:], x.shape[-2:], block, strict=True):
+        multiplier = multiplier.repeat_interleave(b, dim).narrow(dim, at % b, size)
+    return fp8.to_e4m3(x.to(torch.float32) * multiplier)
+
+
+def _num_blocks(first: int, size: int, block: int) -> int:
+    return -(-(first + size) // block) - first // block

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from moe_p2p.engine.strides import Level, Rows, rows_of
 from moe_p2p.errors import InvalidArgumentError, make
-from moe_p2p.weights import pieces
+from moe_p2p.weights import boxes
+from moe_p2p.weights.boxes import Box, PlacedBox
 from moe_p2p.weights.layout import FP8, Param, item_bytes
-from moe_p2p.weights.pieces import Box, Piece
 
 LEAST_CUT_BYTES = 64 << 10  # what replicas share is not cut into writes below it: 370 Gbit/s there
 
-Place = tuple[int, int]
-_Boxes = dict[Box, tuple[Piece, list[Place]]]
+MeshPlace = tuple[int, int]
+_Boxes = dict[Box, tuple[PlacedBox, list[MeshPlace]]]
 
 
 class Stage(NamedTuple):
@@ -46,8 +46,8 @@ class Flow(NamedTuple):
     from those of the Params, of a staged copy from its begin. stage: its number, -1: no copy.
     """
 
-    sources: tuple[Place, ...]
-    targets: tuple[Place, ...]
+    sources: tuple[MeshPlace, ...]
+    targets: tuple[MeshPlace, ...]
     part: tuple[int, int]
     stage: int
     scales: bool
@@ -73,7 +73,7 @@ class Exchange(NamedTuple):
 
     stage: int
     blocks: Box
-    parties: tuple[tuple[Place, ...], ...]
+    parties: tuple[tuple[MeshPlace, ...], ...]
 
 
 class Template(NamedTuple):
@@ -110,10 +110,10 @@ def template(name: str, sources: Sequence[Param], targets: Sequence[Param]) -> T
         if stage.blocks:
             scales = _scales_of(sources, alike, stage.blocks), _target_scales(wanting)
             flows += _flows(number, True, 4, *scales)
-    boxes = _sources(sources, alike, None)
+    held = _sources(sources, alike, None)
     exchanges = [
         each for i, stage in enumerate(stages) if stage.blocks
-        for each in _exchanges(i, stage.blocks, first.elements, boxes)
+        for each in _exchanges(i, stage.blocks, first.elements, held)
     ]  # fmt: skip
     received = tuple((i, wish.why_received) for i, wish in enumerate(wishes) if wish.why_received)
     return Template(tuple(flows), stages, tuple(exchanges), received)
@@ -122,7 +122,7 @@ def template(name: str, sources: Sequence[Param], targets: Sequence[Param]) -> T
 def _is_live(source: Param, stage: Stage) -> bool:
     return not stage.blocks and (stage.dtype, stage.order) == (
         source.dtype,
-        pieces.order_of(source),
+        boxes.order_of(source),
     )
 
 
@@ -143,14 +143,14 @@ def _wish(name: str, source: Param, target: Param) -> _Wish:
     if not why and target.blocks:
         if len(target.shape) < 2:
             raise _wrong(f"{name}: blocks of {target.blocks.shape} need two dimensions")
-        axes = [pieces.parameter_axes(target, at) for at in range(len(target.ranks))]
-        found = (pieces.why_unaligned(each, target.blocks.shape) for each in axes)
+        axes = [boxes.parameter_axes(target, at) for at in range(len(target.ranks))]
+        found = (boxes.why_unaligned(each, target.blocks.shape) for each in axes)
         why = next((each for each in found if each), "")
     if why:  # in the source's type and the checkpoint's order
         order = tuple(d for d, size in enumerate(target.elements) if size > 1)
         return _Wish(Stage(source.dtype, order, ()), why)
     blocks = target.blocks.shape if target.blocks else ()
-    return _Wish(Stage(target.dtype, pieces.order_of(target), blocks), "")
+    return _Wish(Stage(target.dtype, boxes.order_of(target), blocks), "")
 
 
 def _check_types(name: str, source: str, target: str, has_blocks: bool) -> None:
@@ -174,12 +174,12 @@ def _sources(params: Sequence[Param], alike: Iterable[int], stage: Stage | None)
     for i in alike:
         for at in range(len(params[i].ranks)):
             if stage is None:
-                ours = pieces.held(params[i], at)
+                ours = boxes.held(params[i], at)
             else:
                 order = _full(stage.order, len(params[i].elements))
-                ours = pieces.dense(pieces.parameter_axes(params[i], at), order)
-            for piece in ours:
-                found.setdefault(piece.box, (piece, []))[1].append((i, at))
+                ours = boxes.dense(boxes.parameter_axes(params[i], at), order)
+            for placed in ours:
+                found.setdefault(placed.box, (placed, []))[1].append((i, at))
     return found
 
 
@@ -192,14 +192,14 @@ def _scales_of(params: Sequence[Param], alike: Iterable[int], blocks: tuple[int,
     found: _Boxes = {}
     for i in alike:
         for at in range(len(params[i].ranks)):
-            axes = pieces.block_axes(pieces.parameter_axes(params[i], at), blocks)
-            for piece in pieces.dense(axes):
-                found.setdefault(piece.box, (piece, []))[1].append((i, at))
+            axes = boxes.block_axes(boxes.parameter_axes(params[i], at), blocks)
+            for placed in boxes.dense(axes):
+                found.setdefault(placed.box, (placed, []))[1].append((i, at))
     return found
 
 
 _Wanting = Sequence[tuple[int, Param, _Wish]]
-_Targets = dict[Piece, list[Place]]
+_Targets = dict[PlacedBox, list[MeshPlace]]
 
 
 def _targets(wanting: _Wanting) -> _Targets:
@@ -207,11 +207,11 @@ def _targets(wanting: _Wanting) -> _Targets:
     for i, param, wish in wanting:
         for at in range(len(param.ranks)):
             if wish.why_received:
-                theirs = pieces.dense(pieces.parameter_axes(param, at))
+                theirs = boxes.dense(boxes.parameter_axes(param, at))
             else:
-                theirs = pieces.held(param, at)
-            for piece in theirs:
-                found.setdefault(piece, []).append((i, at))
+                theirs = boxes.held(param, at)
+            for placed in theirs:
+                found.setdefault(placed, []).append((i, at))
     return found
 
 
@@ -220,8 +220,8 @@ def _target_scales(wanting: _Wanting) -> _Targets:
     for i, param, _ in wanting:
         assert param.blocks is not None
         for at in range(len(param.ranks)):
-            for piece in pieces.target_blocks(pieces.parameter_axes(param, at), param.blocks):
-                found.setdefault(piece, []).append((i, at))
+            for placed in boxes.target_blocks(boxes.parameter_axes(param, at), param.blocks):
+                found.setdefault(placed, []).append((i, at))
     return found
 
 
@@ -230,7 +230,7 @@ def _flows(
 ) -> Iterable[Flow]:
     for theirs, to in targets.items():
         for ours, places in sources.values():
-            box = pieces.overlap(ours.box, theirs.box)
+            box = boxes.overlap(ours.box, theirs.box)
             if box is None:
                 continue
             parts = _parts(box, len(places), len(to), item)
@@ -253,24 +253,24 @@ def _parts(box: Box, num_sources: int, num_targets: int, item: int) -> list[Box]
     ]
 
 
-def _rows(ours: Piece, theirs: Piece, box: Box, item: int) -> Rows:
+def _rows(ours: PlacedBox, theirs: PlacedBox, box: Box, item: int) -> Rows:
     levels = [
         Level(size, a * item, b * item)
         for (_, size), a, b in zip(box, ours.strides, theirs.strides, strict=True)
     ]
-    begin = (pieces.offset_in(ours, box) * item, pieces.offset_in(theirs, box) * item)
+    begin = (boxes.offset_in(ours, box) * item, boxes.offset_in(theirs, box) * item)
     return rows_of(item, levels, [begin])
 
 
 def _exchanges(
-    stage: int, blocks: Sequence[int], elements: Sequence[int], boxes: _Boxes
+    stage: int, blocks: Sequence[int], elements: Sequence[int], held: _Boxes
 ) -> Iterable[Exchange]:
     """Cells of the grid between all cuts; each is one exchange where several boxes touch it."""
-    sizes = pieces.block_sizes(elements, blocks)
+    sizes = boxes.block_sizes(elements, blocks)
     touched = [
         (tuple((at // b, -(-(at + n) // b)) for (at, n), b in zip(box, sizes, strict=True)),
          tuple(places))
-        for box, (_, places) in boxes.items()
+        for box, (_, places) in held.items()
     ]  # fmt: skip
     cuts = [sorted({at for grid, _ in touched for at in grid[d]}) for d in range(len(elements))]
     for cell in itertools.product(*(itertools.pairwise(each) for each in cuts)):

@@ -1,5 +1,5 @@
-"""How a generator gets the current version from others that have the same tensors. Used by
-generator.py, by ranks that join a fleet that runs, and by those that an update left out.
+"""How an engine rank gets the current version from others that have the same tensors. Used by
+engine_rank.py, by ranks that join a fleet that runs, and by those that an update left out.
 
 A peer lends its live tensors for reading and does nothing else for it. Beside them lies a word of
 three numbers, a count, the stamp and the version; the count is odd while the tensors change. A
@@ -23,10 +23,10 @@ from torch import Tensor
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Memory, Region, Request
 from moe_p2p.errors import MoeP2pError, TimeoutError, make
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.member import Member
-from moe_p2p.weights import pieces
+from moe_p2p.fleet.store_keys import StoreKeys
+from moe_p2p.weights import boxes
 from moe_p2p.weights.attempt import PRIORITY
 from moe_p2p.weights.layout import Param, WeightLayout
 from moe_p2p.weights.maxima import settle
@@ -39,7 +39,7 @@ def signature(layout: WeightLayout, rank: int, tensors: Mapping[str, Tensor]) ->
     """Equal for ranks whose tensors hold the same elements in the same places."""
     found = hashlib.sha256()
     for each in layout.params:
-        for position in (i for i, other in enumerate(each.ranks) if other == rank):
+        for position in each.positions(rank):
             blocks = each.blocks
             row = (each.name, each.tensor, each.offset, each.dtype, blocks, each.finalize)
             found.update(repr((row, _held(_plain(each), position))).encode())
@@ -59,7 +59,7 @@ def _held(how: tuple[Any, ...], position: int) -> str:
     ranks = range(torch.Size(mesh).numel())
     param = Param("-", shape, "uint8", ranks, mesh, placements, window, "", 0, order, strides,
                   part=part)  # fmt: skip
-    return repr(pieces.held(param, position))
+    return repr(boxes.held(param, position))
 
 
 class State(NamedTuple):
@@ -70,7 +70,7 @@ class State(NamedTuple):
 
 
 class Lent:
-    """A generator's live tensors, for others to read; shut until the first version."""
+    """An engine rank's live tensors, for others to read; shut until the first version."""
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Tensor]) -> None:
         self._engine = engine
@@ -109,7 +109,7 @@ class Lent:
         self._word[0:1].fill_(self._count)
 
 
-class Reader:
+class PeerReader:
     """places: memory, first byte and size of each tensor that is read into."""
 
     def __init__(self, engine: Engine, places: Mapping[str, tuple[Memory, int, int]]) -> None:
@@ -172,15 +172,15 @@ def _end(requests: Sequence[Request], timeout_s: float) -> None:
         raise make(TimeoutError, text)
 
 
-def newest(board: Board, member: Member, alike: str) -> list[str]:
-    """Ids of the generators with the newest stamp, of those with the signature `alike`; each
+def newest(words: StoreKeys, member: Member, alike: str) -> list[str]:
+    """Ids of the engine ranks with the newest stamp, of those with the signature `alike`; each
     reader has another first one, so that they do not all read from the same peer."""
     peers = [
         other
         for other, each in sorted(member.members().items())
         if each.get("signature") == alike and not each["joining"] and other != member.id
     ]
-    runs = {other: board.get(f"runs/{other}") for other in peers}
+    runs = {other: words.get(f"runs/{other}") for other in peers}
     stamp = max((each[0] for each in runs.values() if each is not None), default=None)
     found = [other for other in peers if runs[other] is not None and runs[other][0] == stamp]
     first = zlib.crc32(member.name.encode()) % max(len(found), 1)
@@ -189,7 +189,7 @@ def newest(board: Board, member: Member, alike: str) -> list[str]:
 
 def read_one(
     engine: Engine,
-    board: Board,
+    words: StoreKeys,
     peers: Sequence[str],
     places: Mapping[str, tuple[Memory, int, int]],
     deadline: Deadline,
@@ -197,10 +197,10 @@ def read_one(
     """Reads from the first of `peers` that has a version; None: none has."""
     if not peers:
         return None
-    reader = Reader(engine, places)
+    reader = PeerReader(engine, places)
     try:
         for who in peers:
-            lent = board.get(f"live/{who}")
+            lent = words.get(f"live/{who}")
             found = None if lent is None else reader.read(lent, deadline)
             if found is not None:
                 return found

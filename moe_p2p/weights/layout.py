@@ -21,15 +21,29 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from moe_p2p.errors import InvalidArgumentError, make, require, require_type
-from moe_p2p.weights.placement import Placement, Replicate, Shard, from_torch
 
 FP8 = "float8_e4m3fn"
+
+
+class Shard(NamedTuple):
+    """Dimension `dim` is cut as torch.chunk does. split_factor: of DTensor's _StridedShard: the
+    dimension is cut into so many parts first, and a rank gets its chunk of each of them."""
+
+    dim: int
+    split_factor: int = 1
+
+
+class Replicate(NamedTuple):
+    """All ranks of this dimension of the mesh hold the same."""
+
+
+Placement = Shard | Replicate
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class Param:
         put("placements", self.placements or (Replicate(),) * len(self.mesh))
         put("tensor", self.tensor or self.name)
         self._check()
+        self._check_memory()
 
     def _check_types(self) -> None:
         require(
@@ -124,6 +139,9 @@ class Param:
         for each in self.placements:
             if isinstance(each, Shard) and not (0 <= each.dim < dims and each.split_factor > 0):
                 raise _wrong(f"{where} {each} is no dimension of shape {self.shape}")
+
+    def _check_memory(self) -> None:
+        where, dims = f"{self.name}:", len(self.shape)
         if not isinstance(self.dtype, str) or not _is_dtype(self.dtype):
             raise _wrong(
                 f"{where} torch has no dtype {self.dtype!r}; pass its name, as dtype_name gives it"
@@ -154,6 +172,10 @@ class Param:
         sizes = tuple(size for _, size in self.window) if self.window else self.shape
         first = next((i for i, size in enumerate(sizes[:-1]) if size != 1), len(sizes) - 1)
         return sizes[first:]
+
+    def positions(self, rank: int) -> tuple[int, ...]:
+        """Of a rank in the mesh."""
+        return _positions(self.ranks, rank)
 
     @property
     def received(self) -> str:
@@ -209,6 +231,11 @@ def _is_dtype(name: str) -> bool:
     return isinstance(getattr(torch, name, None), torch.dtype)
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _positions(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(i for i, each in enumerate(ranks) if each == rank)
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def _distinct(ranks: tuple[int, ...]) -> bool:
     return len(set(ranks)) == len(ranks) and all(type(rank) is int for rank in ranks)
@@ -234,6 +261,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def from_torch(placements: Iterable[object]) -> tuple[Placement, ...]:
+    """The same placements; of torch.distributed.tensor, whichever torch names them."""
+    found: list[Placement] = []
+    for each in placements:
+        kind = type(each).__name__
+        if kind == "Replicate":
+            found.append(Replicate())
+        elif kind in ("Shard", "_StridedShard"):
+            found.append(Shard(int(getattr(each, "dim")), int(getattr(each, "split_factor", 1))))  # noqa: B009
+        else:
+            raise make(
+                InvalidArgumentError,
+                f"placement {each!r} holds no elements of its own; redistribute to Shard or "
+                "Replicate first",
+            )
+    return tuple(found)
+
+
 def of_tensor(name: str, tensor: torch.Tensor, ranks: Sequence[int] = (0,)) -> Param:
     """A tensor of a trainer: a DTensor as it is sharded, any other as each of `ranks` holds it."""
     require_type(f"of_tensor: {name}", tensor, torch.Tensor)
@@ -256,7 +301,8 @@ def of_tensor(name: str, tensor: torch.Tensor, ranks: Sequence[int] = (0,)) -> P
 
 
 def layout_of(
-    named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], group: Any = None
+    named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup | None = None,
 ) -> WeightLayout:
     """The layout of all trainers, each of which passes its own `named_parameters()`, or a state
     dict: DTensors on any mesh, and tensors that a rank holds whole. Collective.
@@ -270,7 +316,7 @@ def layout_of(
     return WeightLayout.merged([WeightLayout.from_bytes(each) for each in parts])
 
 
-def everyones(data: bytes, group: Any = None) -> list[bytes]:
+def everyones(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """By rank. torch's own collective of objects needs numpy."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     size = torch.tensor([len(data)], device=device)
@@ -382,15 +428,16 @@ class WeightLayout:
         return cls(params, world_size)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """Of JSON, which has lists."""
+    return tuple(tuples(each) for each in value) if isinstance(value, list) else value
 
 
 def _kind(*fields: Any) -> dict[str, Any]:
     names = ("shape", "dtype", "mesh", "placements", "window", "order", "strides", "part", "ranks")
-    kind = dict(zip(names, _tuples(list(fields[:9])), strict=True))
+    kind = dict(zip(names, tuples(list(fields[:9])), strict=True))
     kind["placements"] = tuple(Shard(*each) if each else Replicate() for each in fields[3])
-    blocks = tuple(_tuples(each) for each in fields[9:12])
+    blocks = tuple(tuples(each) for each in fields[9:12])
     return {**kind, "blocks": blocks if blocks[0] else None, "finalize": fields[12]}
 
 

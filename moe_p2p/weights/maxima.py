@@ -22,6 +22,7 @@ from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Memory, Region, Request
 from moe_p2p.errors import MoeP2pError, ProtocolError, make
 from moe_p2p.weights.attempt import FIRST_IMM, PRIORITY
+from moe_p2p.weights.boxes import Box
 from moe_p2p.weights.plan import Maxima
 from moe_p2p.weights.sending import UnwrittenError
 
@@ -39,7 +40,7 @@ class Grids:
     windows: the blocks of each tensor, as (first, size) in each dimension.
     """
 
-    def __init__(self, windows: Mapping[str, tuple[tuple[int, int], ...]], device: Any) -> None:
+    def __init__(self, windows: Mapping[str, Box], device: torch.device) -> None:
         shapes = {name: tuple(size for _, size in each) for name, each in windows.items()}
         self.origins = {name: tuple(at for at, _ in each) for name, each in windows.items()}
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
@@ -51,7 +52,7 @@ class Grids:
             for i, (name, shape) in enumerate(shapes.items())
         }
 
-    def cells(self, tensor: str, blocks: tuple[tuple[int, int], ...]) -> Tensor:
+    def cells(self, tensor: str, blocks: Box) -> Tensor:
         """Indices into `flat` of blocks, given as (first, size) in each dimension."""
         shape, found = self.of[tensor].shape, torch.tensor([self.first[tensor]], device="cpu")
         for dim, (begin, size) in enumerate(blocks):
@@ -76,7 +77,7 @@ class _Side(NamedTuple):
     spans: dict[int, tuple[int, int]]  # of a peer: first, count
 
 
-def _side(found: Mapping[int, list[Tensor]], device: Any) -> _Side:
+def _side(found: Mapping[int, list[Tensor]], device: torch.device) -> _Side:
     cells = {peer: torch.cat(each) for peer, each in sorted(found.items())}
     begins = itertools.accumulate((len(each) for each in cells.values()), initial=0)
     spans = {peer: (at, len(each)) for (peer, each), at in zip(cells.items(), begins, strict=False)}

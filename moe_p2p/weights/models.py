@@ -1,7 +1,7 @@
-"""Parameters of public models, as trainers and generators hold them: input of `plan --weights`.
+"""Parameters of public models, as trainers and engine ranks hold them: input of `plan --weights`.
 
-Names and shapes are those of the checkpoints (config.json on Hugging Face); generators fuse them as
-vLLM does: qkv_proj, gate_up_proj, w13 and w2. Layers for multi-token prediction are left out.
+Names and shapes are those of the checkpoints (config.json on Hugging Face); engine ranks fuse them
+as vLLM does: qkv_proj, gate_up_proj, w13 and w2. Layers for multi-token prediction are left out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_p2p.errors import require
-from moe_p2p.weights.layout import FP8, Blocks, Param, WeightLayout
-from moe_p2p.weights.placement import Placement, Replicate, Shard
+from moe_p2p.weights.layout import FP8, Blocks, Param, Placement, Replicate, Shard, WeightLayout
 
 BF16 = "bfloat16"
 BLOCK = 128
@@ -50,7 +49,7 @@ MODELS = {
 class Weight(NamedTuple):
     """A parameter. split: the dimension that tensor parallelism cuts, None: each rank has it.
 
-    fused: the generator's tensor, and which of its parts this is, 0 from the top. expert: its
+    fused: the engine rank's tensor, and which of its parts this is, 0 from the top. expert: its
     number. groups: most ranks that the dimension is cut among (KV heads); others have the same.
     """
 
@@ -179,7 +178,7 @@ def _range(first: int, size: int, step: int = 1) -> tuple[int, ...]:
     )
 
 
-def generators(model: Model, world: int, *, ep: int = 1, tp: int = 1,
+def engine_ranks(model: Model, world: int, *, ep: int = 1, tp: int = 1,
                fp8: bool = True) -> WeightLayout:  # fmt: skip
     """Experts dealt to `ep` ranks, whole, or cut by `tp` where ep is 1; all else cut by `tp`, and
     the same on all groups of tp (data-parallel attention)."""

@@ -1,4 +1,4 @@
-"""The plan of a weight update: which strided bytes each trainer writes into which generator.
+"""The plan of a weight update: which strided bytes each trainer writes into which engine rank.
 
 `weight_plan` is pure and made once, from both layouts; every rank may make it by itself, read it
 from disk, or get it as bytes. Parameters that are described alike share a template (flows.py), so a
@@ -12,21 +12,23 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
+import os
+import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_p2p import log
 from moe_p2p.engine.strides import Rows
-from moe_p2p.errors import InvalidArgumentError, require, require_type
-from moe_p2p.weights import stored
-from moe_p2p.weights.flows import Flow, Place, Stage, Template, template
-from moe_p2p.weights.layout import Param, WeightLayout, item_bytes
+from moe_p2p.errors import InvalidArgumentError, make, require, require_type
+from moe_p2p.weights.flows import Exchange, Flow, MeshPlace, Stage, Template, template
+from moe_p2p.weights.layout import Param, WeightLayout, item_bytes, tuples
 
-FORMAT = (
-    "weights 1"  # changes with what flows.py makes of layouts: files of another one are not read
-)
+# Changes with what flows.py makes of layouts: files of another one are not read.
+FORMAT = "weights 1"
 
 
 class Write(NamedTuple):
@@ -84,7 +86,7 @@ class Gathered(NamedTuple):
     why: str
 
 
-class Entry(NamedTuple):
+class PlanEntry(NamedTuple):
     """A parameter of a plan. turn: its number."""
 
     name: str
@@ -205,7 +207,7 @@ class WeightPlan:
                     found.update(entry.sources[i].ranks[at] for i, at in flow.sources)
         return sorted(found)
 
-    def _number(self, entry: Entry, flow: Flow, target: int) -> int:
+    def _number(self, entry: PlanEntry, flow: Flow, target: int) -> int:
         """Which of flow.sources serves flow.targets[target]."""
         number = flow.source_of(target, entry.turn)
         if self.lost and _rank(entry, flow.sources[number]) in self.lost:
@@ -229,12 +231,12 @@ class WeightPlan:
             for number, why in entry.template.received
         )
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[PlanEntry]:
         ours, theirs = self.source.by_name, self.target.by_name
         for turn, (name, number) in enumerate(zip(self.names, self.numbers, strict=True)):
-            yield Entry(name, turn, self.templates[number], ours[name], theirs[name])
+            yield PlanEntry(name, turn, self.templates[number], ours[name], theirs[name])
 
-    def _indexed(self) -> Iterator[tuple[Entry, tuple[_ByPlace, _ByPlace]]]:
+    def _indexed(self) -> Iterator[tuple[PlanEntry, tuple[_ByPlace, _ByPlace]]]:
         for entry, number in zip(self.entries(), self.numbers, strict=True):
             yield entry, self._indices[number]
 
@@ -252,7 +254,7 @@ class WeightPlan:
         """The plan with both layouts, to send to other ranks."""
         source, target = self.source.to_bytes(), self.target.to_bytes()
         head = len(source).to_bytes(8, "little") + len(target).to_bytes(8, "little")
-        return head + source + target + stored.pack(self.templates, self.numbers)
+        return head + source + target + _pack(self.templates, self.numbers)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightPlan:
@@ -260,7 +262,7 @@ class WeightPlan:
         ends = (16, 16 + first, 16 + first + second)
         source, target = (data[a:b] for a, b in itertools.pairwise(ends))
         layouts = (WeightLayout.from_bytes(source), WeightLayout.from_bytes(target))
-        return cls(*layouts, *stored.unpack(data[ends[2] :]))
+        return cls(*layouts, *_unpack(data[ends[2] :]))
 
 
 def weight_plan(
@@ -279,10 +281,10 @@ def weight_plan(
     key = hashlib.sha256(f"{FORMAT} {source.digest} {target.digest}".encode()).hexdigest()
     file = Path(cache) / f"{key[:32]}.weights"
     with contextlib.suppress(OSError, InvalidArgumentError):  # missing, or not ours: made anew
-        return WeightPlan(source, target, *stored.unpack(stored.read(file, key)))
+        return WeightPlan(source, target, *_unpack(_read_file(file, key)))
     plan = _plan(source, target)
     try:
-        stored.write(file, key, stored.pack(plan.templates, plan.numbers))
+        _write_file(file, key, _pack(plan.templates, plan.numbers))
     except OSError as error:
         log.warning(f"weight_plan: cache={str(cache)!r} does not keep the plan: {error}")
     return plan
@@ -310,16 +312,11 @@ def _plan(source: WeightLayout, target: WeightLayout) -> WeightPlan:
     return WeightPlan(source, target, tuple(made), tuple(numbers))
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _positions(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return tuple(i for i, each in enumerate(ranks) if each == rank)
+def _places(params: Sequence[Param], rank: int) -> list[MeshPlace]:
+    return [(i, at) for i, each in enumerate(params) for at in each.positions(rank)]
 
 
-def _places(params: Sequence[Param], rank: int) -> list[Place]:
-    return [(i, at) for i, each in enumerate(params) for at in _positions(each.ranks, rank)]
-
-
-_ByPlace = dict[Place, list[tuple[Flow, int]]]
+_ByPlace = dict[MeshPlace, list[tuple[Flow, int]]]
 
 
 def _by_place(each: Template) -> tuple[_ByPlace, _ByPlace]:
@@ -332,7 +329,7 @@ def _by_place(each: Template) -> tuple[_ByPlace, _ByPlace]:
     return sides
 
 
-def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
+def _write(entry: PlanEntry, flow: Flow, source: MeshPlace, target: MeshPlace) -> Write:
     ours, theirs = entry.sources[source[0]], entry.targets[target[0]]
     stage = entry.template.stages[flow.stage] if flow.stage >= 0 else None
     if stage is None:
@@ -358,11 +355,13 @@ def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
     )
 
 
-def _rank(entry: Entry, place: Place) -> int:
+def _rank(entry: PlanEntry, place: MeshPlace) -> int:
     return entry.sources[place[0]].ranks[place[1]]
 
 
-def _held_by(entry: Entry, places: Sequence[Place], lost: frozenset[int]) -> list[Place]:
+def _held_by(
+    entry: PlanEntry, places: Sequence[MeshPlace], lost: frozenset[int]
+) -> list[MeshPlace]:
     """Places of ranks that are there. Raises where there are none."""
     found = [place for place in places if _rank(entry, place) not in lost]
     holders = ", ".join(str(_rank(entry, place)) for place in places)
@@ -373,7 +372,7 @@ def _held_by(entry: Entry, places: Sequence[Place], lost: frozenset[int]) -> lis
     return found
 
 
-def _check_held(plan: WeightPlan, entry: Entry) -> None:
+def _check_held(plan: WeightPlan, entry: PlanEntry) -> None:
     for flow in entry.template.flows:
         _held_by(entry, flow.sources, plan.lost)
     for each in entry.template.exchanges:
@@ -381,7 +380,7 @@ def _check_held(plan: WeightPlan, entry: Entry) -> None:
             _held_by(entry, party, plan.lost)
 
 
-def _maxima(entry: Entry, places: set[Place], lost: frozenset[int]) -> Iterator[Maxima]:
+def _maxima(entry: PlanEntry, places: set[MeshPlace], lost: frozenset[int]) -> Iterator[Maxima]:
     """Places of the same number exchange; a shard with fewer of them takes part several times."""
     for each in entry.template.exchanges:
         parties = each.parties
@@ -393,3 +392,57 @@ def _maxima(entry: Entry, places: set[Place], lost: frozenset[int]) -> Iterator[
                 ranks = tuple(entry.sources[i].ranks[at] for i, at in group)
                 stage = entry.template.stages[each.stage]
                 yield Maxima(entry.name, stage.tensor(entry.name), each.blocks, ranks)
+
+
+# --- as bytes, and on disk ---
+
+_SUM_BYTES = 32
+_Stored = tuple[tuple[Template, ...], tuple[int, ...]]
+
+
+def _pack(templates: tuple[Template, ...], numbers: tuple[int, ...]) -> bytes:
+    text = json.dumps([templates, numbers], separators=(",", ":"))
+    return zlib.compress(text.encode(), 1)
+
+
+def _unpack(data: bytes) -> _Stored:
+    try:
+        templates, numbers = json.loads(zlib.decompress(data))
+        return tuple(_template(*each) for each in templates), tuple(numbers)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise make(InvalidArgumentError, f"these bytes are no weight plan: {error}") from error
+
+
+def _template(flows: Any, stages: Any, exchanges: Any, received: Any) -> Template:
+    return Template(
+        tuple(_flow(*each) for each in flows),
+        tuple(Stage(*tuples(each)) for each in stages),
+        tuple(Exchange(*tuples(each)) for each in exchanges),
+        tuples(received),
+    )
+
+
+def _flow(sources: Any, targets: Any, part: Any, stage: int, scales: bool, rows: Any) -> Flow:
+    return Flow(tuples(sources), tuples(targets), tuples(part), stage, scales, Rows(*tuples(rows)))
+
+
+def _read_file(file: Path, key: str) -> bytes:
+    """Returns what was written for that key. Raises OSError, or InvalidArgumentError where the file
+    holds anything else."""
+    whole = file.read_bytes()
+    data = whole[_SUM_BYTES:]
+    require(whole[:_SUM_BYTES] == _sum(key, data), f"{file} is not the plan of {key}")
+    return data
+
+
+def _write_file(file: Path, key: str, data: bytes) -> None:
+    """Others see the old file or the whole new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(number, "wb") as out:
+        out.write(_sum(key, data) + data)
+    os.replace(name, file)
+
+
+def _sum(key: str, data: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + data).digest()

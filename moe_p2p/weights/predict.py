@@ -1,4 +1,5 @@
-"""How long an update takes, from what each rank sends and public rates; nothing here is fitted.
+"""What each rank sends, gets and converts in an update, and how long that takes by public rates;
+nothing here is fitted.
 
 A stage takes n * (time of one) + bytes / rate, on the rank that has most of it. Stages of an update
 run side by side, layer by layer: the longest one counts, and of the others one layer's share.
@@ -7,15 +8,107 @@ Maxima are exchanged before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from moe_p2p.weights.boxes import length, parameter_axes
+from moe_p2p.weights.flows import MeshPlace
+from moe_p2p.weights.layout import item_bytes
 from moe_p2p.weights.models import Model, weights
-from moe_p2p.weights.totals import Totals
+from moe_p2p.weights.plan import PlanEntry, WeightPlan
 
-EAGER_BYTES = (
-    31  # of device memory for an element: per_block_cast_to_fp8 of DeepGEMM in eager torch
-)
+
+@dataclass
+class Totals:
+    """Per rank: bytes and writes out, bytes in; bytes of copies, of their sources, of maxima that
+    a rank sends to one other, and exchanges."""
+
+    source_bytes: list[int]
+    source_writes: list[int]
+    target_bytes: list[int]
+    copied_bytes: list[int]  # of copies, with scales
+    read_bytes: list[int]  # of what they are made from
+    maxima_bytes: list[int]
+    peers: list[set[int]] = field(default_factory=list)  # with which maxima are exchanged
+
+
+def totals(plan: WeightPlan) -> Totals:
+    """Sums of all ranks. Parameters on the same ranks with the same template are added at once."""
+    world = plan.source.world_size
+    found = Totals(
+        *([0] * world, [0] * world, [0] * plan.target.world_size, [0] * world, [0] * world,
+          [0] * world),
+        peers=[set() for _ in range(world)],
+    )  # fmt: skip
+    kinds: Counter[tuple[int, ...]] = Counter()
+    examples: dict[tuple[int, ...], PlanEntry] = {}
+    for entry, number in zip(plan.entries(), plan.numbers, strict=True):
+        ranks = (id(each.ranks) for each in (*entry.sources, *entry.targets))
+        key: tuple[int, ...] = (number, entry.turn % entry.template.cycle, *ranks)
+        kinds[key] += 1
+        examples.setdefault(key, entry)
+    known: dict[object, _Sums] = {}
+    for key, times in kinds.items():
+        if key[:2] not in known:
+            known[key[:2]] = _sums(examples[key])
+        _add(found, examples[key], known[key[:2]], times)
+    return found
+
+
+class _Sums(NamedTuple):
+    """Of a template, by place: what `Totals` has by rank."""
+
+    out: dict[MeshPlace, list[int]]  # bytes, writes
+    into: Counter[MeshPlace]
+    copied: dict[MeshPlace, tuple[int, int]]  # bytes of copies, of their sources
+    maxima: dict[MeshPlace, tuple[int, set[MeshPlace]]]  # bytes, with whom
+
+
+def _sums(entry: PlanEntry) -> _Sums:
+    found = _Sums({}, Counter(), {}, {})
+    for flow in entry.template.flows:
+        for number, place in enumerate(flow.targets):
+            sent = found.out.setdefault(flow.sources[flow.source_of(number, entry.turn)], [0, 0])
+            sent[0] += flow.nbytes
+            sent[1] += 1
+            found.into[place] += flow.nbytes
+    stages = entry.template.stages
+    each_copied = sum(item_bytes(stage.dtype) for stage in stages)
+    passes = sum(2 if stage.blocks else 1 for stage in stages)  # fp8 is read for its maxima, too
+    for i, param in enumerate(entry.sources if stages else ()):
+        for at in range(len(param.ranks)):
+            count = math.prod(length(axis) for axis in parameter_axes(param, at))
+            read = count * item_bytes(param.dtype) * passes
+            found.copied[i, at] = (count * each_copied, read)
+    for each in entry.template.exchanges:
+        nbytes = 4 * math.prod(size for _, size in each.blocks)
+        for k in range(max(len(party) for party in each.parties)):
+            group = {party[k % len(party)] for party in each.parties}
+            for place in group:
+                before, peers = found.maxima.get(place, (0, set()))
+                found.maxima[place] = (before + nbytes, peers | group)
+    return found
+
+
+def _add(found: Totals, entry: PlanEntry, sums: _Sums, times: int) -> None:
+    ours = [each.ranks for each in entry.sources]
+    for (i, at), (nbytes, writes) in sums.out.items():
+        found.source_bytes[ours[i][at]] += nbytes * times
+        found.source_writes[ours[i][at]] += writes * times
+    for (i, at), nbytes in sums.into.items():
+        found.target_bytes[entry.targets[i].ranks[at]] += nbytes * times
+    for (i, at), (copied, read) in sums.copied.items():
+        found.copied_bytes[ours[i][at]] += copied * times
+        found.read_bytes[ours[i][at]] += read * times
+    for (i, at), (nbytes, peers) in sums.maxima.items():
+        found.maxima_bytes[ours[i][at]] += nbytes * times
+        found.peers[ours[i][at]].update(ours[j][to] for j, to in peers)
+
+
+# Of device memory for an element: per_block_cast_to_fp8 of DeepGEMM in eager torch.
+EAGER_BYTES = 31
 EAGER_KERNELS = 9  # of it: zeros, copy, abs, float, amax, clamp, divide, multiply, cast
 
 
@@ -39,14 +132,14 @@ class Rates:
     host: float = 55e9
 
 
-class Stage(NamedTuple):
+class StageTime(NamedTuple):
     name: str
     seconds: float
     how: str
 
 
 class Prediction(NamedTuple):
-    stages: tuple[Stage, ...]
+    stages: tuple[StageTime, ...]
     seconds: float
 
 
@@ -65,10 +158,10 @@ def predict(totals: Totals, layers: int, rates: Rates) -> Prediction:
     out, into = max(totals.source_bytes), max(totals.target_bytes)
     side = "in, at a generator" if into >= out else "out, at a trainer"
     stages = (
-        Stage("convert", convert, f"{launches} kernels, {moved / 1e9:.2f} GB of device memory"),
-        Stage("block maxima", exchange, f"{messages} messages, {sent / 1e6:.1f} MB"),
-        Stage("submit", submit, f"{calls} calls, {writes:,} writes"),
-        Stage("wire", max(out, into) / wire_rate, f"{max(out, into) / 1e9:.2f} GB {side}"),
+        StageTime("convert", convert, f"{launches} kernels, {moved / 1e9:.2f} GB of device memory"),
+        StageTime("block maxima", exchange, f"{messages} messages, {sent / 1e6:.1f} MB"),
+        StageTime("submit", submit, f"{calls} calls, {writes:,} writes"),
+        StageTime("wire", max(out, into) / wire_rate, f"{max(out, into) / 1e9:.2f} GB {side}"),
     )
     together = [stage.seconds for stage in stages if stage.name != "block maxima"]
     longest = max(together)
@@ -82,7 +175,7 @@ class Published(NamedTuple):
     how: str
 
 
-def paper(model: Model, trainers: int, generators: int, rates: Rates) -> tuple[Published, ...]:
+def paper(model: Model, trainers: int, engine_ranks: int, rates: Rates) -> tuple[Published, ...]:
     """fabric-lib's own procedure for Kimi-K2: bf16 shards on hosts, experts dealt to the 8 GPUs of
     a node and sharded over nodes, other parameters sharded over all; parameters gathered, each
     converted by eager torch where it is sent from, and one write per parameter, scale and target.
@@ -96,7 +189,7 @@ def paper(model: Model, trainers: int, generators: int, rates: Rates) -> tuple[P
             size *= n
         elements += size
         local += 1 / 8 if each.expert is not None else 1
-        times = 1 if each.expert is not None else generators
+        times = 1 if each.expert is not None else engine_ranks
         sends += times * (2 if each.quantized else 1)
         if each.quantized:
             quantized += times * size

@@ -1,8 +1,8 @@
-"""A trainer's writes: to which memory of which generator, in as few requests as can be.
+"""A trainer's writes: to which memory of which engine rank, in as few requests as can be.
 
-Used by outbox.py. A replica is a set of generators with one layout: the generators of the set-up,
-or an inference engine that joined. Writes go from the trainer's own tensors or from copies in its
-ring.
+Used by trainer_buffers.py. A replica is a set of engine ranks with one layout: the engine ranks of
+the set-up, or an inference engine that joined. Writes go from the trainer's own tensors or from
+copies in its ring.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     copy: the first one that it is written from. rows: without offsets.
     """
 
-    generator: str
+    engine_rank: str
     copy: int
     memory: Memory
     region: Region
@@ -104,7 +104,7 @@ class Replica:
 
 
 class _Target(NamedTuple):
-    """What a generator lends: regions that this trainer may write."""
+    """What an engine rank lends: regions that this trainer may write."""
 
     generation: str
     peer: Peer
@@ -117,11 +117,11 @@ _UnderWay = deque[tuple[Group, Request]]
 # Between two looks whether the wait has a point. Too small: many trainers keep the store's thread
 # busy.
 _LOOK_S = 0.1
-# Writes that were posted end within it, unless their generator has been stopped.
+# Writes that were posted end within it, unless their engine rank has been stopped.
 _ANSWER_S = 1.0
 
 
-class Sender:
+class RegionWriter:
     """places: of each source tensor, its memory and its first byte there."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
@@ -131,13 +131,14 @@ class Sender:
         self._direct: _UnderWay = deque()
         self._staged: _UnderWay = deque()  # by copy
 
-    def generation(self, generator: str) -> str:
-        found = self._targets.get(generator)
+    def generation(self, engine_rank: str) -> str:
+        found = self._targets.get(engine_rank)
         return found.generation if found else ""
 
-    def connect(self, generator: str, lent: Mapping[str, Any]) -> None:
-        """Called at first, and again after an update that failed: generators then lend new keys."""
-        self.forget(generator)
+    def connect(self, engine_rank: str, lent: Mapping[str, Any]) -> None:
+        """Called at first, and again after an update that failed: engine ranks then lend new
+        keys."""
+        self.forget(engine_rank)
         peer = self._engine.connect(bytes.fromhex(lent["address"]), priority=PRIORITY)
         resolved = [
             self._engine.resolve(bytes.fromhex(each), peer, priority=PRIORITY)
@@ -147,34 +148,34 @@ class Sender:
             tensor: (resolved[number], offset)
             for tensor, (number, offset) in (lent["tensors"].items() if resolved else ())
         }
-        self._targets[generator] = _Target(lent["generation"], peer, regions)
+        self._targets[engine_rank] = _Target(lent["generation"], peer, regions)
 
-    def forget(self, generator: str) -> None:
-        if generator in self._targets:
+    def forget(self, engine_rank: str) -> None:
+        if engine_rank in self._targets:
             with suppress(RuntimeError):  # it may be gone with what failed
-                self._targets.pop(generator).peer.disconnect()
+                self._targets.pop(engine_rank).peer.disconnect()
 
     def grouped(self, chosen: Iterable[tuple[str, Prepared]]) -> Batch:
         """Returns requests for writes that may be made together, in the order of their copies."""
         found: dict[object, list[tuple[str, Prepared]]] = {}
-        for generator, each in chosen:
-            region, _ = self._targets[generator].regions[each.write.target_tensor]
+        for engine_rank, each in chosen:
+            region, _ = self._targets[engine_rank].regions[each.write.target_tensor]
             memory, _ = self.places[each.write.source_tensor]
-            key = (generator, region.number, memory.number, each.write.rows[:4])
-            found.setdefault(key, []).append((generator, each))
+            key = (engine_rank, region.number, memory.number, each.write.rows[:4])
+            found.setdefault(key, []).append((engine_rank, each))
         groups = (self._group(each) for each in found.values())
         return Batch.of(sorted(groups, key=lambda each: each.copy))
 
     def _group(self, chosen: list[tuple[str, Prepared]]) -> Group:
-        generator, first = chosen[0]
+        engine_rank, first = chosen[0]
         pages: list[tuple[int, int]] = []
         for _, each in chosen:
-            region, there = self._targets[generator].regions[each.write.target_tensor]
+            region, there = self._targets[engine_rank].regions[each.write.target_tensor]
             memory, here = self.places[each.write.source_tensor]
             pages += [(here + a, there + b) for a, b in each.write.rows.offsets]
         table = torch.tensor(pages, dtype=torch.int64, device="cpu").t().contiguous()
         return Group(
-            generator=generator,
+            engine_rank=engine_rank,
             copy=min(each.copy for _, each in chosen),
             memory=memory,
             region=region,
@@ -203,7 +204,7 @@ class Sender:
         return self._staged[0][0].copy if self._staged else None
 
     def cancel(self, others: Iterable[Request], timeout_s: float) -> None:
-        """Ends what is under way, so that the tensors may be changed; where a generator does not
+        """Ends what is under way, so that the tensors may be changed; where an engine rank does not
         answer, which may be stopped, by disconnecting from it."""
         under_way = [*self._direct, *self._staged]
         requests = [*(request for _, request in under_way), *others]
@@ -215,7 +216,7 @@ class Sender:
         for group, request in under_way:
             with suppress(RuntimeError):
                 if not request.done():
-                    self.forget(group.generator)
+                    self.forget(group.engine_rank)
         _end(requests, deadline)
         self._direct.clear()
         self._staged.clear()
@@ -253,7 +254,7 @@ def _await(queue: _UnderWay, deadline: Deadline, stop: Stop) -> None:
             if not deadline.left:
                 over = f"{deadline.timeout_s:g} s are over: {error}"
                 raise _unwritten(group, make(TimeoutError, over)) from error
-            stop([group.generator])
+            stop([group.engine_rank])
         except MoeP2pError as error:
             raise _unwritten(group, error) from error
         else:
@@ -264,14 +265,14 @@ def _await(queue: _UnderWay, deadline: Deadline, stop: Stop) -> None:
 def _unwritten(group: Group, error: MoeP2pError) -> UnwrittenError:
     names = list(dict.fromkeys(write.name for write in group.writes))
     what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    return UnwrittenError(group.generator, what, error)
+    return UnwrittenError(group.engine_rank, what, error)
 
 
 def sums(
     groups: Iterable[Group], tensors: Mapping[str, Tensor], found: dict[str, dict[str, int]]
 ) -> None:
-    """Adds 64-bit sums of what is written to `found`, by generator and its tensor."""
+    """Adds 64-bit sums of what is written to `found`, by engine rank and its tensor."""
     for group in groups:
-        into = found.setdefault(group.generator, {})
+        into = found.setdefault(group.engine_rank, {})
         for name, one in attempt.sums(group.writes, tensors, 0).items():
             into[name] = checksum.add(into.get(name, 0), one)

@@ -1,24 +1,26 @@
-"""The trainers' end of weight updates: converts, writes straight into generators, and commits.
+"""The trainers' end of weight updates: converts, writes straight into engine ranks, and commits.
 
-    trainer = WeightTrainer(engine, store, layout, rank, tensors)      once, with all generators
+    trainer = WeightTrainer(engine, store, layout, rank, tensors)      once, with all engine ranks
     trainer.update(version)                                            on all trainers, each time
 
-`update` returns when every generator of the fleet has all bytes of the version and the fleet has
-decided for it; else it raises, by name, and no generator goes to it. The lowest trainer that is
+`update` returns when every engine rank of the fleet has all bytes of the version and the fleet has
+decided for it; else it raises, by name, and no engine rank goes to it. The lowest trainer that is
 there leads: it says who takes part, and decides. Trainers that restart are a new job beside the
-generators that run. docs/weights.md explains it.
+engine ranks that run. docs/weights.md explains it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
@@ -30,27 +32,18 @@ from moe_p2p.errors import (
     make,
     require,
 )
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
-from moe_p2p.weights import attempt, given, job
+from moe_p2p.weights import attempt, checks, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
-from moe_p2p.weights.checks import (
-    alone,
-    check_rank,
-    check_seconds,
-    check_store,
-    check_tensors,
-    check_update,
-)
 from moe_p2p.weights.layout import WeightLayout
-from moe_p2p.weights.outbox import Outbox
 from moe_p2p.weights.plan import weight_plan
 from moe_p2p.weights.sending import UnwrittenError
+from moe_p2p.weights.trainer_buffers import GRACE, TrainerBuffers
 
-_GRACE = 0.25  # part of the timeout, added where the awaited ranks may wait for others themselves
 _Update = dict[str, Any]
 
 
@@ -61,7 +54,7 @@ class _BehindError(AbortedError):
 class WeightTrainer:
     """One trainer rank.
 
-    engine: of this rank. store: a torch store that all trainers and generators reach.
+    engine: of this rank. store: a torch store that all trainers and engine ranks reach.
     layout: of all trainers. tensors: this rank's, by the layout's names; registered here, once.
     name: of the fleet. timeout_s: of the set-up, which waits for all ranks, and of each attempt.
     lease_s: a rank that does not renew its lease so long is lost.
@@ -74,7 +67,7 @@ class WeightTrainer:
     def __init__(
         self,
         engine: Engine,
-        store: Any,
+        store: Store,
         layout: WeightLayout,
         rank: int,
         tensors: Mapping[str, Tensor],
@@ -86,28 +79,29 @@ class WeightTrainer:
         device: torch.device | str | None = None,
     ) -> None:
         who = f"trainer {rank}"
-        check_store(who, store)
-        self._board = Board(store, job.prefix_of(name))
-        set_up = job.SetUp(self._board, who)
-        with set_up.heard(self._board.client.close):
+        checks.check_store(who, store)
+        self._words = StoreKeys(store, job.prefix_of(name))
+        set_up = job.SetUp(self._words, who)
+        with set_up.heard(self._words.client.close):
             seconds = {"timeout_s": timeout_s, "lease_s": lease_s}
-            check_rank(who, engine, layout, rank, tensors, seconds)
-            self._tensors = given.of_trainer(rank, layout, tensors)
-            self._given = {name: given.plain(each) for name, each in tensors.items()}  # as updates
+            checks.check_rank(who, engine, layout, rank, tensors, seconds)
+            self._tensors = checks.of_trainer(rank, layout, tensors)
+            self._given = {name: checks.plain(each) for name, each in tensors.items()}  # as updates
             self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
             self.version: int | None = None  # what the fleet is at
             self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
             deadline = Deadline(timeout_s)
             if rank == 0:
-                job.open_job(self._board, layout)
-        self._member = Member(self._board, who, {}, lease_s)
+                job.open_job(self._words, layout)
+        self._member = Member(self._words, who, {}, lease_s)
         with set_up.heard(self._leave):
-            among = (self._board, self._member, set_up)
-            self._job = set_up.job = job.meet(*among, rank, layout, engine.num_nics, deadline)
-            self.plan = weight_plan(layout, job.generators_layout(*among, self._job, deadline))
+            among = (self._words, self._member, set_up)
+            met = job.meet(*among, rank, layout, engine.num_nics, deadline)
+            self._job = set_up.met(met)
+            self.plan = weight_plan(layout, job.engine_ranks_layout(*among, self._job, deadline))
             first = next(iter(self._tensors.values()), None)
             where = device or (first.device if first is not None else "cpu")
-            self._outbox = Outbox(
+            self._buffers = TrainerBuffers(
                 engine, rank, self.plan, self._tensors, torch.device(where), watermark
             )
         self._attempt = self._changes = self._returns = 0
@@ -121,9 +115,6 @@ class WeightTrainer:
         self._members: dict[str, Record] | None = None  # the leader's; None: look
         self._updated: Collection[str] = ()  # members of the last update
         self._lost: frozenset[int] = frozenset()
-        self._sums: dict[str, int] = {}  # of this rank's tensors at `version`; {}: not known
-        self._new_sums: dict[str, int] = {}  # of what the attempt sends
-        self._full = False  # a generator cannot take a part
         # Of the exchange of maxima: the attempt that it began with, which is its era; what it is
         # for; the last attempt that succeeded; and words about this trainer's inbox.
         self._era, self._succeeded = -1, 0
@@ -135,15 +126,15 @@ class WeightTrainer:
             self._meet(set_up, deadline)
 
     def _meet(self, set_up: job.SetUp, deadline: Deadline) -> None:
-        founders = {attempt.generator_name("", i): i for i in range(self.plan.target.world_size)}
+        founders = {attempt.engine_rank_name("", i): i for i in range(self.plan.target.world_size)}
         among = (self._member, set_up, self._job, list(founders))
-        there = job.await_founders(self._board, *among, deadline)
+        there = job.await_founders(self._words, *among, deadline)
         for name, who in there.items():
-            if founders[name] in self._outbox.targets(""):
-                lent = self._board.get(self._job.key(f"lends/{who}"))
+            if founders[name] in self._buffers.targets(""):
+                lent = self._words.get(self._job.key(f"lends/{who}"))
                 try:
                     if lent is not None:
-                        self._outbox.sender.connect(who, lent)
+                        self._buffers.writer.connect(who, lent)
                 except MoeP2pError:
                     if who in self._member.members():
                         raise
@@ -155,7 +146,7 @@ class WeightTrainer:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]
 
     def _shared(self, digests: Iterable[str]) -> tuple[list[int], list[str]]:
-        """What an exchange of maxima is for: who is lost, and the layouts of generators."""
+        """What an exchange of maxima is for: who is lost, and the layouts of engine ranks."""
         return sorted(self._lost), sorted(set(digests))
 
     def _meet_for_maxima(
@@ -164,7 +155,7 @@ class WeightTrainer:
         """Trainers that share blocks write into each other's inboxes."""
         if era == self._era:
             return
-        exchange = self._outbox.exchange(self._era_of[1])
+        exchange = self._buffers.exchange(self._era_of[1])
 
         def key(rank: int) -> str:
             return self._job.key(f"maxima of {rank} {era}")
@@ -172,14 +163,14 @@ class WeightTrainer:
         before = list(self._said)
         if exchange.peers:
             self._said.append(key(self.rank))
-            self._board.put(key(self.rank), exchange.address())
+            self._words.put(key(self.rank), exchange.address())
         keys = {key(i): f"trainer {i}" for i in exchange.peers}
-        found = self._board.wait(keys, deadline, meanwhile)
+        found = self._words.wait(keys, deadline, meanwhile)
         for i in exchange.peers:
             exchange.connect(i, found[key(i)])
         self._era = era
         for each in before:  # who is in this era reads no word of earlier ones
-            self._board.drop(each)
+            self._words.drop(each)
             self._said.remove(each)
 
     # --- updates ---
@@ -195,43 +186,44 @@ class WeightTrainer:
         changed: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Brings every generator to `version`. All trainers call it, with the same arguments.
+        """Brings every engine rank to `version`. All trainers call it, with the same arguments.
 
         tensors: new values, copied into the registered ones; None: these are as they should be.
         They must be left alone until it returns. verify: 64-bit checksums of all that is written.
-        only: names of parameters; others are as in the version before, which every generator must
-        have. changed: those in tensors whose checksums differ from the update before, which had
-        `changed` too; where that cannot be known, or a generator has another version, all.
+        only: names of parameters; others are as in the version before, which every engine rank must
+        have. changed: for one release; all are sent, as without it.
 
         Raises AbortedError, with the name of the rank where it failed, and TimeoutError with the
-        ranks that are missing. No generator goes to the version then; it may be called again.
-        Generators that are lost are left out; for a lost trainer others send, if they hold what it
-        held: each begins anew, with its own timeout.
+        ranks that are missing. No engine rank goes to the version then; it may be called again.
+        Engine ranks that are lost are left out; for a lost trainer others send, if they hold what
+        it held: each begins anew, with its own timeout.
         """
-        check_update(version, only, changed, self.plan.names)
-        wish = {"version": version, "verify": verify, "changed": changed,
+        if changed:
+            text = "update(changed=True) sends all parameters now: say which ones, only=[...]"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+        checks.check_update(version, only, changed, self.plan.names)
+        wish = {"version": version, "verify": verify,
                 "only": None if only is None else sorted(only), "newcomers": False}  # fmt: skip
         self._update(wish, tensors, timeout_s)
 
     @unaffected
     def admit(self, *, timeout_s: float | None = None) -> None:
-        """Brings generators that joined, and found no peer to read from, to the fleet's version.
+        """Brings engine ranks that joined, and found no peer to read from, to the fleet's version.
 
         All trainers call it, while their tensors hold the values of the last update.
         """
         require(self.version is not None, "admit: there was no update yet")
-        wish = {"version": self.version, "verify": False, "changed": False, "only": None,
-                "newcomers": True}  # fmt: skip
+        wish = {"version": self.version, "verify": False, "only": None, "newcomers": True}
         self._update(wish, None, timeout_s)
 
     @unaffected
     def abort(self, why: str) -> None:
         """In place of this rank's next `update`, which fails on every rank, with this reason."""
-        with alone(self._under_way, f"trainer {self.rank}: abort"):
+        with checks.alone(self._under_way, f"trainer {self.rank}: abort"):
             self._attempt += 1
             self.attempts_failed += 1
             self._forget()
-            with self._board.within(Deadline(self.timeout_s)):
+            with self._words.within(Deadline(self.timeout_s)):
                 self._decide_against(self._keys, self._refusal(why))
 
     @property
@@ -245,26 +237,26 @@ class WeightTrainer:
         if not self._member.close.alive:
             raise make(ClosedError, f"trainer {self.rank} is closed")
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        check_seconds("update: timeout_s", timeout_s)
-        check_tensors("update: tensors", tensors or {})
-        with alone(self._under_way, f"trainer {self.rank}: update"):
+        checks.check_seconds("update: timeout_s", timeout_s)
+        checks.check_tensors("update: tensors", tensors or {})
+        with checks.alone(self._under_way, f"trainer {self.rank}: update"):
             while not self._begin(wish, tensors, timeout_s):
                 tensors = None  # they have been taken
 
     def _begin(self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float) -> bool:
-        """One attempt. False: begin again, without a rank that is lost, or with all parameters."""
+        """One attempt. False: begin again, without a rank that is lost."""
         deadline = Deadline(timeout_s)
-        with self._board.within(deadline):
+        with self._words.within(deadline):
             self._attempt = self._next(wish)
             return self._try(wish, tensors, deadline)
 
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, deadline: Deadline) -> bool:
         keys = self._keys
-        self.stages, self._began, self._new_sums = {}, time.monotonic(), {}
+        self.stages, self._began = {}, time.monotonic()
         self._decided_on = wish["version"]
         taken, update = False, dict[str, Any]()
         try:
-            given.take(tensors or {}, self._given)
+            checks.take(tensors or {}, self._given)
             taken = True
             update = self._agree(keys, wish, deadline)
             try:
@@ -286,7 +278,7 @@ class WeightTrainer:
                     raise
                 decision = self._decide_against(keys, mine)
             finally:  # also where the store is gone
-                self._outbox.cancel(max(deadline.left, 1.0))
+                self._buffers.cancel(max(deadline.left, 1.0))
             if not isinstance(error, Exception):
                 raise
             if decision != COMMIT:
@@ -301,13 +293,12 @@ class WeightTrainer:
         self.version, self._succeeded = wish["version"], keys.attempt
         self._stamp, self._updated = update["stamp"], {*self._updated, *update["members"]}
         if not wish["newcomers"]:
-            self._sums, self._full = self._new_sums, False
             self._updated = update["members"].keys()
         return True
 
     def _decide_against(self, keys: Keys, why: _Update) -> Any:
         self._undecided = keys
-        found = self._board.decide(keys.decision, why)
+        found = self._words.decide(keys.decision, why)
         self._undecided = None
         return found
 
@@ -321,14 +312,14 @@ class WeightTrainer:
         mine = found = self._attempt + 1
         if now["attempt"] > mine:
             found = now["attempt"]
-            update = self._board.get(Keys(self._job.number, found).update) or {"lost": ()}
+            update = self._words.get(Keys(self._job.number, found).update) or {"lost": ()}
             if self.rank in update["lost"]:
                 text = f"trainer {self.rank} was taken for lost, and others went on without it"
                 raise make(AbortedError, text)
-            found += self._board.get(Keys(self._job.number, found).decision) is not None
+            found += self._words.get(Keys(self._job.number, found).decision) is not None
         late, self._late = self._late, None
-        while (decided := self._board.get(Keys(self._job.number, found).decision)) is not None:
-            update = self._board.get(Keys(self._job.number, found).update) or decided
+        while (decided := self._words.get(Keys(self._job.number, found).decision)) is not None:
+            update = self._words.get(Keys(self._job.number, found).update) or decided
             version = None if decided == COMMIT else update.get("version")
             if version is None or (version == wish["version"] != late):
                 self._late = version
@@ -341,11 +332,11 @@ class WeightTrainer:
 
     def _now(self) -> _Update:
         """The word that says which job counts. Raises where it is another one than this rank's."""
-        now = job.counting(self._board, self._job.number, f"trainer {self.rank}")
+        now = job.counting(self._words, self._job.number, f"trainer {self.rank}")
         if now is None:  # a store that was lost, and is served anew
             now = {"job": self._job.number, "attempt": self._attempt, "source": self._job.source,
                    "letter": letter()}  # fmt: skip
-            self._board.swap(job.NOW, None, now)
+            self._words.swap(job.NOW, None, now)
         return now
 
     def _refusal(self, why: str, **how: Any) -> dict[str, Any]:
@@ -354,11 +345,11 @@ class WeightTrainer:
     def _forget(self) -> None:
         """What this rank put for the attempt before the last one is read by nobody any more."""
         before = self._keys.before
-        for key in (before.changed(self.rank), before.requests(self.rank), before.sent(self.rank)):
-            self._board.drop(key)
+        for key in (before.requests(self.rank), before.sent(self.rank)):
+            self._words.drop(key)
         if self.rank == self._there()[0]:
-            self._board.drop(before.update)
-            self._board.drop(before.decision)
+            self._words.drop(before.update)
+            self._words.drop(before.decision)
 
     def _reached(self, stage: str) -> None:
         self.stages[stage] = time.monotonic() - self._began
@@ -368,14 +359,12 @@ class WeightTrainer:
     def _agree(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
         """The leader says what the attempt is; others find that they mean the same."""
         self._forget()
-        if wish["changed"]:
-            self._board.put(keys.changed(self.rank), self._changed())
         leader = self._there()[0]
         if self.rank == leader:
             now = self._now()
-            if not self._board.swap(job.NOW, now, {**now, "attempt": keys.attempt}):
+            if not self._words.swap(job.NOW, now, {**now, "attempt": keys.attempt}):
                 self._now()
-            update = self._board.decide(keys.update, self._proposal(keys, wish, deadline))
+            update = self._words.decide(keys.update, self._proposal(keys, wish, deadline))
         else:
             wanted = {keys.update: f"trainer {leader}"}
             update = self._wait(keys, wanted, deadline)[keys.update]
@@ -398,24 +387,16 @@ class WeightTrainer:
     def _proposal(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
         members = self._look()
         _check_alike(members)
-        runs = {who: self._board.get(f"runs/{who}") for who in members}
+        runs = {who: self._words.get(f"runs/{who}") for who in members}
         # A member of the last update is at it before it looks at another one.
         others = [who for who in members
                   if who not in self._updated and (runs[who] or [0])[0] != self._stamp]  # fmt: skip
         if wish["newcomers"]:
             members = {who: members[who] for who in others}
         only = wish["only"]
-        if wish["changed"]:
-            keys_of = {keys.changed(i): f"trainer {i}" for i in self._there()}
-            found = [each["names"] for each in self._wait(keys, keys_of, deadline).values()]
-            only = None if None in found else sorted({name for each in found for name in each})
         others = others if self._stamp else list(members)
         if only is not None and others:
-            if not wish["changed"]:
-                raise make(
-                    ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version)
-                )
-            only = None
+            raise make(ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version))
         # After a success all trainers have met in its era; after a failure some may not have.
         shares = self._shared(each["digest"] for each in members.values())
         goes_on = shares == self._era_of and self._succeeded == keys.attempt - 1
@@ -427,10 +408,10 @@ class WeightTrainer:
                             for who, each in members.items()}}  # fmt: skip
 
     def _look(self) -> dict[str, Record]:
-        """Generators that take part: they have leases, and so has all of their engine."""
-        changes = self._board.count("changes")
-        if (changes, self._board.client.returns) != (self._changes, self._returns):
-            self._members, self._returns = None, self._board.client.returns
+        """Engine ranks that take part: they have leases, and so has all of their engine."""
+        changes = self._words.count("changes")
+        if (changes, self._words.client.returns) != (self._changes, self._returns):
+            self._members, self._returns = None, self._words.client.returns
         if self._members is None:
             found = {who: each for who, each in self._member.members().items()
                      if who.startswith("generator")}  # fmt: skip
@@ -442,14 +423,6 @@ class WeightTrainer:
             self._changes = changes
         return self._members
 
-    def _changed(self) -> dict[str, Any]:
-        """names: parameters whose tensors changed on this rank; None: not known."""
-        self._new_sums, before = self._outbox.checksums(), self._sums
-        if not before or self._full:
-            return {"names": None}
-        tensors = {name for name, each in self._new_sums.items() if before[name] != each}
-        return {"names": self._outbox.parameters_in(tensors)}
-
     # --- bytes ---
 
     def _send(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
@@ -457,43 +430,43 @@ class WeightTrainer:
         if members:
             self._learn(keys, update, deadline)
         names = None if update["only"] is None else set(update["only"])
-        sending = self._outbox.sending(members, names)
-        with self._outbox.bounded(lambda missing: self._stop(keys, missing), deadline):
+        sending = self._buffers.sending(members, names)
+        with self._buffers.bounded(lambda missing: self._stop(keys, missing), deadline):
             if members:
-                self._outbox.merge_maxima(keys.attempt, names)
+                self._buffers.merge_maxima(keys.attempt, names)
             self._reached("maxima")
             wanted = {keys.ready(who): who for who in members}
             found = self._wait(keys, wanted, deadline)
-            for generator in sending:
-                generation = found[keys.ready(generator)]
-                if generation != self._outbox.sender.generation(generator):
-                    self._connect(keys, generator, generation)
+            for engine_rank in sending:
+                generation = found[keys.ready(engine_rank)]
+                if generation != self._buffers.writer.generation(engine_rank):
+                    self._connect(keys, engine_rank, generation)
             self._reached("ready")
-            groups = self._outbox.groups(sending, names)
-            counts = Counter(group.generator for _, each in groups for group in each.groups)
-            self._board.put(keys.requests(self.rank), counts)
+            groups = self._buffers.groups(sending, names)
+            counts = Counter(group.engine_rank for _, each in groups for group in each.groups)
+            self._words.put(keys.requests(self.rank), counts)
             imm = attempt.immediate(keys)
-            sums = self._outbox.send(groups, imm, update["verify"], self._reached)
-        self._board.put(keys.sent(self.rank), sums)
+            sums = self._buffers.send(groups, imm, update["verify"], self._reached)
+        self._words.put(keys.sent(self.rank), sums)
         self._reached("sent")
 
-    def _connect(self, keys: Keys, generator: str, generation: str) -> None:
+    def _connect(self, keys: Keys, engine_rank: str, generation: str) -> None:
         """generation: of what it lends for this attempt; it lends anew after one that failed."""
-        lent = self._board.get(self._job.key(f"lends/{generator}"))
+        lent = self._words.get(self._job.key(f"lends/{engine_rank}"))
         if lent is None or lent["generation"] != generation:
             self._stop(keys, [])
-            text = f"{name_of(generator)} has begun anew: it lends {generation} no more"
+            text = f"{name_of(engine_rank)} has begun anew: it lends {generation} no more"
             raise make(AbortedError, text)
-        self._outbox.sender.connect(generator, lent)
+        self._buffers.writer.connect(engine_rank, lent)
 
     def _learn(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
         """Replicas that are new, and who stands in for trainers that are lost."""
         for who, (replica, _, digest) in update["members"].items():
-            if self._outbox.digest(replica) != digest:
+            if self._buffers.digest(replica) != digest:
                 key = job.layout_key(digest)
                 data = self._wait(keys, {key: who}, deadline)[key]
-                self._outbox.add(replica, WeightLayout.from_bytes(bytes.fromhex(data)))
-        self._outbox.without(self._lost)
+                self._buffers.add(replica, WeightLayout.from_bytes(bytes.fromhex(data)))
+        self._buffers.without(self._lost)
         self._meet_for_maxima(update["era"], deadline, lambda missing: self._stop(keys, missing))
 
     def _commit(self, keys: Keys, update: _Update, deadline: Deadline) -> None:
@@ -502,39 +475,39 @@ class WeightTrainer:
         if self.rank == leader:
             wanted = {keys.sent(i): f"trainer {i}" for i in self._there()}
             wanted |= {keys.arrived(who): who for who in update["members"]}
-            self._wait(keys, wanted, deadline.later(_GRACE * deadline.timeout_s))
+            self._wait(keys, wanted, deadline.later(GRACE * deadline.timeout_s))
             self._reached("arrived")
-            decision = self._board.decide(keys.decision, COMMIT)
+            decision = self._words.decide(keys.decision, COMMIT)
         else:
-            later = deadline.later(2 * _GRACE * deadline.timeout_s)
+            later = deadline.later(2 * GRACE * deadline.timeout_s)
             wanted = {keys.decision: f"trainer {leader}"}
             decision = self._wait(keys, wanted, later)[keys.decision]
         self._reached("decided")
         if decision != COMMIT:
             raise attempt.failed(update["version"], decision["why"])
-        self._now()  # generators have followed another job: they do not look at this decision
+        self._now()  # engine ranks have followed another job: they do not look at this decision
 
     # --- who is lost ---
 
     def _wait(self, keys: Keys, wanted: dict[str, str], deadline: Deadline) -> dict[str, Any]:
         began = time.monotonic()
-        return self._board.wait(
+        return self._words.wait(
             wanted, deadline, lambda missing: self._stop(keys, missing, since=began)
         )
 
     def _stop(self, keys: Keys, missing: list[str], *, since: float | None = None) -> None:
         """Raises where somebody decided against the attempt, or one that is waited for is lost."""
-        decision = self._board.get(keys.decision)
+        decision = self._words.get(keys.decision)
         if decision not in (None, COMMIT):
             raise make(AbortedError, decision["why"])
         lost = self._member.lost(map(self._id, missing), self._began if since is None else since)
         if lost:
             found = attempt.lost_ranks(self.plan, self._lost, lost, self._member.lease_s)
-            self._board.decide(keys.decision, found)
+            self._words.decide(keys.decision, found)
             self._stop(keys, [])
 
     def _id(self, who: str) -> str:
-        """Trainers are named by what they are in the job, generators by their ids."""
+        """Trainers are named by what they are in the job, engine ranks by their ids."""
         return self._job.ids[int(who.split()[1])] if who.startswith("trainer") else who
 
     def _explain(self, keys: Keys, error: UnwrittenError, deadline: Deadline) -> None:
@@ -554,38 +527,37 @@ class WeightTrainer:
             raise make(AbortedError, f"trainer {self.rank} was taken for lost: {decision['why']}")
         log.warning(f"trainer {self.rank}: the weight update begins again: {decision['why']}")
         self._lost = self._lost | frozenset(decision.get("lost", ()))
-        self._full = self._full or bool(decision.get("full"))
         return True
 
     # --- truth ---
 
     def live(self) -> Counter[int | None]:
-        """How many generators run which version; None: not updated yet, or dirty."""
+        """How many engine ranks run which version; None: not updated yet, or dirty."""
         there = [who for who in self._member.members() if who.startswith("generator")]
-        runs = (self._board.get(f"runs/{who}") for who in there)
+        runs = (self._words.get(f"runs/{who}") for who in there)
         return Counter(None if each is None else each[1] for each in runs)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Of the last update, while bytes moved: converting, submitting requests, waiting for
         writes. They move from stage "ready" to stage "written"."""
-        return self._outbox.seconds
+        return self._buffers.seconds
 
     @property
     def totals(self) -> dict[str, int]:
         """bytes_written, requests; staging_bytes: most that conversions took beside the tensors at
         any time; attempts, and those that failed."""
-        return {**self._outbox.totals, "attempts": self._attempt, "failed": self.attempts_failed}
+        return {**self._buffers.totals, "attempts": self._attempt, "failed": self.attempts_failed}
 
     def close(self) -> None:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
         self._leave()
-        self._outbox.close()
+        self._buffers.close()
 
     def _leave(self) -> None:
         self._member.close()
-        job.withdraw(self._board)
-        self._board.client.close()
+        job.withdraw(self._words)
+        self._words.client.close()
 
     def __enter__(self) -> WeightTrainer:
         return self

@@ -42,7 +42,7 @@ TEST_CASE("device calls: rows that need no sum are sent by fewer blocks") {
   const float number = 1.0f;
   CombineSend send = rank.combine_send(8);
   CHECK(send_blocks(send) == 3);  // 50 of 150, of all but one that relays
-  send.by_rank = true;
+  send.layout = abi::RowLayout::kByRank;
   CHECK(send_blocks(send) == 1);  // 25 of 125
   send.row_weights = &number;
   CHECK(send_blocks(send) == 4);  // 100 of 200

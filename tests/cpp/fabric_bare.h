@@ -64,7 +64,7 @@ class RawPair {
         // Where a provider has no such level (reliable connections) none is asked for.
         flags_(kCompletion | kRemoteCqData |
                (a_.session.info->tx_attr->op_flags & kDeliveryComplete)) {
-    peer_ = a_.peers.find(a_.peers.connect(b_.peers.own_address()))->fi_addr;
+    peer_ = a_.peers.find(a_.peers.connect(b_.peers.own_address()))->entry->fi_addr;
     descriptor_ = a_.regions.find(a_.key.local_key)->descriptor;
   }
   size_t post(size_t count, size_t bytes) {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 from moe_p2p.engine.transfers import Memory, Region, Slice
 from tests.support.ranks import Rank, run_processes
 
@@ -79,9 +79,7 @@ def test_pages_go_to_their_places(settings: str) -> None:
         sender.write_pages(
             sender.register(cache),
             region,
-            page_bytes=32,
-            stride=64,
-            region_stride=64,
+            rows=PageRows(page_bytes=32, stride=64, region_stride=64),
             pages=pages,
             region_pages=targets,
             imm=3,

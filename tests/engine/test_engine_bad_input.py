@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import Engine, InvalidArgumentError, kv
+from moe_p2p import Engine, InvalidArgumentError, PageRows, kv
 from moe_p2p.engine.lifetime import close_and_await
 from moe_p2p.engine.transfers import Gate, Slice
 from tests.engine.test_engine import pair
@@ -57,16 +57,24 @@ def test_a_gate_of_another_engine_is_refused() -> None:
             after = Gate(signals.number, 0, 1)
             with pytest.raises(InvalidArgumentError, match="are of another engine"):
                 sender.write_pages(
-                    source, region, page_bytes=8, pages=ONE, region_pages=ONE, after=after
+                    source,
+                    region,
+                    rows=PageRows(page_bytes=8),
+                    pages=ONE,
+                    region_pages=ONE,
+                    after=after,
                 )
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"page_bytes": 0, "row_bytes": 8}, "pages of 0 bytes, must be a multiple of its rows"),
         (
-            {"page_bytes": 1 << 61, "row_bytes": 1, "row_stride": 0, "region_row_stride": 0},
+            {"rows": PageRows(page_bytes=0, row_bytes=8)},
+            "pages of 0 bytes, must be a multiple of its rows",
+        ),
+        (
+            {"rows": PageRows(page_bytes=1 << 61, row_bytes=1, row_stride=0, region_row_stride=0)},
             "more than 1152921504606846976 bytes",
         ),
         ({"pages": ONE.to("meta")}, "pages is on the meta device: it has no bytes"),
@@ -81,7 +89,7 @@ def test_pages_that_would_end_the_process_or_wrap_are_refused(
     with sender, receiver:
         region = sender.resolve(receiver.register(torch.zeros(64)).descriptor)
         memory = sender.register(torch.zeros(64))
-        usual = {"page_bytes": 8, "pages": ONE, "region_pages": ONE}
+        usual = {"rows": PageRows(page_bytes=8), "pages": ONE, "region_pages": ONE}
         with pytest.raises(InvalidArgumentError, match=text):
             sender.write_pages(memory, region, **(usual | arguments))
         sender.write(memory, region).wait()  # the engine goes on
@@ -126,7 +134,7 @@ def test_wrong_arguments_are_named(call: _Call, text: str) -> None:
 _RACE = """
 import ctypes, threading, torch, moe_p2p
 ctypes.CDLL(None).mallopt(-6, 165)  # M_PERTURB
-from moe_p2p import Engine
+from moe_p2p import Engine, PageRows
 from moe_p2p.engine.transfers import LayerPlace
 a, b = Engine(label="A"), Engine(label="B")
 data, one = torch.zeros(64, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -137,8 +145,7 @@ for turn in range(40):
     places = a.layer_places([LayerPlace(memory, 0, region, 0, i) for i in range(2000)])
     def write():
         try:
-            a.write_layers(places, page_bytes=8, pages=one, region_pages=one, stride=8,
-                           region_stride=8, row_bytes=8, row_stride=8, region_row_stride=8)
+            a.write_layers(places, rows=PageRows(page_bytes=8), pages=one, region_pages=one)
         except moe_p2p.InvalidArgumentError:
             pass
     thread = threading.Thread(target=write)

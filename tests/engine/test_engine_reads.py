@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moe_p2p
+from moe_p2p import PageRows
 from tests.engine.test_engine import pair
 from tests.support import warm
 
@@ -48,9 +49,7 @@ def test_pages_are_read_where_they_are_told(settings: str) -> None:
         reader.read_pages(
             reader.register(mine),
             region,
-            page_bytes=32,
-            stride=64,
-            region_stride=64,
+            rows=PageRows(page_bytes=32, stride=64, region_stride=64),
             pages=pages,
             region_pages=theirs,
         ).wait()
@@ -70,10 +69,12 @@ def test_a_slice_of_heads_is_one_request_both_ways(settings: str) -> None:
         pages, theirs = torch.tensor([5, 0, 7]), torch.tensor([1, 9, 4])
         head = 16 * cache.element_size()
         layout = {
-            "page_bytes": 4 * 3 * head,
-            "row_bytes": 3 * head,
-            "stride": 4 * 6 * head,
-            "row_stride": 6 * head,
+            "rows": PageRows(
+                page_bytes=4 * 3 * head,
+                row_bytes=3 * head,
+                stride=4 * 6 * head,
+                row_stride=6 * head,
+            ),
             "offset": 2 * head,
             "pages": pages,
             "region_pages": theirs,
@@ -89,9 +90,29 @@ def test_a_slice_of_heads_is_one_request_both_ways(settings: str) -> None:
         assert torch.equal(cache, expected)
         with pytest.raises(moe_p2p.InvalidArgumentError, match="immediate per page and 4 rows"):
             here.write_pages(memory, region, imm=3, **layout)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="row_bytes is 0"):
+            PageRows(page_bytes=4, row_bytes=0)
         for pages_of in (here.write_pages, here.read_pages):
-            with pytest.raises(moe_p2p.InvalidArgumentError, match="row_bytes is 0"):
-                pages_of(memory, region, **(layout | {"row_bytes": 0}))
+            with pytest.raises(
+                moe_p2p.InvalidArgumentError, match="rows is None, must be a PageRows"
+            ):
+                pages_of(memory, region, pages=pages, region_pages=theirs)
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="rows are given, and stride"):
+                pages_of(memory, region, **layout, stride=4)
+
+
+def test_fields_of_rows_are_taken_as_arguments_for_one_release() -> None:
+    here, there = pair(1)
+    with here, there:
+        memory, inbox = here.register(torch.randn(8, 16)), torch.zeros(8, 16)
+        region = here.resolve(there.register(inbox).descriptor)
+        pages, old = torch.arange(8), {"page_bytes": 32, "stride": 64, "region_stride": 64}
+        for pages_of in (here.write_pages, here.read_pages):
+            with pytest.warns(DeprecationWarning, match=r"rows=PageRows\(page_bytes=32,") as warned:
+                pages_of(memory, region, pages=pages, region_pages=pages, **old).wait()
+            assert warned[0].filename == __file__
+        assert torch.equal(inbox[:, :8], memory.tensor[:, :8])
+        assert not inbox[:, 8:].any()
 
 
 def test_runs_of_pages_are_merged() -> None:
@@ -101,7 +122,9 @@ def test_runs_of_pages_are_merged() -> None:
         inbox = torch.zeros(64, 16)
         region = here.resolve(there.register(inbox).descriptor)
         pages = torch.arange(64)
-        here.write_pages(memory, region, page_bytes=64, pages=pages, region_pages=pages).wait()
+        here.write_pages(
+            memory, region, rows=PageRows(page_bytes=64), pages=pages, region_pages=pages
+        ).wait()
         assert torch.equal(inbox, memory.tensor)
         assert here.counters()[0]["writes"] == 1
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 from moe_p2p.engine.transfers import Memory, Region, Request
 from tests.engine.test_engine import pair
 
@@ -35,13 +35,19 @@ def test_a_report_counts_rows_that_travelled_together(num_nics: int, is_read: bo
     with sender, receiver:
         memory, region = ends(sender, receiver)
         pages = torch.tensor([9, 10, 11, 30, 4, 20, 21, 22])
-        how = {"page_bytes": 2 * ROW, "row_bytes": ROW, "stride": 2 * ROW, "region_stride": 2 * ROW}
+        rows = PageRows(page_bytes=2 * ROW, row_bytes=ROW)
         before = time.monotonic()
         if is_read:
-            request = sender.read_pages(memory, region, pages=pages, region_pages=pages, **how)
+            request = sender.read_pages(memory, region, pages=pages, region_pages=pages, rows=rows)
         else:
             request = sender.write_pages(
-                memory, region, pages=pages, region_pages=pages, imm=1, imm_per_page=False, **how
+                memory,
+                region,
+                pages=pages,
+                region_pages=pages,
+                imm=1,
+                imm_per_page=False,
+                rows=rows,
             )
         until_done(request)
         report = request.report()
@@ -64,7 +70,12 @@ def test_an_immediate_per_page_merges_nothing_and_a_shard_is_no_row() -> None:
         memory, region = ends(sender, receiver)
         pages = torch.arange(PAGES)
         request = sender.write_pages(
-            memory, region, page_bytes=4 * ROW, pages=pages, region_pages=pages, imm=1
+            memory,
+            region,
+            rows=PageRows(page_bytes=4 * ROW),
+            pages=pages,
+            region_pages=pages,
+            imm=1,
         )
         until_done(request)
         assert request.report()[2:] == (PAGES * 4 * ROW, PAGES, PAGES, 0)
@@ -95,7 +106,12 @@ def test_a_report_of_a_cancelled_request_has_what_was_posted() -> None:
         order = torch.randperm(PAGES)
         posted, waiting = (
             sender.write_pages(
-                memory, region, page_bytes=ROW, pages=order, region_pages=order, imm=1
+                memory,
+                region,
+                rows=PageRows(page_bytes=ROW),
+                pages=order,
+                region_pages=order,
+                imm=1,
             )
             for _ in range(2)
         )

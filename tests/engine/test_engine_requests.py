@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, PageRows
 from moe_p2p.engine.transfers import Request
 from tests.engine.test_engine import ends, loopback, pair
 
@@ -31,7 +31,12 @@ def test_a_cancelled_request_says_what_was_posted_and_leaves_the_rest(settings: 
         posted_imms = num_cancelled = 0
         for imm in range(5):
             request = sender.write_pages(
-                memory, region, page_bytes=PAGE_BYTES, pages=order, region_pages=order, imm=imm
+                memory,
+                region,
+                rows=PageRows(page_bytes=PAGE_BYTES),
+                pages=order,
+                region_pages=order,
+                imm=imm,
             )
             cancelled = request.cancel()
             assert request.cancel() == cancelled

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 from tests.support import warm
 from tests.support.cases import SMALL, check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
@@ -244,7 +244,12 @@ def test_pages_written_over_tcp() -> None:
         region = sender.resolve(receiver.register(inbox).descriptor)
         order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
         request = sender.write_pages(
-            source, region, page_bytes=1200, pages=order, region_pages=torch.arange(64), imm=5
+            source,
+            region,
+            rows=PageRows(page_bytes=1200),
+            pages=order,
+            region_pages=torch.arange(64),
+            imm=5,
         )
         request.wait(20.0)
         receiver.wait_imm(5, 64, 20.0)

@@ -563,7 +563,7 @@ def settings_come_from_the_environment() -> None:
             patch.setenv(f"MOE_P2P_KV_{name}", value)
         with servers() as made:
             for rank in (*made.prefill, *made.decode):
-                assert rank.manager.own.membership.record.host == "127.0.0.2"
+                assert rank.manager.own.keeper.record.host == "127.0.0.2"
                 assert rank.manager.worker.timeouts.tail_s == 7
             assert made.decode[0].manager.worker.verify.mode == "always"
             transfer(made, 101, [2])

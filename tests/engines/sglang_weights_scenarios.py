@@ -329,7 +329,7 @@ def a_store_that_blocks_stops_no_scheduler() -> None:
             def step() -> None:
                 load(rank.model, check)
                 resume()
-                sglang_weights._workers[id(rank.model)].generator.step()
+                sglang_weights._workers[id(rank.model)].engine_rank.step()
 
             check_steps(cost, stores[0], step)
             assert not rank.scheduler._engine_paused

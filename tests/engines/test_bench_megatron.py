@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.tools.bench import command, megatron
-from moe_p2p.tools.bench.megatron_layer import SYSTEMS
+from moe_p2p.bench import command, megatron
+from moe_p2p.bench.megatron_layer import SYSTEMS
+from tests.support.recorded import assert_keys
 
 SIZES = "--tokens=8 --hidden=32 --ffn=16 --experts=4 --topk=2"
 SMALL = ["--device=cpu", "--steps=2", *shlex.split(SIZES)]
@@ -29,6 +30,7 @@ def test_all_dispatchers_are_timed_and_compared(
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     assert command.main(["--api", "megatron", *given]) == 0, capfd.readouterr().out
     rows = json.loads((tmp_path / "m.json").read_text())
+    assert_keys("megatron", rows)
     assert {(row["system"], row["what"]) for row in rows} == {
         (system, what) for system in SYSTEMS for what in megatron.WHAT
     }

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p.tools.bench import megatron_layer
-from moe_p2p.tools.bench.megatron_layer import SYSTEMS, Layer
+from moe_p2p.bench import megatron_layer
+from moe_p2p.bench.megatron_layer import SYSTEMS, Layer
 from tests.engines import packages
 from tests.support import engine_layers as plain
 from tests.support.ranks import Rank, run_processes

@@ -314,7 +314,7 @@ def a_store_that_blocks_stops_no_call_of_an_engine() -> None:
                 core.collective_rpc("execute_model")
                 worker.weight_transfer_engine.require_clean()
                 for each in fleet.client.workers:  # a session asks for it
-                    each.weight_transfer_engine.weights.generator.step()
+                    each.weight_transfer_engine.weights.engine_rank.step()
 
             free = cost.of(step, 200)
             for each in stores:

@@ -1,4 +1,4 @@
-"""Arrivals from other nodes that kernels see in their own memory (config.arrival_flags).
+"""Arrivals from other nodes that kernels see in their own memory (EngineConfig.arrivals).
 
 The software NIC stores flags where a CPU can store to the GPU's memory, so most of it is for the
 emulated GPU; a real one is told what it lacks.
@@ -35,8 +35,8 @@ def fields(way: str, seed: int = 0) -> dict[str, Any]:
 
         emulated_gpu.gdrcopy()
     return {
-        "arrival_flags": way,
-        "transport_settings": f"seed={seed}" + (",ordered=1" if way == "write" else ""),
+        "transport_settings": f"arrival_flags={way},seed={seed}"
+        + (",ordered=1" if way == "write" else ""),
         "nics_per_rank": 3,
     }
 
@@ -122,17 +122,18 @@ def refused(rank: Rank, world: World, config: dict[str, Any], text: str) -> None
 
 def test_what_cannot_be_is_refused_by_all_ranks() -> None:
     run(
-        World(2, 1), refused, {"arrival_flags": "write"}, "arrival_flags=write: rank 0: its NICs do"
+        *(World(2, 1), refused, {"transport_settings": "arrival_flags=write"}),
+        "arrival_flags=write: rank 0: its NICs do",
     )
     if "MOE_P2P_EMULATED_GPU" not in os.environ:
-        ordered = {"arrival_flags": "write", "transport_settings": "ordered=1"}
+        ordered = {"transport_settings": "arrival_flags=write,ordered=1"}
         run(World(2, 1), refused, ordered, "a CPU can store to")
 
 
 def differing(rank: Rank, world: World) -> None:
     way = "relay" if rank.rank else "auto"
     with pytest.raises(InvalidArgumentError, match="arrival_flags"):
-        make(rank, world, arrival_flags=way)
+        make(rank, world, transport_settings=f"arrival_flags={way}")
 
 
 def test_ranks_that_differ_are_refused_by_name() -> None:

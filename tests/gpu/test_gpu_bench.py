@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_p2p.tools.bench import command
+from moe_p2p.bench import command
 
 pytestmark = pytest.mark.gpu
 

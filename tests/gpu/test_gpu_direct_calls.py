@@ -23,8 +23,8 @@ def no_op(*_: object) -> None:
 
 
 def called(rank: Rank, world: World) -> None:
-    dispatch = direct.call_of("dispatch_eager", no_op)
-    combine = direct.call_of("combine_plain", no_op)
+    dispatch = direct.call_of("dispatch_inference", no_op)
+    combine = direct.call_of("combine_inference", no_op)
     with make(rank, world, hidden_dim=HIDDEN_DIM, dtype=torch.bfloat16) as comm:
         mine = make_tokens(0, 0, T, dtype=torch.bfloat16, num_experts=4, hidden_dim=HIDDEN_DIM)
         given = [on_device(comm, t) for t in (mine.x, mine.topk_idx, mine.topk_weights)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 from moe_p2p.engine.transfers import Region, Slice
 from tests.support.ranks import Rank, run_processes
 
@@ -109,7 +109,12 @@ def pages_and_slices(source: str, target: str) -> None:
         region = left.resolve(right.register(room).descriptor)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(2))
         left.write_pages(
-            memory, region, page_bytes=page, pages=torch.arange(count), region_pages=order, imm=5
+            memory,
+            region,
+            rows=PageRows(page_bytes=page),
+            pages=torch.arange(count),
+            region_pages=order,
+            imm=5,
         ).wait()
         right.wait_imm(5, count)
         assert torch.equal(room.cpu().view(count, page)[order], data.cpu().view(count, page))
@@ -136,7 +141,7 @@ def test_pages_and_slices_between_two_gpus() -> None:
 
 
 def rows_until_revoked(source: str, target: str) -> None:
-    """Rows at odd and even places by one launch; then the target takes its memory back."""
+    """PageRows at odd and even places by one launch; then the target takes its memory back."""
     config = EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=60)
     row, count = 576, 3000
     with (
@@ -150,8 +155,12 @@ def rows_until_revoked(source: str, target: str) -> None:
         granted = right.grant(inbox, "left")
         region = left.resolve(granted.descriptor)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(2))
-        how = {"page_bytes": row, "pages": torch.arange(count), "region_pages": order}
-        strides = {"region_stride": 2 * row, "imm": 5, "imm_per_page": False}
+        how = {"pages": torch.arange(count), "region_pages": order}
+        strides = {
+            "rows": PageRows(page_bytes=row, region_stride=2 * row),
+            "imm": 5,
+            "imm_per_page": False,
+        }
         left.write_pages(memory, region, **how, **strides).wait()  # type: ignore[arg-type]
         right.wait_imm(5, left.num_nics)
         got = room.cpu().view(count, 2, row)
@@ -235,7 +244,7 @@ def give_rows(mine: Engine, rank: Rank, number: int, device: torch.device) -> No
         mine.write_pages(
             source,
             region,
-            page_bytes=ROW,
+            rows=PageRows(page_bytes=ROW),
             pages=torch.arange(NUM_ROWS),
             region_pages=ORDER,
             imm=imm,

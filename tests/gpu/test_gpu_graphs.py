@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_p2p import AllToAll, Dispatched, DispatchOptions, MoeP2pError
-from moe_p2p.moe.options import RowLayout
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.reference import Received, Tokens, Topology
 from tests.support import gpu_ranks
 from tests.support.cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p.moe.options import CombineDtype, partials_of
+from moe_p2p.moe.options import Partials, partials_of
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, settle
@@ -23,11 +23,11 @@ from tests.support.ranks import Rank
 pytestmark = pytest.mark.gpu
 
 
-def sums(world: World, wanted: Wanted, kind: CombineDtype, num_biases: int) -> list[Tensor]:
+def sums(world: World, wanted: Wanted, kind: Partials, num_biases: int) -> list[Tensor]:
     return cases.sums_of(world.topology(), wanted, num_biases, combine_dtype=kind)
 
 
-def check(world: World, wanted: list[Wanted], kind: CombineDtype, **config: Any) -> None:
+def check(world: World, wanted: list[Wanted], kind: Partials, **config: Any) -> None:
     wants = [sums(world, step, kind, i % 3) for i, step in enumerate(wanted)]
     take = functools.partial(run_int10, kind=kind)
     config["hidden_dim"] = HIDDEN_DIM
@@ -52,9 +52,7 @@ def calls(world: World, dtype: torch.dtype, num: int = 4, **options: Any) -> lis
 @pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (4, 4)))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_those_of_the_reference(
-    world: World, kind: CombineDtype, dtype: torch.dtype
-) -> None:
+def test_sums_are_those_of_the_reference(world: World, kind: Partials, dtype: torch.dtype) -> None:
     check(world, calls(world, dtype), kind)
 
 
@@ -62,7 +60,7 @@ def test_sums_are_those_of_the_reference(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
 @pytest.mark.parametrize("way", ["flags", "bulk", "masks", "chunks", "parts"])
-def test_however_rows_arrive(kind: CombineDtype, world: World, way: str) -> None:
+def test_however_rows_arrive(kind: Partials, world: World, way: str) -> None:
     ways: dict[str, dict[str, Any]] = {
         "flags": {"max_tokens": 300, "chunk_tokens": 300},
         "bulk": {"max_tokens": 300, "chunk_tokens": 300, "num_sms": 8},
@@ -77,7 +75,7 @@ def test_however_rows_arrive(kind: CombineDtype, world: World, way: str) -> None
 
 
 def combines_never(
-    rank: Rank, world: World, wanted: Wanted, want: list[Tensor], kind: CombineDtype
+    rank: Rank, world: World, wanted: Wanted, want: list[Tensor], kind: Partials
 ) -> None:
     """The last rank stops between dispatch and combine: sums with its rows are NaN, others not."""
     lost = world.ranks - 1
@@ -89,7 +87,7 @@ def combines_never(
         got = comm.dispatch(**dispatch_arguments(comm, wanted))
         finish(comm)
         if rank.rank != lost:
-            back = combine_arguments(comm, wanted) | {"combine_dtype": kind}
+            back = combine_arguments(comm, wanted, partials=kind)
             out = comm.combine(dispatched=got, **back)
             settle(comm)
             first = lost * world.num_experts // world.ranks
@@ -105,6 +103,6 @@ def combines_never(
 
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_with_rows_of_a_lost_rank_are_poisoned(world: World, kind: CombineDtype) -> None:
+def test_sums_with_rows_of_a_lost_rank_are_poisoned(world: World, kind: Partials) -> None:
     wanted = call(world, 2, hidden_dim=HIDDEN_DIM, layout="grouped")
     run(world, combines_never, wanted, sums(world, wanted, kind, 0), kind)

@@ -57,7 +57,7 @@ def test_requests_are_packed_between_gpu_caches(lands: bool) -> None:
         for reservation in waiting:
             reservation.wait(30)  # with the checksums of both sides
         sending.wait(30)
-        assert all(flight.packing.written for flight in sending.flights)
+        assert all(each.packed_writes for each in sending.transfers)
         sent = sender.cache.tensors[0].view(LAYERS, PAGES, 16, 576)[:, ours.long()]
         for rank, receiver in enumerate(found.receivers):
             got = receiver.cache.tensors[0].view(LAYERS, PAGES, 16, 576)[:, theirs.long()]

@@ -233,9 +233,9 @@ def test_scalars_by_rank_are_summed_over_the_ranks_of_a_token(world: World) -> N
 
 def waits(comm: AllToAll, step: Wanted) -> None:
     got = comm.dispatch(**cases.dispatch_arguments(comm, step))
-    back = cases.combine_arguments(comm, step) | {"dispatched": got}
+    back = cases.combine_arguments(comm, step, with_wait_ticks=True) | {"dispatched": got}
     cases.finish(comm)
-    out, ticks = comm.combine(**back, with_wait_ticks=True)
+    out, ticks = comm.combine(**back)
     cases.finish(comm)
     assert torch.equal(out.cpu(), step.out[comm.rank])
     reported, mine, local = ticks.cpu(), comm.rank, comm.ranks_per_node

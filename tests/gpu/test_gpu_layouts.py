@@ -19,11 +19,13 @@ import torch
 
 from moe_p2p import AllToAll, Dispatched, DispatchOptions
 from moe_p2p.moe import reference
-from moe_p2p.moe.options import SCALE_FORMATS, RowLayout
+from moe_p2p.moe.layouts import RowLayout
+from moe_p2p.moe.options import SCALE_FORMATS
 from moe_p2p.moe.reference import Received, Tokens
 from tests.gpu.test_gpu import (
     ALL_WORLDS,
     SHAPES,
+    Change,
     call,
     in_fp8,
     int32_ids,
@@ -36,6 +38,7 @@ from tests.gpu.test_gpu import (
 from tests.gpu.test_gpu_calls import CHUNKED, CHUNKED_WORLDS, LONG, LONG_COUNTS, halves
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
+from tests.support.every_value import MAXIMA, every_value
 from tests.support.gpu_ranks import FLOATS, HIDDEN_DIM, MAX_TOKENS, Payload, World
 from tests.support.ranks import Rank
 
@@ -198,6 +201,27 @@ def test_scales_beside_powers_of_two() -> None:
     world, formats = World(2, 2), ("power_of_two", "ue8m0")
     options: list[dict[str, Any]] = [{"quantize": True, "scale_format": name} for name in formats]
     wanted = [call(world, 2, beside_powers_of_two, **option) for option in options]
+    gpu_ranks.run(world, steps, wanted, {})
+
+
+@pytest.mark.parametrize("maximum", MAXIMA)
+def test_every_value_in_a_block(maximum: float) -> None:
+    """Two blocks of each token hold what is left of every_value()."""
+    world, blocks, each = World(2, 2), every_value(maximum), 2 * MAX_TOKENS
+
+    def part_of(step: int) -> Change:
+        def change(t: Tokens, rank: int) -> Tokens:
+            first = (step * world.ranks + rank) * each % len(blocks)
+            x = t.x.clone()
+            x[:, :256] = blocks.roll(-first, 0)[:each].view(MAX_TOKENS, 256)
+            return replace(t, x=x)
+
+        return change
+
+    options: dict[str, Any] = {"quantize": True, "dtype": torch.bfloat16}
+    counts = [MAX_TOKENS] * world.ranks
+    num_steps = -(-len(blocks) // (each * world.ranks))
+    wanted = [call(world, 2, part_of(i), counts=counts, **options) for i in range(num_steps)]
     gpu_ranks.run(world, steps, wanted, {})
 
 

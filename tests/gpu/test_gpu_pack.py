@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError
-from moe_p2p.kv import copies
+from moe_p2p.kv import ring
 from moe_p2p.library import call
 from tests.support.gpu_ranks import DEVICE
 
@@ -37,7 +37,7 @@ def pack(
 ) -> None:
     device = torch.device(DEVICE)
     stream = 0 if DEVICE == "cpu" else torch.cuda.current_stream().cuda_stream
-    on_gpu = (copies.pack_kernel(device), num_sms, stream)
+    on_gpu = (ring.pack_kernel(device), num_sms, stream)
     op = torch.ops.moe_p2p.copy_rows.default
     call(op, memory, packed, units, *where, first_row, gather, *on_gpu)
 

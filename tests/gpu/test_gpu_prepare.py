@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, DispatchOptions, UnavailableError
+from moe_p2p import AllToAll, CombineOptions, Dispatched, DispatchOptions, UnavailableError
 from tests.gpu.test_gpu_graphs import record
 from tests.support.cases import finish, make_tokens, on_device
 from tests.support.gpu_ranks import DEVICE, World, make, run
@@ -20,6 +20,7 @@ from tests.support.ranks import Rank
 pytestmark = pytest.mark.gpu
 
 HIDDEN_DIM = 512
+INT10 = CombineOptions(partials="int10")
 OPTIONS = DispatchOptions(layout="grouped", quantize=True, scale_format="ue8m0")
 
 
@@ -29,7 +30,7 @@ def first_captured(rank: Rank, world: World) -> None:
         given = [on_device(comm, t) for t in (mine.x, mine.topk_idx, mine.topk_weights)]
         rows = torch.zeros(world.ranks * 12 * 4, HIDDEN_DIM, dtype=torch.bfloat16)
         y = on_device(comm, rows.fill_(0.5))
-        comm.prepare(OPTIONS, y_dtype=torch.bfloat16, combine_dtype="int10")
+        comm.prepare(OPTIONS, y_dtype=torch.bfloat16, combine=INT10)
         graph, (_got, captured) = record_globally(rank, "first", lambda: pair(comm, given, y))
         for _ in range(3):
             graph.replay()
@@ -52,7 +53,7 @@ def record_globally(rank: Rank, name: str, body: Callable[[], Any]) -> tuple[Any
 
 def pair(comm: AllToAll, given: list[Tensor], y: Tensor) -> tuple[Dispatched, Tensor]:
     got = comm.dispatch(*given, options=OPTIONS)
-    return got, comm.combine(y[: got.x.shape[0]], got, combine_dtype="int10")
+    return got, comm.combine(y[: got.x.shape[0]], got, options=INT10)
 
 
 def test_a_first_call_may_be_captured_once_it_is_prepared() -> None:

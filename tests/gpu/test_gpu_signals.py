@@ -133,7 +133,7 @@ def test_a_layer_travels_before_later_ones_are_computed(found: Workers) -> None:
             for layer in range(LAYERS):
                 model.layer(layer)
                 deadline = time.monotonic() + 20
-                while not sending.done() and len(sending.flights[0].requests) >= LAYERS - layer:
+                while not sending.done() and len(sending.transfers[0].requests) >= LAYERS - layer:
                     assert time.monotonic() < deadline, "the layer was not sent"
         finish(sending, reservation)
         assert received(found).tolist() == [1] * LAYERS

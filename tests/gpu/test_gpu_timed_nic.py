@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_p2p.bench import hops
 from moe_p2p.moe.gpu import kernels
-from moe_p2p.tools.bench import hops
 from tests.gpu.test_gpu import call, every_format, steps
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
 from tests.gpu.test_gpu_late_weights import run_late

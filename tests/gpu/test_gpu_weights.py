@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from moe_p2p import Engine
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer
 
 pytestmark = pytest.mark.gpu
 
@@ -58,15 +58,15 @@ def test_finalize_computes_on_the_gpu_of_the_tensors_while_graphs_are_captured()
     try:
         with (
             Engine(gpu=device.index) as engine,
-            WeightGenerator(
+            WeightEngineRank(
                 engine, store, target, 0, {"w": live}, finalize=finalize, poison=True
-            ) as generator,
+            ) as engine_rank,
         ):
-            while generator.version != UPDATES and not errors:
+            while engine_rank.version != UPDATES and not errors:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.device(device), torch.cuda.graph(graph):
                     torch.add(live.float(), 1, out=captured)
-                generator.step()
+                engine_rank.step()
                 graph.replay()
             torch.cuda.synchronize(device)
             assert not errors

@@ -20,6 +20,7 @@ from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import usual_calls
 from moe_p2p.moe.gpu.shape_macros import shape_macros
 from moe_p2p.moe.gpu.variants import every_kernel
+from moe_p2p.moe.layouts import KERNELS, NAMES
 from tests.support import ranks, warm
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -272,11 +273,13 @@ def _jobs(one_in: int) -> list[tuple[str, dict[str, int], str]]:
 @pytest.mark.parametrize("one_in", [13, 5])
 def test_a_sample_of_the_kernels_has_all_kinds(one_in: int) -> None:
     asked = [macros for _, macros, _ in _jobs(one_in)]
-    names = ("BULK", "MASKS", "BY_RANK", "QUANTIZE", "UNIFORM_EXPERTS", "SELF_FLAGGED", "PLAIN")
+    names = ("BULK", "MASKS", "QUANTIZE", "UNIFORM_EXPERTS", "SELF_FLAGGED", "PLAIN")
     for name in names:
         assert {macros[f"MOE_P2P_{name}"] for macros in asked if f"MOE_P2P_{name}" in macros} == (
             {0, 1}
         ), name
+    layouts = {macros["MOE_P2P_LAYOUT"] for macros in asked if "MOE_P2P_LAYOUT" in macros}
+    assert layouts == set(KERNELS)
     nodes = {(m["MOE_P2P_RANKS_PER_NODE"], m["MOE_P2P_WORLD_SIZE"]) for m in asked if m}
     assert any(local == world for local, world in nodes)
     assert any(local == 1 < world for local, world in nodes)
@@ -412,7 +415,7 @@ def test_of_two_ranks_senders_of_rows_by_rank_leave_blocks_to_receivers(
     assert 24 * away // (away + recv) == combine
     assert kernel.max_copy_blocks == recv < kernel.max_send_blocks
     given = kernels.dispatch_kernel(
-        shape, torch.float8_e4m3fn, quantize=False, by_rank=True, num_sms=24
+        shape, torch.float8_e4m3fn, quantize=False, layout=NAMES.index("by_rank"), num_sms=24
     )
     sent, received = given.max_send_blocks, given.max_recv_blocks
     assert 24 * sent // (sent + received) == dispatch

@@ -13,6 +13,7 @@ from moe_p2p.machine import jit
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import variants_of
 from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.layouts import NAMES
 from tests.gpu.test_jit import ALONE, ARCHS, why_no_nvrtc
 from tests.support import ranks
 
@@ -33,7 +34,9 @@ def test_plain_kernels_of_short_steps_spill_no_registers() -> None:
         shape = shape_macros(config, world_size=8, ranks_per_node=8)
         asked += [
             kernels.dispatch_kernel(shape, torch.bfloat16, quantize=True),
-            kernels.dispatch_kernel(shape, torch.float8_e4m3fn, quantize=False, by_rank=True),
+            kernels.dispatch_kernel(
+                shape, torch.float8_e4m3fn, quantize=False, layout=NAMES.index("by_rank")
+            ),
             kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16),
         ]
     plain = [variants_of(kernel)[1] for kernel in asked]

@@ -52,8 +52,8 @@ class Pair:
 def pair() -> Iterator[Pair]:
     made, store = Pair(), HashStore()
     with (
-        kv.Membership(made.sender, kv.TorchLeases(store)),
-        kv.Membership(made.receiver, kv.TorchLeases(store)),
+        kv.LeaseKeeper(made.sender, kv.TorchLeases(store)),
+        kv.LeaseKeeper(made.receiver, kv.TorchLeases(store)),
     ):
         made.receiver.wait_for("p")
         made.sender.wait_for("d")
@@ -104,7 +104,7 @@ def test_a_cache_of_exactly_its_pages_is_taken(order: str) -> None:
         (lambda e: kv.KVTimeouts(lease_s=float("nan")), "lease_s is nan"),
         (lambda e: kv.TorchLeases(None), "store is None"),
         (lambda e: kv.TorchLeases(HashStore(), float("nan")), "lease_s is nan"),
-        (lambda e: kv.Membership(None, kv.TorchLeases(HashStore())), "worker is None"),
+        (lambda e: kv.LeaseKeeper(None, kv.TorchLeases(HashStore())), "worker is None"),
         (lambda e: kv.KVSignals(kv.KVReceiver(e, make_cache(), instance="x")), "is no KVSender"),
         (lambda e: kv.dense_memory(LAYOUT, 1, 4), "rank is 1, must be 0 to 0"),
         (lambda e: kv.dense_memory(LAYOUT, 0, -1), "num_pages is -1"),
@@ -120,7 +120,7 @@ def test_an_address_of_another_machine_is_named() -> None:
     with Engine() as engine:
         sender = kv.KVSender(engine, make_cache(), instance="x")
         with pytest.raises(UnavailableError, match=r"x/0: host='host.invalid' is no address of"):
-            kv.Membership(sender, kv.TorchLeases(HashStore()), host="host.invalid")
+            kv.LeaseKeeper(sender, kv.TorchLeases(HashStore()), host="host.invalid")
 
 
 BAD_LISTS = [

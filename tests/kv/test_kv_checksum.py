@@ -11,7 +11,7 @@ import torch
 from moe_p2p import InvalidArgumentError
 from moe_p2p.engine import checksum
 from moe_p2p.engine.checksum import add, rows_checksum
-from moe_p2p.kv.verify import Verify
+from moe_p2p.kv.receiver import Verify
 from tests.support import warm
 from tests.support.kv_world import World
 

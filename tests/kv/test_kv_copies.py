@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_p2p import InvalidArgumentError
-from moe_p2p.kv import copies
-from moe_p2p.kv.copies import Copier, Rows
+from moe_p2p.kv import ring
+from moe_p2p.kv.ring import Copier, Rows
 
 CPU = Copier(torch.device("cpu"), 1)
 
@@ -73,8 +73,8 @@ def test_an_event_is_asked_for_while_another_thread_may_capture(
         def synchronize(self) -> None:
             assert self.query()
 
-    monkeypatch.setattr(copies, "relaxed_captures", relaxed)
-    copy = copies.Copy(Event())
+    monkeypatch.setattr(ring, "relaxed_captures", relaxed)
+    copy = ring.Copy(Event())
     copy.wait()
     assert copy.done()
     assert modes == ["global"]

@@ -86,7 +86,7 @@ def test_a_prompt_goes_through_as_long_as_it_moves(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stopped_after", [1, COUNT])
 def test_a_prompt_that_stops_fails_tail_s_later(way: str, stopped_after: int) -> None:
-    """Also where all layers are there and the tail is not; nobody polls, and the pages are back."""
+    """Also where all layers are there and the footer is not; nobody polls, pages are back."""
     world, deal = opened(way)
     chunks(deal, 0, stopped_after)
     everything_moves(world)
@@ -162,7 +162,7 @@ def test_chunks_that_send_nothing_are_progress_too() -> None:
 
 @pytest.mark.parametrize("pull", [False, True])
 def test_a_prompt_has_any_number_of_chunks(pull: bool) -> None:
-    """More than the 64 that a tail had room for; checksums do not depend on them."""
+    """More than the 64 that a footer had room for; checksums do not depend on them."""
     group = kv.KVGroup("kv", (0, 1), heads=2, k_bytes=16, v_bytes=16, page_size=2)
     ours, theirs = kv.KVLayout((group,), kv_split="layer"), kv.KVLayout((group,), tp=2)
     with workers(ours, theirs, num_pages=(100, 100)) as found:

@@ -149,7 +149,7 @@ def immediates_come_after_their_request(world: World) -> None:
     world.settle()
     deal = opened(world)
     send(world, deal)
-    for move in world.net.moves():  # the tail comes first, and with it all late immediates
+    for move in world.net.moves():  # the footer comes first, and with it all late immediates
         what, operation, row = move
         if what == "imm" or (row is not None and row.nbytes > 16):
             world.net.move(what, operation, row)
@@ -162,7 +162,7 @@ def immediates_come_after_their_request(world: World) -> None:
     world.settle()  # complete, without its layers?
 
 
-def the_tail_is_of_an_earlier_request(world: World) -> None:
+def the_footer_is_of_an_earlier_request(world: World) -> None:
     """It still lies in the row of the slot, and the count it speaks of is reached too early."""
     before = opened(world, 2)
     send(world, before)
@@ -291,16 +291,16 @@ def a_worker_is_started_anew_on_another_host(world: World) -> None:
     receiver, looks = made[0], list[object]()
     with ExitStack() as stack:
 
-        def begin(worker: Any) -> kv.Membership:
-            return stack.enter_context(kv.Membership(worker, kv.TorchLeases(store, many)))
+        def begin(worker: Any) -> kv.LeaseKeeper:
+            return stack.enter_context(kv.LeaseKeeper(worker, kv.TorchLeases(store, many)))
 
-        look = kv.Membership._look
+        look = kv.LeaseKeeper._look
 
-        def counted(self: kv.Membership, member: Any) -> None:
+        def counted(self: kv.LeaseKeeper, member: Any) -> None:
             look(self, member)
             looks.append(self)
 
-        stack.enter_context(mock.patch.object(kv.Membership, "_look", counted))
+        stack.enter_context(mock.patch.object(kv.LeaseKeeper, "_look", counted))
         of_receiver, before = begin(receiver), begin(made[1])
         receiver.wait_for("p", 20)
         before._member._beat.stopped.set()
@@ -316,7 +316,7 @@ def a_worker_is_started_anew_on_another_host(world: World) -> None:
 
 SCENARIOS: dict[str, Callable[[World], None]] = {
     "no fence": a_write_comes_after_the_fence,
-    "no nonce": the_tail_is_of_an_earlier_request,
+    "no nonce": the_footer_is_of_an_earlier_request,
     "no epoch": immediates_come_after_their_request,
     "reuse before drain": a_write_comes_while_it_drains,
     "fence that only polls": a_write_comes_after_the_fence,

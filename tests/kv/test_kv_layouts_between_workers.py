@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_p2p import AbortedError, ProtocolError, kv
-from moe_p2p.kv.sending import Flight
+from moe_p2p.kv.receiver_transfer import ReceiverTransfer
 from tests.support.kv_workers import random_cache, some_pages, workers
 
 GQA = kv.KVGroup("kv", (0, 1, 2, 3), heads=4, k_bytes=16, v_bytes=16, page_size=4)
@@ -74,14 +74,14 @@ def test_every_rank_gets_its_bytes(name: str, early: bool, named: bool) -> None:
 
 def test_a_request_that_cannot_be_opened_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = kv.KVLayout((GQA,))
-    units_of = Flight.units_of
+    rows_of = ReceiverTransfer._rows_of
 
-    def wrong(flight: Flight, sending: kv.KVSending) -> Any:
-        if sending.request == "bad":
+    def wrong(self: ReceiverTransfer, opened: Any, pages: Any) -> Any:
+        if opened.request == "bad":
             raise KeyError(7)  # in the thread that reads messages
-        return units_of(flight, sending)
+        return rows_of(self, opened, pages)
 
-    monkeypatch.setattr(Flight, "units_of", wrong)
+    monkeypatch.setattr(ReceiverTransfer, "_rows_of", wrong)
     with workers(layout, layout) as found:
         sender, receiver = found.senders[0], found.receivers[0]
         pair = receiver.pairs["prefill/0"]

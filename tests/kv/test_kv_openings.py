@@ -51,7 +51,7 @@ def test_a_request_goes_to_whoever_opens_it(early: bool) -> None:
         for reservation in opened or reserve():
             reservation.wait(20)  # bytes are checked
         sending.wait(20)
-        assert len(sending.flights) == 2
+        assert len(sending.transfers) == 2
         assert sender.begin_of("a") is None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from moe_p2p import Engine, EngineConfig, InvalidArgumentError
+from moe_p2p import Engine, EngineConfig, InvalidArgumentError, PageRows
 from moe_p2p.engine.transfers import LayerPlace
 
 ops = torch.ops.moe_p2p
@@ -41,17 +43,16 @@ def test_layers_are_written_in_one_call() -> None:
                 LayerPlace(memory, 32, region, 32, layer=1),
             ]
         )
-        strides = {"stride": 8, "region_stride": 8, "row_bytes": 8}
-        rows = {"row_stride": 8, "region_row_stride": 8}
-        how = {"page_bytes": 8, "pages": pages, "region_pages": to, **strides, **rows}
-        requests = engine.write_layers(places, imm=5, **how)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"pages": pages, "region_pages": to}
+        rows = PageRows(page_bytes=8)
+        requests = engine.write_layers(places, rows=rows, imm=5, **how)
         for request in requests:
             request.wait()
         assert engine.wait_imm(5, 2 * engine.num_nics) == 2 * engine.num_nics
         assert torch.equal(target.view(2, 4, 8)[:, to], source.view(2, 4, 8)[:, pages])
         with pytest.raises(InvalidArgumentError, match=r"outside|beyond|registered"):
-            engine.write_layers(places, **{**how, "page_bytes": 80, "row_bytes": 80})  # type: ignore[arg-type]
-        arguments = (engine.number, places, 8, pages, 8, to, 8, 8, 8, 8)
+            engine.write_layers(places, rows=PageRows(page_bytes=80, row_bytes=80), **how)
+        arguments = (engine.number, places, rows.numbers, pages, to)
         for util in ONCE:
             opcheck(ops.engine_write_layers.default, arguments, test_utils=util)
 

@@ -11,8 +11,8 @@ import torch
 
 from moe_p2p import InvalidArgumentError, errors, kv
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.footer import Slots
 from moe_p2p.kv.ring import HEADER_BYTES, Ring
-from moe_p2p.kv.tail import Slots
 from moe_p2p.kv.worker import SLOW_S
 from tests.support.kv_fakes import FakeCopier, FakeEngine, FakeNet, Link, cache_of
 from tests.support.kv_workers import (
@@ -95,14 +95,17 @@ def test_a_sender_that_keeps_its_parts_leaves_some_to_others() -> None:
     world = World(link=dataclasses.replace(IN_WORLD, ring_bytes=4 * 256))
     deal = world.reserve(3)
     assert deal is not None
-    legs = {leg.pair.worker.rank: leg for leg in deal.reservation.legs}
+    ranks = {each.pair.worker.rank: each for each in deal.reservation.transfers}
     for rank, most in ((0, 2), (1, 1)):
-        message = Message("want", {"nonce": legs[rank].nonce, "parts": [6], "most": 1})
-        world.receiver.on_message(legs[rank].pair, message)
-        assert len(legs[rank].grants) == most
+        message = Message("want", {"nonce": ranks[rank].nonce, "parts": [6], "most": 1})
+        world.receiver.on_message(ranks[rank].pair, message)
+        assert len(ranks[rank].unpacking.grants) == most
     assert world.receiver.ring.num_free == 1
-    world.receiver.cancel(deal.reservation, "enough")
-    assert [len(leg.grants) for leg in legs.values()] == [2, 1]  # a write may land in them
+    deal.reservation.cancel("enough")
+    assert [len(each.unpacking.grants) for each in ranks.values()] == [
+        2,
+        1,
+    ]  # a write may land in them
     world.finish()
 
 
@@ -110,13 +113,13 @@ def test_parts_that_are_missing_are_named() -> None:
     short = dataclasses.replace(QUICK, open_s=0.4, tail_s=0.4)
     with workers(LAYOUT, TURNED, timeouts=short, link=PACKED) as found:
         sender, receiver = found.senders[0], found.receivers[0]
-        receiver.unpacker.want = lambda leg, parts, most: None  # type: ignore[method-assign]
+        receiver.unpacker.want = lambda unpacking: None  # type: ignore[method-assign]
         reservation = receiver.reserve("r", "prefill", ALL, total=120)
         sending = sender.start("r", "decode", ALL, total=120)
         for layer in range(LAYERS):
             sending.layer(layer)
         sending.commit()
-        while sending.flights[0].state == "waiting":
+        while sending.transfers[0].state == "waiting":
             time.sleep(0.001)
         with pytest.raises(
             errors.TimeoutError,
@@ -159,7 +162,7 @@ def test_requests_share_a_small_ring(link: kv.KVLink) -> None:
         for worker in (sender, receiver):
             assert worker.ring.num_free == worker.ring.num_parts
         parts = len(sendings) * LAYERS * 6  # of 160 rows of 16 B, 31 in each
-        written = sum(sending.flights[0].packing.written for sending in sendings)
+        written = sum(sending.transfers[0].packed_writes for sending in sendings)
         assert written == parts if link is PACKED else parts / 2 <= written < parts
 
 
@@ -192,26 +195,27 @@ def wide_world() -> tuple[World, Deal]:
 
 def lengths(deal: Deal, rank: int) -> list[int]:
     """Of the writes that were granted to a rank."""
-    legs = (leg for leg in deal.reservation.legs if leg.pair.worker.rank == rank)
-    return [len(grant.slots) for leg in legs for grant in leg.grants]
+    mine = (each for each in deal.reservation.transfers if each.pair.worker.rank == rank)
+    return [len(grant.slots) for each in mine for grant in each.unpacking.grants]
 
 
 def test_a_grant_is_as_long_as_an_eighth_of_the_ring() -> None:
     """A short one at the end of a layer is not followed by short ones."""
     world, deal = wide_world()
-    receiver, leg = world.receiver, deal.reservation.legs[0]
-    message = Message("want", {"nonce": leg.nonce, "parts": [5, 8, 8], "most": 4})
-    receiver.on_message(leg.pair, message)
-    assert [len(grant.slots) for grant in leg.grants] == [4, 1, 4, 4]
-    receiver.unpacker._give_back(leg, leg.grants.pop(1))  # as if it were scattered
-    receiver.unpacker._serve()
-    assert [len(grant.slots) for grant in leg.grants] == [4, 4, 4, 4]
-    assert leg.wants == [4]
+    receiver, unpacking = world.receiver, deal.reservation.transfers[0].unpacking
+    pair, nonce = unpacking.pair, unpacking.nonce
+    message = Message("want", {"nonce": nonce, "parts": [5, 8, 8], "most": 4})
+    receiver.on_message(pair, message)
+    assert [len(grant.slots) for grant in unpacking.grants] == [4, 1, 4, 4]
+    receiver.unpacker.give_back(pair, unpacking.grants.pop(1).slots)  # as if it were scattered
+    receiver.unpacker.serve()
+    assert [len(grant.slots) for grant in unpacking.grants] == [4, 4, 4, 4]
+    assert unpacking.wants == [4]
     for bad in ([0], [3, -1]):
-        message = Message("want", {"nonce": leg.nonce, "parts": bad, "most": 4})
+        message = Message("want", {"nonce": nonce, "parts": bad, "most": 4})
         with pytest.raises(InvalidArgumentError, match=r"wants .* parts of the ring"):
-            receiver.on_message(leg.pair, message)
-    world.receiver.cancel(deal.reservation, "enough")
+            receiver.on_message(pair, message)
+    deal.reservation.cancel("enough")
     world.finish()
 
 
@@ -249,7 +253,9 @@ def test_a_sender_that_waits_for_parts_does_not_look_for_them() -> None:
     for sender in (1, 0):
         world.links[0].deliver(sender)
     assert deal.sendings[0] is not None
-    assert not deal.sendings[0].flights[0].packing.left
+    packing = deal.sendings[0].transfers[0].packing
+    assert packing is not None
+    assert not packing.left
     world.finish()
 
 
@@ -263,7 +269,7 @@ def test_an_arrival_ends_the_pause_of_the_receiver() -> None:
     world.layer(deal, 0)
     world.links[0].deliver(1)
     receiver.wake.clear()
-    first = deal.reservation.legs[0].grants[0]
+    first = deal.reservation.transfers[0].unpacking.grants[0]
     receiver.pause(5.0)
     assert waits == [(first.imm, 2, 5.0)]
     receiver.wake.set()

@@ -52,15 +52,16 @@ def late_writes(*, fenced: bool, link: kv.KVLink | None = None) -> None:
         random_cache(sender.cache, 1)
         reservation = receiver.reserve("r", "prefill", PAGES, total=16)
         sending = sender.start("r", "decode", PAGES, total=16)
-        while sending.flights[0].state != "open":
+        while sending.transfers[0].state != "open":
             time.sleep(0.001)
         for layer in range(LAYERS):
             sending.layer(layer)
-        while link and not sending.flights[0].requests:
+        while link and not sending.transfers[0].requests:
             time.sleep(0.001)  # until parts of the ring are granted
-        assert bool(sending.flights[0].packing.written) == bool(link)
+        assert bool(sending.transfers[0].packed_writes) == bool(link)
         sender.stopped = True
-        requests, sending.flights[0].requests = sending.flights[0].requests, []  # waited for here
+        requests = sending.transfers[0].requests.copy()
+        sending.transfers[0].requests.clear()  # waited for here
         began = time.monotonic()
         reservation.cancel()
         reservation.wait_reusable(20)

@@ -147,7 +147,7 @@ def test_one_thread_owns_a_fence_and_close_tries_it_again(monkeypatch: pytest.Mo
     with workers(LAYOUT, LAYOUT) as found:
         receiver = found.receivers[0]
         reservation = receiver.reserve("a", "prefill", pages([[0, 1]]), total=TOKENS)
-        found.memberships[receiver.name].close()
+        found.keepers[receiver.name].close()
         assert reservation.reusable
         assert len(calls) == 3
         assert not receiver.reservations
@@ -166,7 +166,7 @@ def test_a_fence_is_tried_again_after_close(monkeypatch: pytest.MonkeyPatch) -> 
     with workers(LAYOUT, LAYOUT, timeouts=short) as found:
         receiver = found.receivers[0]
         reservation = receiver.reserve("a", "prefill", pages([[0, 1]]), total=TOKENS)
-        found.memberships[receiver.name].close()
+        found.keepers[receiver.name].close()
         assert not reservation.reusable
         works.set()
         reservation.wait_reusable(20)

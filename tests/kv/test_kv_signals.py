@@ -53,7 +53,7 @@ def written(found: Workers) -> int:
 
 def in_flight(sending: kv.KVSending) -> int:
     sending.done()
-    return len(sending.flights[0].requests)
+    return len(sending.transfers[0].requests)
 
 
 class Model:
@@ -82,11 +82,11 @@ def test_a_layer_travels_when_it_is_signalled_and_not_before(found: Workers) -> 
     with kv.KVSignals(sender) as signals:
         model = Model(signals)
         sending, reservation = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
         with signals.step([(sending, None)]) as step:
             assert step == 1
             for layer in range(LAYERS):
-                done = [request.done() for request in sending.flights[0].requests]
+                done = [request.done() for request in sending.transfers[0].requests]
                 assert done == [False] * (LAYERS - layer)
                 model.layer(layer)
                 left = LAYERS - layer - 1
@@ -104,8 +104,9 @@ def test_packed_rows_of_a_layer_are_gathered_when_it_is_signalled() -> None:
     with workers(SAME, turned, link=PACKED) as found, kv.KVSignals(found.senders[0]) as signals:
         model = Model(signals)
         sending, reservation = start(found)
-        until(lambda: sending.flights[0].state == "open")
-        packing = sending.flights[0].packing
+        until(lambda: sending.transfers[0].state == "open")
+        packing = sending.transfers[0].packing
+        assert packing is not None
         with signals.step([(sending, None)]):
             for layer in range(LAYERS):
                 each = -(-len(packing.pending) // (LAYERS - layer))  # writes of a layer
@@ -121,7 +122,7 @@ def test_packed_rows_of_a_layer_are_gathered_when_it_is_signalled() -> None:
         assert sending.stats.packed > 0
 
 
-def test_a_tail_that_cannot_be_sent_fails_its_request(
+def test_a_footer_that_cannot_be_sent_fails_its_request(
     found: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for sums of the last layer; whoever polls then, an engine's loop say, goes on."""
@@ -129,14 +130,14 @@ def test_a_tail_that_cannot_be_sent_fails_its_request(
     with kv.KVSignals(sender) as signals:
         model = Model(signals)
         sending, reservation = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
 
         def fails(*_: Any, **__: Any) -> Any:
             raise errors.make(errors.TransportError, "the queue is broken")
 
         with signals.step([(sending, None)]):
             sending.commit(b"token")
-            assert sending.flights[0].tail_due
+            assert sending.transfers[0].footer_due
             monkeypatch.setattr(sender.engine, "write", fails)
             model.forward()
         until(sending.done)
@@ -194,7 +195,7 @@ def test_a_step_without_its_forward_pass_is_not_signalled_by_the_next_replay(
 ) -> None:
     with kv.KVSignals(found.senders[0]) as signals:
         sending, _ = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
         with signals.step([(sending, None)]):
             pass
         Model(signals).forward()
@@ -232,12 +233,12 @@ def test_chunks_of_several_steps_and_a_receiver_that_opens_late(found: Workers) 
                 reservation = receiver.reserve(
                     name, "prefill", {"kv": THEIRS}, total=TOKENS, pull=pull
                 )
-                until(lambda: sending.flights[0].state == "open")  # noqa: B023
+                until(lambda: sending.transfers[0].state == "open")  # noqa: B023
                 model.layer(1)
                 sending.commit(b"x")  # before the last layer: its sums and offers wait for it
                 sending.done()
-                assert sending.flights[0].tail_due
-                assert not sending.flights[0].committed
+                assert sending.transfers[0].footer_due
+                assert not sending.transfers[0].committed
                 model.layer(2)
             assert reservation.wait(20) == b"x"
             sending.wait(20)
@@ -277,7 +278,7 @@ def test_a_forward_pass_that_fails_cancels_its_requests(found: Workers) -> None:
         sending.wait(20)
         each = written(found)
         sending, reservation = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
         with pytest.raises(ZeroDivisionError), signals.step([(sending, None)]):
             raise ZeroDivisionError
         with pytest.raises(AbortedError, match=r"the forward pass failed: ZeroDivisionError"):
@@ -299,9 +300,9 @@ def test_what_ends_a_request_reaches_its_wait(found: Workers) -> None:
     with kv.KVSignals(found.senders[0]) as signals:
         model = Model(signals)
         sending, _ = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
         signals.begin_step([(sending, None)])
-        pair = sending.flights[0].pair
+        pair = sending.transfers[0].pair
         pair.peer.disconnect()  # what is held fails by name
         with pytest.raises(errors.PeerDeadError, match=r"request 'r': a write to decode/0 failed"):
             sending.wait(20)
@@ -380,7 +381,7 @@ def test_compilers_keep_the_call_and_its_place(found: Workers, backend: str) -> 
             return
         compiled(cache, pages, rows)  # compiles before a request has deadlines; sends nothing
         sending, _ = start(found)
-        until(lambda: sending.flights[0].state == "open")
+        until(lambda: sending.transfers[0].state == "open")
         with signals.step([(sending, None)]):
             compiled(cache, pages, rows + 1)
         until(lambda: in_flight(sending) == LAYERS - 1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import cells, warm
+from tests.support.recorded import assert_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 200  # of runs that take 15 s on two cores with nothing else to do
@@ -46,6 +47,8 @@ def test_requests_survive_trouble(over: str) -> None:
     whole = os.environ.get("MOE_P2P_KV_KILLS") == "all"
     requests, every = (1000, 80) if whole else (260, 20)
     summary = soak(f"--requests={requests}", f"--trouble-every={every}", "--pack", f"--over={over}")
+    names = {name: value for name, value in summary.items() if name != "ends"}
+    assert_keys("kv_soak", names | {"ends": {}})
     assert set(summary["troubles"].values()) == {2}
     assert summary["untouched"] >= (700 if whole else 100)
     assert summary["ends"]["decode complete"] >= summary["untouched"]

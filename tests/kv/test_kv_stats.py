@@ -52,10 +52,10 @@ def test_a_push_is_counted_on_both_sides() -> None:
         reservation, sending = both(found)
         finish(reservation, sending)
         sent, got = sending.stats, reservation.stats
-        tail_bytes = sent.nbytes - NBYTES
-        assert 0 < tail_bytes < 1024
+        footer_bytes = sent.nbytes - NBYTES
+        assert 0 < footer_bytes < 1024
         assert found.engines["prefill/0"].num_nics == NICS
-        assert sent.writes == LAYERS * (RUNS + NICS) + NICS  # immediates; and the tail
+        assert sent.writes == LAYERS * (RUNS + NICS) + NICS  # immediates; and the footer
         assert sent.merged == LAYERS * (5 - RUNS)
         assert (got.nbytes, got.writes, got.merged) == (NBYTES, 0, 0)
         for side, name in ((sent, "sender"), (got, "receiver")):
@@ -136,7 +136,7 @@ def test_a_fence_and_its_retries_are_named() -> None:
         sender, receiver = found.senders[0], found.receivers[0]
         assert isinstance(sender, StoppedSender)
         reservation, sending = both(found)
-        while sending.flights[0].state != "open":
+        while sending.transfers[0].state != "open":
             time.sleep(0.001)
         sending.layer(0)
         sender.stopped = True

@@ -45,7 +45,7 @@ sender = kv.KVSender(t.engine(sys.argv[1]), t.cache_of(t.LAYOUT, 0, t.PAGES), in
                      timeouts=t.TIMEOUTS)
 sender.cache.tensors[0].fill_(7)
 leases = kv.TorchLeases(TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False), 60)
-with kv.Membership(sender, leases):
+with kv.LeaseKeeper(sender, leases):
     print("ready", flush=True)
     for request in sys.stdin:
         sender.wait_for("d", 30)
@@ -80,12 +80,12 @@ class Stops:
         self.memory = self.receiver.cache.tensors[0]
         self.child: subprocess.Popen[str] | None = None
         self.children = 0
-        self.rounds = self.halves = self.late = 0
+        self.rounds = self.halves = self.late = self.locked = 0
 
     def run(self, halves: int, rounds: int, *, until_late: bool = False) -> None:
         """Until so many requests were cut in two; over each round bytes are looked for that land
         after the pages were given back."""
-        with kv.Membership(self.receiver, kv.TorchLeases(self.store, 60)):
+        with kv.LeaseKeeper(self.receiver, kv.TorchLeases(self.store, 60)):
             try:
                 while self.halves < halves and self.rounds < rounds:
                     self.round()
@@ -110,7 +110,16 @@ class Stops:
         half = self.cut_in_two(child.pid)
         self.halves += half
         reservation.cancel("the user left")
-        reservation.wait_reusable(30)
+        try:
+            reservation.wait_reusable(20)
+        except TimeoutError:
+            # libfabric 1.17's writer holds a lock in the receiver's memory while it posts. Stopped
+            # there, it stops the receiver's polls too.
+            if self.over != "shm":
+                raise
+            self.locked += 1
+            os.kill(child.pid, signal.SIGCONT)
+            reservation.wait_reusable(30)
         self.memory.fill_(99)
         os.kill(child.pid, signal.SIGCONT)
         child.stdout.readline()  # it has ended there
@@ -170,7 +179,7 @@ def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
             pytest.skip(str(error))
     found = Stops(over)
     found.run(stops, 2 * stops + 3)
-    assert found.halves, "no request was cut in two"
+    assert found.halves > found.locked, "no request was cut in two"
     assert not found.late, f"late bytes in {found.late} of {found.rounds} rounds"
 
 

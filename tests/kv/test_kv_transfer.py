@@ -80,8 +80,8 @@ def test_bytes_equal_the_oracle(prefill: kv.KVLayout, decode: kv.KVLayout, how: 
             assert reservation.wait(20) == b"first token"
         for sending in sendings:
             sending.wait(20)
-            for each in sending.flights:  # rows of layouts that are alike are too large for it
-                assert bool(each.packing.written) == each.pair.packs
+            for each in sending.transfers:  # rows of layouts that are alike are too large for it
+                assert bool(each.packed_writes) == each.pair.packs
                 assert each.pair.packs == (how == "pack" and prefill is not decode)
         for receiver in found.receivers:
             assert not receiver.ring.slots.num_taken
@@ -146,12 +146,13 @@ def test_pages_are_reusable_after_all_that_held_them_has_let_go(
         receiver = found.receivers[0]
         reservation = receiver.reserve("r", "prefill", {"kv": some_pages(3, 32, 1)}, total=12)
         seen: list[bool] = []
-        for holder, name in ((receiver.unpacker, "settle"), (receiver._holds, "give_back")):
+        parts = reservation.transfers[0].unpacking
+        for holder, name in ((parts, "settle"), (receiver.holds, "give_back")):
             let_go = getattr(holder, name)
 
-            def watched(each: Any, let_go: Any = let_go) -> None:
+            def watched(*each: Any, let_go: Any = let_go) -> None:
                 seen.append(reservation.reusable)
-                let_go(each)
+                let_go(*each)
 
             monkeypatch.setattr(holder, name, watched)
         reservation.cancel()
@@ -223,16 +224,16 @@ def test_bytes_that_changed_on_the_way_fail_the_request(pull: bool) -> None:
 
 def _wait_until_arrived(reservation: kv.KVReservation) -> None:
     """All bytes are there, and nobody has looked at them: poll() would."""
-    leg = reservation.legs[0]
+    transfer = reservation.transfers[0]
     deadline = time.monotonic() + 20
     receiver = reservation.receiver
     while time.monotonic() < deadline:
         with receiver.lock:
             if reservation.pull:
-                reads = leg.reads
-                if leg.tail is not None and reads and all(read.done() for read in reads):
+                reads = transfer.reads
+                if transfer.footer is not None and reads and all(read.done() for read in reads):
                     return
-            elif receiver.engine.imm_value(leg.slot.imm) >= leg.least:
+            elif receiver.engine.imm_value(transfer.slot.imm) >= transfer.least:
                 return
         time.sleep(0.001)
     raise AssertionError("nothing arrived")
@@ -248,10 +249,10 @@ def test_a_reader_notices_that_pages_were_taken_back() -> None:
             sending = sender.start("r", "decode", pages, total=16)
             send(sending, (16,))
             deadline = time.monotonic() + 20
-            while sending.flights[0].state != "open" or not sending.flights[0].committed:
+            while sending.transfers[0].state != "open" or not sending.transfers[0].committed:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-            sender._withdraw_offer(sending.flights[0])
+            sending.transfers[0].withdraw_offer()
         with pytest.raises(AbortedError, match=r"gave the pages to another request while"):
             reservation.wait(20)
         reservation.wait_reusable(20)

@@ -1,6 +1,6 @@
 """Workers move the bytes that the oracle says: any layout to any other, drawn, over real engines.
 
-test_kv_property.py draws plans; here pages, chunks, tails, fences and threads are those of a user.
+test_kv_property.py draws plans; here pages, chunks, footers, fences and threads are a user's.
 250 cases in `make test-all`, some of them in `make test`; more, and others each time:
 
     MOE_P2P_KV_CASES=2000 python -m pytest --all-cells tests/kv/test_kv_workers_property.py \\

@@ -165,9 +165,8 @@ def test_sums_go_into_a_tensor_of_the_caller(rank: Rank, layout: str) -> None:
             out = memory[2 : 2 + 3 + seed + rank.rank]
             sums, ticks = comm.combine(
                 dispatched=received,
-                **cases.combine_arguments(comm, wanted),
+                **cases.combine_arguments(comm, wanted, with_wait_ticks=True),
                 out=out,
-                with_wait_ticks=True,
             )
             assert sums is out
             assert torch.equal(out, wanted.out[rank.rank])

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import Engine, EngineConfig, kv
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer
 from tests.support.cases import check_step, make, make_tokens
 from tests.support.kv_fakes import cache_of
 from tests.support.kv_workers import QUICK, random_cache, some_pages
@@ -35,7 +35,7 @@ LAYERS, PAGES, TOKENS = 4, 64, 200
 KV = kv.KVLayout(
     (kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=256, v_bytes=256, page_size=4),)
 )
-# `rows`: 1,024 rows apart from each other at the generator. `dense`: one write, were it not cut.
+# `rows`: 1,024 rows apart from each other at the engine rank. `dense`: one write, were it not cut.
 SOURCE = WeightLayout([Param(n, (1024, 512), "float32", (0,)) for n in ("rows", "dense")], 1)
 TARGET = WeightLayout(
     [
@@ -167,7 +167,7 @@ class Scene:
             workers: list[Any] = []
             for kind, engine in zip((kv.KVSender, kv.KVReceiver), self.engines, strict=True):
                 worker = kind(engine, cache_of(KV, 0, PAGES), instance=kind.role, timeouts=QUICK)
-                stack.enter_context(kv.Membership(worker, kv.TorchLeases(store, QUICK.lease_s)))
+                stack.enter_context(kv.LeaseKeeper(worker, kv.TorchLeases(store, QUICK.lease_s)))
                 workers.append(worker)
             sender, receiver = workers
             sender.wait_for("receiver")
@@ -194,16 +194,16 @@ class Scene:
         tensors = {name: torch.randn(1024 * 512) for name in ("rows", "dense")}
         live = {"rows": torch.zeros(1024 * 640), "dense": torch.zeros(1024 * 512)}
         making = self.pool.submit(WeightTrainer, self.engines[0], store, SOURCE, 0, tensors)
-        generator = WeightGenerator(self.engines[1], store, TARGET, 0, live)
+        engine_rank = WeightEngineRank(self.engines[1], store, TARGET, 0, live)
         trainer = making.result(60)
         for version in range(1, UPDATES + 1):
             updating = self.pool.submit(trainer.update, version)
-            generator.wait()
+            engine_rank.wait()
             updating.result(60)
         assert torch.equal(live["dense"], tensors["dense"])
         assert torch.equal(live["rows"].view(1024, 640)[:, :512].flatten(), tensors["rows"])
         trainer.close()
-        generator.close()
+        engine_rank.close()
         self.ended += 1
 
 

@@ -18,8 +18,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 
-from moe_p2p import AllToAll, DispatchOptions
-from moe_p2p.moe.options import BY_RANK, QUANTIZE, layout_of, scale_format_of
+from moe_p2p import AllToAll, CombineOptions, DispatchOptions
+from moe_p2p.moe.options import QUANTIZE, rows_of, scale_format_of
 from tests.support import cells
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank, run_processes
@@ -27,6 +27,7 @@ from tests.support.ranks import Rank, run_processes
 NUM_EXPERTS = 8
 BACKENDS = cells.few(["aot_eager", "inductor"], keep=["aot_eager"])
 ROWS_BY_RANK = DispatchOptions(layout="by_rank", zero_padding=True)
+TIMED = CombineOptions(with_wait_ticks=True)
 PACKED = DispatchOptions(
     quantize=True,
     scale_format="ue8m0",
@@ -171,7 +172,7 @@ def test_every_output_of_dispatch_and_combine_is_in_the_graph(
         assert padded.ranges is not None
         assert padded.wait_ticks is not None
         out, ticks = alone.combine(
-            padded.x.float(), padded, topk_weights=weights, bias=(x, x), with_wait_ticks=True
+            padded.x.float(), padded, options=TIMED, topk_weights=weights, bias=(x, x)
         )
         by_rank = alone.dispatch(x, idx, weights, options=ROWS_BY_RANK)
         assert by_rank.row_topk is not None
@@ -245,7 +246,7 @@ class Kernels:
 
     def prepare_dispatch(self, x_dtype: torch.dtype, number: int, x_bytes: int = 0) -> None:
         assert x_bytes == 0
-        quantize, by_rank = bool(number & QUANTIZE), layout_of(number) == BY_RANK
+        quantize, by_rank = bool(number & QUANTIZE), rows_of(number).per_token
         self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))
 
     def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype, *order: int) -> None:

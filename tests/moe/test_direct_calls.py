@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import multiprocessing
 import sys
 import weakref
@@ -27,7 +26,6 @@ from moe_p2p.moe import direct
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.pool import ReleasingAllToAll
 from moe_p2p.moe.row_counts import HostCounts
-from tests.support import warm
 from tests.support.cases import bits, make, make_tokens
 from tests.support.ranks import Rank, run_threads
 
@@ -61,10 +59,10 @@ def op(*_: object) -> tuple[str]:
     return OP
 
 
-dispatch = direct.call_of("dispatch_eager", op)
-combine = direct.call_of("combine_plain", op)
+dispatch = direct.call_of("dispatch_inference", op)
+combine = direct.call_of("combine_inference", op)
 counted = direct.call_of("dispatch_counted", op)
-CALLS = [(dispatch, ops.dispatch_eager.default), (combine, ops.combine_plain.default)]
+CALLS = [(dispatch, ops.dispatch_inference.default), (combine, ops.combine_inference.default)]
 
 
 def of_dispatch(
@@ -78,7 +76,7 @@ def of_dispatch(
 def of_combine(comm: AllToAll, options: DispatchOptions = PADDED) -> list[Any]:
     """Without weights."""
     given = of_dispatch(comm, options)
-    made = ops.dispatch_eager(*given)
+    made = ops.dispatch_inference(*given)
     return [comm._comm, options.number, T, made[5], made[0], given[5]]
 
 
@@ -109,7 +107,7 @@ def test_dispatch_returns_what_the_op_does(
 ) -> None:
     given = of_dispatch(alone, options, weighted=weighted)
     with torch.inference_mode(inference):
-        made, want = dispatch(*given), ops.dispatch_eager(*given)
+        made, want = dispatch(*given), ops.dispatch_inference(*given)
         assert_alike(made[:5], want[:5])
         assert_alike(made[6], want[6])
 
@@ -120,7 +118,7 @@ def test_dispatch_takes_scales_and_others(alone: AllToAll) -> None:
     with make(Rank(0, 1, dist.HashStore()), dtype=torch.float8_e4m3fn) as comm:
         given[0] = comm._comm
         more = [torch.rand(T, 1), [alone._comm]]
-        made, want = dispatch(*given, *more), ops.dispatch_eager(*given, *more)
+        made, want = dispatch(*given, *more), ops.dispatch_inference(*given, *more)
     assert_alike(made[:5], want[:5])
     assert len(made[1]) > 0
 
@@ -128,11 +126,11 @@ def test_dispatch_takes_scales_and_others(alone: AllToAll) -> None:
 @pytest.mark.parametrize("options", [PADDED, GROUPED])
 def test_combine_returns_what_the_op_does(alone: AllToAll, options: DispatchOptions) -> None:
     given = of_combine(alone, options)
-    row_weights = ops.dispatch_eager(*of_dispatch(alone, options))[2]
+    row_weights = ops.dispatch_inference(*of_dispatch(alone, options))[2]
     for more in ([], [None], [row_weights], [None, torch.rand(T, 3)]):
-        assert_alike(combine(*given, *more), ops.combine_plain(*given, *more))
+        assert_alike(combine(*given, *more), ops.combine_inference(*given, *more))
     given[4] = torch.nn.Parameter(given[4])
-    assert_alike(combine(*given), ops.combine_plain(*given))
+    assert_alike(combine(*given), ops.combine_inference(*given))
 
 
 def of_counted(comm: AllToAll) -> list[Any]:
@@ -282,7 +280,7 @@ def test_tensors_of_a_gpu_are_plain() -> None:
     keys = torch._C.DispatchKeySet(key.CUDA)
     for each in (key.ADInplaceOrView, key.AutogradCUDA, key.AutocastCUDA):
         keys = keys.add(each)
-    assert not keys.raw_repr() & ~direct.FACTS[4]
+    assert not keys.raw_repr() & ~direct.FACTS.plain_keys
 
 
 def test_functorch_sees_the_op(alone: AllToAll) -> None:
@@ -303,10 +301,10 @@ def test_functorch_sees_the_op(alone: AllToAll) -> None:
 def test_wrong_arguments_are_refused_by_the_op(alone: AllToAll, call: Call) -> None:
     """With its text, through the function that the package uses."""
     real = direct.call_of(
-        "dispatch_eager" if call is dispatch else "combine_plain", dict(CALLS)[call]
+        "dispatch_inference" if call is dispatch else "combine_inference", dict(CALLS)[call]
     )
     given = given_to(call, alone)
-    cases: list[list[Any]] = [[], given[:4], [*given, None, None, None, None]]
+    cases: list[list[Any]] = [[], given[:4], [*given, *[None] * 9]]
     for at in range(len(given)):
         for wrong in (None, "x", 2.5, 1 << 70, [1, 2]):
             if not (at == 6 and wrong is None):
@@ -330,8 +328,8 @@ def pairs(rank: Rank) -> list[Tensor]:
 
 def test_ranks_that_are_threads_wait_without_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     got = run_threads(2, pairs)
-    monkeypatch.setattr("moe_p2p.moe.all_to_all._DISPATCH_EAGER", ops.dispatch_eager.default)
-    monkeypatch.setattr("moe_p2p.moe.all_to_all._COMBINE_EAGER", ops.combine_plain.default)
+    monkeypatch.setattr("moe_p2p.moe.all_to_all._DISPATCH_EAGER", ops.dispatch_inference.default)
+    monkeypatch.setattr("moe_p2p.moe.all_to_all._COMBINE_EAGER", ops.combine_inference.default)
     assert_alike(got, run_threads(2, pairs))
 
 
@@ -377,61 +375,11 @@ def test_children_have_them_too(method: str) -> None:
     assert child.exitcode == 0
 
 
-# --- a torch that is not as expected ---
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("_WRAP", "_Z_nothing"),
-        ("_OBSERVED", "_Z_nothing"),
-        ("_IN_FUNCTION_MODE", "_Z_nothing"),
-        ("_REQUIRES_GRAD", "_Z_nothing"),
-        ("_THREAD_KEYS", "_Z_nothing"),
-        ("_HEAD", direct._HEAD + 8),
-        ("_HEAD", 1 << 12),
-        ("_keys", lambda _: 0x1234567812345678),
-    ],
-)
-def test_what_is_not_as_expected_turns_them_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: Any
-) -> None:
-    monkeypatch.setattr(direct, name, value)
-    caplog.set_level(logging.DEBUG, "moe_p2p")
-    assert direct.find_facts() is None
-    assert "calls go through torch's dispatcher" in caplog.text
-    monkeypatch.setattr(direct, "FACTS", None)
-    assert direct.call_of("dispatch_eager", op) is op
-
-
-def test_modes_of_who_imports_do_not_matter() -> None:
-    with torch.inference_mode(), torch.device("meta"):
-        assert direct.find_facts() == direct.FACTS
-
-
-WITHOUT = """
-import torch, torch.distributed as dist
-torch._C._dispatch_keys = None
-from moe_p2p import AllToAll, AllToAllConfig, all_to_all
-assert all_to_all._DISPATCH_EAGER is torch.ops.moe_p2p.dispatch_eager.default
-assert all_to_all._COMBINE_EAGER is torch.ops.moe_p2p.combine_plain.default
-config = AllToAllConfig(num_experts=2, hidden_dim=16, topk=1, max_tokens=2, dtype=torch.float32)
-with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as comm, torch.no_grad():
-    x = torch.ones(2, 16)
-    received = comm.dispatch(x, torch.tensor([[0], [1]]))
-    assert torch.equal(comm.combine(received.x, received), x)
-"""
-
-
-def test_without_them_calls_are_as_before() -> None:
-    warm.without_moe_p2p().run("-c", WITHOUT, check=True, timeout=250)
-
-
 def test_the_package_uses_them(alone: AllToAll, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("an op was called")
 
-    for each in ("dispatch_eager", "combine_plain"):
+    for each in ("dispatch_inference", "combine_inference"):
         monkeypatch.setattr(getattr(ops, each).default, "_op", refuse)
     tokens = make_tokens(0, 0, T)
     received = alone.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)

@@ -1,4 +1,4 @@
-"""ops.dispatch_eager: for calls that neither autograd, a compiler nor a mode of torch sees."""
+"""Direct dispatches, which neither autograd, a compiler nor a mode of torch sees: their memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import AllToAll, AllToAllConfig, ClosedError, DispatchOptions
+from moe_p2p.moe import direct
 from moe_p2p.moe.pool import AllToAllPool
 from tests.support.cases import make, make_tokens
 from tests.support.ranks import Rank
@@ -23,6 +23,9 @@ OPTIONS = DispatchOptions(
     layout="by_rank", with_source=True, copy_topk=True, zero_padding=True, solo=True
 )
 
+eagerly = direct.call_of("dispatch_inference", ops.dispatch_inference.default)
+are_direct = pytest.mark.skipif(direct.FACTS is None, reason="this torch has no direct calls")
+
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[AllToAll]:
@@ -30,23 +33,19 @@ def alone() -> Iterator[AllToAll]:
         yield comm
 
 
-def given(comm: AllToAll, capacity: int = ROWS) -> tuple[Any, ...]:
-    """Arguments of dispatch_inference."""
+def given(comm: AllToAll, capacity: int = ROWS, *more: Any) -> tuple[Any, ...]:
+    """Arguments of dispatch_inference; more: behind the weights."""
     tokens = make_tokens(0, 0, T)
-    inputs = (tokens.x, None, [], tokens.topk_idx, tokens.topk_weights, None, -1, T, capacity)
-    return comm._comm, OPTIONS.number, *inputs
+    inputs = (tokens.x, tokens.topk_idx, tokens.topk_weights)
+    return (comm._comm, OPTIONS.number, T, capacity, *inputs, *more)
 
 
-def given_eagerly(comm: AllToAll, capacity: int = ROWS, *more: Any) -> tuple[Any, ...]:
-    """Arguments of dispatch_eager for the same call; more: behind the weights."""
-    number, options, x, _, _, topk_idx, topk_weights, *_ = given(comm)
-    return number, options, T, capacity, x, topk_idx, topk_weights, *more
-
-
+@are_direct
 @pytest.mark.parametrize("capacity", [ROWS, MANY_ROWS])
 def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -> None:
     """Not where that is much memory, which one small result would keep."""
-    made = ops.dispatch_eager(*given_eagerly(alone, capacity))
+    with torch.no_grad():
+        made = eagerly(*given(alone, capacity))
     want = ops.dispatch_inference(*given(alone, capacity))
     for got, expected in zip((*made[:6], *made[6]), (*want[:6], *want[6]), strict=True):
         assert got.is_contiguous()
@@ -59,6 +58,7 @@ def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -
     assert places.isdisjoint({rows.untyped_storage().data_ptr()})
 
 
+@are_direct
 def test_scales_share_it(alone: AllToAll) -> None:
     """But not in columns, nor where all together are much memory."""
     quantized = DispatchOptions(quantize=True)
@@ -76,18 +76,14 @@ def test_scales_share_it(alone: AllToAll) -> None:
         assert (places[0] == places[1]) == shared
 
 
-def test_a_fake_kernel_serves_tensors_that_are_fake(alone: AllToAll) -> None:
-    """With too many rows to share memory: fake ones never do."""
-    opcheck(ops.dispatch_eager.default, given_eagerly(alone, MANY_ROWS))
-    opcheck(ops.dispatch_eager.default, given_eagerly(alone, MANY_ROWS, None, []))
-
-
 def test_it_checks_the_others_first(alone: AllToAll) -> None:
     with make(Rank(0, 1, dist.HashStore())) as other:
         others = [other._comm]
-        ops.dispatch_eager(*given_eagerly(alone, ROWS, None, others))
-    with pytest.raises(RuntimeError, match=f"communicator {others[0]} is closed"):
-        ops.dispatch_eager(*given_eagerly(alone, ROWS, None, others))
+        for call in (eagerly, ops.dispatch_inference):
+            call(*given(alone, ROWS, None, others))
+    for call in (eagerly, ops.dispatch_inference):
+        with pytest.raises(RuntimeError, match=f"communicator {others[0]} is closed"):
+            call(*given(alone, ROWS, None, others))
 
 
 def test_a_pool_tells_each_which_the_others_are() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, InvalidArgumentError
+from moe_p2p import AllToAll, CombineOptions, InvalidArgumentError
 from moe_p2p.moe import reference
-from moe_p2p.moe.options import CombineDtype
+from moe_p2p.moe.options import Partials
 from moe_p2p.moe.reference import Topology, int10
 from tests.support import cases
 from tests.support.cases import Wanted
@@ -20,7 +20,8 @@ from tests.support.ranks import Rank, on_ranks, run_threads
 HIDDEN_DIM = 544  # two units of 256, and a unit of one block
 COUNTS = [[5, 3, 0, 12], [0] * 4, [12] * 4, [7, 0, 12, 1]]
 LAYOUTS = ("padded", "grouped", "by_rank")
-KINDS: tuple[CombineDtype, ...] = ("int10", "int10_nodes")
+INT10 = CombineOptions(partials="int10")
+KINDS: tuple[Partials, ...] = ("int10", "int10_nodes")
 
 
 def with_specials(tokens: reference.Tokens, rank: int) -> reference.Tokens:
@@ -40,13 +41,13 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 def run_int10(
-    comm: AllToAll, wanted: Wanted, want: list[Tensor], kind: CombineDtype, num_biases: int
+    comm: AllToAll, wanted: Wanted, want: list[Tensor], kind: Partials, num_biases: int
 ) -> None:
     """The whole call with and without scalars, then halves."""
     got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
     more = cases.given_biases(comm, wanted, num_biases)
     cases.finish(comm)
-    back = cases.combine_arguments(comm, wanted) | {"dispatched": got, "combine_dtype": kind}
+    back = cases.combine_arguments(comm, wanted, partials=kind) | {"dispatched": got}
     out = comm.combine(**back, **more)
     cases.finish(comm)
     assert same(out, want[comm.rank])
@@ -56,7 +57,8 @@ def run_int10(
     assert same(out, want[comm.rank])
     assert torch.equal(found.cpu(), found_want)
     into = torch.empty_like(out)
-    assert comm.combine(**back | {"out_dtype": None}, **more, out=into) is into
+    back |= {"options": CombineOptions(partials=kind)}
+    assert comm.combine(**back, **more, out=into) is into
     cases.finish(comm)
     assert same(into, want[comm.rank])
     if wanted.options["max_tokens"] > comm.config.step_tokens * comm.config.steps_in_flight:
@@ -85,7 +87,7 @@ def steps_of(topology: Topology, dtype: torch.dtype, max_tokens: int = 12) -> li
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_are_those_of_the_reference(
-    kind: CombineDtype, ranks_per_node: int, dtype: torch.dtype
+    kind: Partials, ranks_per_node: int, dtype: torch.dtype
 ) -> None:
     topology = Topology(world_size=4, ranks_per_node=ranks_per_node, num_experts=8)
     wanted = steps_of(topology, dtype)
@@ -129,26 +131,26 @@ def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
     def refused(rank: Rank) -> None:
         with cases.make(rank, hidden_dim=HIDDEN_DIM) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx, layout="grouped")
-            with pytest.raises(InvalidArgumentError, match="combine_dtype is 'int9', must be one"):
-                comm.combine(got.x, got, combine_dtype="int9")  # type: ignore[call-overload]
+            with pytest.raises(InvalidArgumentError, match="partials is 'int9', must be one"):
+                CombineOptions(partials="int9")
             with pytest.raises(InvalidArgumentError, match="order='ranks' only"):
-                comm.combine(got.x, got, combine_dtype="int10", order="topk")
+                comm.combine(got.x, got, options=CombineOptions(partials="int10", order="topk"))
             y = got.x.clone().requires_grad_()
-            with pytest.raises(InvalidArgumentError, match="leave out combine_dtype"):
-                comm.combine(y, got, combine_dtype="int10")
-            sent = comm.combine_send(got.x, got, combine_dtype="int10")
+            with pytest.raises(InvalidArgumentError, match="leave out partials"):
+                comm.combine(y, got, options=INT10)
+            sent = comm.combine_send(got.x, got, options=INT10)
             comm.combine_recv(sent)
         with cases.make(rank, hidden_dim=272) as comm:
             x = tokens.x[:, :272].contiguous()
             got = comm.dispatch(x, tokens.topk_idx)
             with pytest.raises(InvalidArgumentError, match="272, must be a multiple of 32"):
-                comm.combine(got.x, got, combine_dtype="int10")
+                comm.combine(got.x, got, options=INT10)
             comm.combine(got.x, got)
         with cases.make(rank, hidden_dim=32) as comm:
             x = tokens.x[:, :32].contiguous()
             got = comm.dispatch(x, tokens.topk_idx)
             with pytest.raises(InvalidArgumentError, match="a combined row is 384 bytes"):
-                comm.combine(got.x, got, combine_dtype="int10")
+                comm.combine(got.x, got, options=INT10)
             comm.combine(got.x, got)
 
     run_threads(1, refused)
@@ -159,6 +161,6 @@ def test_ranks_that_differ_are_named(rank: Rank) -> None:
     tokens = cases.make_tokens(0, rank.rank, 3, hidden_dim=HIDDEN_DIM)
     with cases.make(rank, hidden_dim=HIDDEN_DIM) as comm:
         got = comm.dispatch(tokens.x, tokens.topk_idx)
-        kind: CombineDtype | None = "int10" if rank.rank else None
+        kind: Partials | None = "int10" if rank.rank else None
         with pytest.raises(Exception, match=r"10-bit integer rows"):
-            comm.combine(got.x, got, combine_dtype=kind)
+            comm.combine(got.x, got, options=CombineOptions(partials=kind))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
+from moe_p2p import AllToAll, CombineOptions, Dispatched, InvalidArgumentError, TimeoutError
 from moe_p2p.moe.reference import Tokens, Topology
 from tests.support import cases
 from tests.support.cases import TOPK, Wanted
@@ -269,7 +269,7 @@ def waits_of_a_late_rank(rank: Rank, ranks_per_node: int, halves: bool) -> bool:
             if halves:
                 _, ticks = comm.combine_recv(comm.combine_send(got.x, got), with_wait_ticks=True)
             else:
-                _, ticks = comm.combine(got.x, got, with_wait_ticks=True)
+                _, ticks = comm.combine(got.x, got, options=CombineOptions(with_wait_ticks=True))
             took = time.monotonic_ns() - began
             assert (ticks.shape, ticks.dtype) == ((3,), torch.int64)
             assert int(ticks.min()) >= 0

@@ -126,7 +126,7 @@ def macros(num_sms: int | None = None, by_rank: bool = False, **fields: Any) -> 
     job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
     shape = shape_macros(AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8)
     kernel = kernels.dispatch_kernel(
-        shape, torch.bfloat16, quantize=True, by_rank=by_rank, num_sms=num_sms
+        shape, torch.bfloat16, quantize=True, layout=2 * by_rank, num_sms=num_sms
     )
     return kernel.macros
 

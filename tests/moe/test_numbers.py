@@ -32,7 +32,7 @@ def test_the_arrays_of_a_handle_follow_each_other() -> None:
         assert at["slot_ranks"] - at["slot_rows"] in (36, 37)  # at an even word
         assert at["send_slots"] - at["slot_ranks"] == 2 * 12
         assert at["total"] - at["send_slots"] == 5 * 2
-        assert at["total"] == ops.handle_words(number, 5, 10)
+        assert at["total"] == comm._shape.handle_words(5, 10)
         with pytest.raises(RuntimeError, match="made for at most 12"):
             ops.handle_layout(number, 5, 13)
 

@@ -13,8 +13,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.library import opcheck
 
 import moe_p2p
-from moe_p2p import AllToAll, DispatchOptions, Engine, EngineConfig, errors
+from moe_p2p import AllToAll, DispatchOptions, Engine, EngineConfig, PageRows, errors
 from moe_p2p.engine.transfers import tensor_from
+from moe_p2p.library import numbers_of
 from moe_p2p.machine import fp8
 from moe_p2p.moe.options import RowLayout
 from moe_p2p.moe.reference import wire
@@ -55,17 +56,22 @@ def dispatch_arguments(
     arguments = {
         "comm": comm_number(comm),
         "options": DispatchOptions(**options).number,
-        "x": tokens.x,
-        "scales": None,
-        "extras": [],
-        "topk_idx": tokens.topk_idx,
-        "topk_weights": tokens.topk_weights,
-        "num_tokens": None,
-        "num_tokens_host": -1,
         "max_tokens": MAX_TOKENS,
         "capacity": MAX_TOKENS,
+        "x": tokens.x,
+        "topk_idx": tokens.topk_idx,
+        "topk_weights": tokens.topk_weights,
+        "scales": None,
+        "others": [],
+        "extras": [],
+        "num_tokens": None,
+        "num_tokens_host": -1,
     }
     return tuple((arguments | (change or {})).values())
+
+
+def handle_words(comm: AllToAll, num_rows: int, max_tokens: int) -> int:
+    return numbers_of(ops.handle_layout(comm_number(comm), num_rows, max_tokens))["total"]
 
 
 DISPATCHES: dict[str, dict[str, Any]] = {
@@ -139,16 +145,16 @@ def combine_arguments(
     weighted = layout == "padded" and not late
     return (
         comm_number(comm),
-        received.x.clone().requires_grad_(grad),
-        received.row_weights.clone().requires_grad_(grad) if weighted else None,
-        torch.rand(received.row_weights.shape) if scalars else None,
-        tokens.topk_weights if late else None,
-        [torch.ones(5, HIDDEN_DIM).requires_grad_(grad)],
-        received.call.handle,
-        tokens.topk_idx,
-        received.call.max_tokens,
-        torch.float32,
         received.call.options,
+        received.call.max_tokens,
+        received.call.handle,
+        received.x.clone().requires_grad_(grad),
+        tokens.topk_idx,
+        received.row_weights.clone().requires_grad_(grad) if weighted else None,
+        tokens.topk_weights if late else None,
+        torch.rand(received.row_weights.shape) if scalars else None,
+        [torch.ones(5, HIDDEN_DIM).requires_grad_(grad)],
+        torch.float32,
         received.call.capacity,
         False,
     )
@@ -174,17 +180,15 @@ def test_combine(alone: AllToAll, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_combine_plain(alone: AllToAll, late: bool) -> None:
+def test_combine_of_what_most_calls_give(alone: AllToAll, late: bool) -> None:
     given = combine_arguments(alone, late=late)
-    comm, y, weights, _, late_weights, _, handle, topk_idx, max_tokens, _, options, *_ = given
-    first = (comm, options, max_tokens, handle, y, topk_idx, weights)
-    opcheck(ops.combine_plain.default, (*first, late_weights) if late else first)
+    opcheck(ops.combine_inference.default, given[: 8 if late else 7])
 
 
 def send_arguments(comm: AllToAll) -> tuple[Any, ...]:
-    arguments = dispatch_arguments(comm, solo=False)
-    handle = torch.zeros(ops.handle_words(comm_number(comm), 5, MAX_TOKENS), dtype=torch.int32)
-    return (*arguments[:-1], handle)
+    number, options, most, _, x, topk_idx, weights, *_ = dispatch_arguments(comm, solo=False)
+    handle = torch.zeros(handle_words(comm, 5, MAX_TOKENS), dtype=torch.int32)
+    return (number, options, x, None, [], topk_idx, weights, None, -1, most, handle)
 
 
 def sent(comm: AllToAll) -> torch.Tensor:
@@ -259,9 +263,8 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
 
 @pytest.mark.parametrize("more", [False, True])
 def test_combine_out(alone: AllToAll, more: bool) -> None:
-    comm, y, weights, scalars, _, bias, handle, _, max_tokens, *_ = combine_arguments(
-        alone, scalars=more
-    )
+    given = combine_arguments(alone, scalars=more)
+    comm, _, max_tokens, handle, y, _, weights, _, scalars, bias, *_ = given
     out = torch.zeros(5, HIDDEN_DIM)
     beside = (torch.zeros(5, TOPK), torch.zeros(1, dtype=torch.int64)) if more else (None, None)
     utils = ONCE if more else ALL  # two runs do not wait as long
@@ -285,7 +288,7 @@ def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
     data = torch.zeros(64, dtype=torch.uint8)
     memory, inbox = one.register(data), other.register(torch.zeros_like(data))
     region = one.resolve(inbox.descriptor)
-    pages = torch.tensor([0, 1])
+    pages, rows = torch.tensor([0, 1]), PageRows(page_bytes=8).numbers
     opcheck(ops.engine_register.default, (one.number, torch.zeros(8)), test_utils=ONCE)
     opcheck(
         ops.engine_connect.default,
@@ -296,12 +299,12 @@ def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
     opcheck(ops.engine_resolve.default, (one.number, descriptor), test_utils=ONCE)
     opcheck(
         ops.engine_write_pages.default,
-        (one.number, memory.number, region.number, 8, pages, 8, 0, pages, 8, 0, None),
+        (one.number, memory.number, 0, region.number, 0, rows, pages, pages, None),
         test_utils=ONCE,
     )
     opcheck(
         ops.engine_read_pages.default,
-        (one.number, memory.number, region.number, 8, pages, 8, 0, pages, 8, 0),
+        (one.number, memory.number, 0, region.number, 0, rows, pages, pages),
         test_utils=ONCE,
     )
     slices = torch.tensor([[0, region.number, 0, 8]])
@@ -310,9 +313,9 @@ def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
 
 
 def test_every_op_that_takes_tensors_is_checked_here() -> None:
-    here = Path(__file__)
-    others = ("test_count_ops.py", "test_eager_dispatch.py", "test_kv_ops.py")
-    source = here.read_text() + "".join(here.with_name(name).read_text() for name in others)
+    tests = Path(__file__).parents[1]
+    files = ("test_ops.py", "test_count_ops.py", "test_eager_dispatch.py", "../kv/test_kv_ops.py")
+    source = "".join((tests / "moe" / name).read_text() for name in files)
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_p2p::")]
     assert len(schemas) > 30
     for schema in schemas:
@@ -340,14 +343,14 @@ def test_fake_kernels_know_the_size_of_handles(num_rows: int, max_tokens: int) -
     for topk in (1, 2, 3):
         config = {"topk": topk, "chunk_tokens": 3}
         with make(Rank(0, 1, dist.HashStore()), **config) as comm:
-            real = ops.handle_words(comm_number(comm), num_rows, max_tokens)
+            real = handle_words(comm, num_rows, max_tokens)
             assert comm._shape.handle_words(num_rows, max_tokens) == real
 
 
 def test_a_handle_has_room_for_the_slots_of_its_own_call() -> None:
     config = {"topk": 2, "max_tokens": 512, "chunk_tokens": 128}
     with make(Rank(0, 1, dist.HashStore()), **config) as comm:
-        words = [ops.handle_words(comm_number(comm), 0, t) for t in (1, 2, 8, 128, 129)]
+        words = [handle_words(comm, 0, t) for t in (1, 2, 8, 128, 129)]
     slot = 2 + 2  # a row for each k, and the ranks of the node
     assert words[1] - words[0] == slot
     assert words[2] - words[1] == 6 * slot
@@ -363,7 +366,7 @@ def test_python_has_the_head_of_slots_from_the_letter(topk: int) -> None:
 def test_python_has_the_other_numbers_of_the_letter() -> None:
     config = {"topk": 2, "max_tokens": 4}
     with make(Rank(0, 1, dist.HashStore()), **config) as comm:
-        words = ops.handle_words(comm_number(comm), 0, 1)
+        words = handle_words(comm, 0, 1)
         assert numbers().handle_meta_words == words - 1 - 2 - 1 - 2  # a count, rows, a gap, ranks
     assert numbers().scale_block == fp8.SCALE_BLOCK
     with pytest.raises(errors.InvalidArgumentError, match="topk is 33, must be from 1 to 32"):

@@ -1,4 +1,4 @@
-"""DispatchOptions: checked where they are made, one int for ops, errors that say what to write."""
+"""Options of calls: checked where they are made, one int for ops, errors that say what to write."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAll, DispatchOptions, InvalidArgumentError
+from moe_p2p import AllToAll, AllToAllConfig, CombineOptions, DispatchOptions, InvalidArgumentError
 from moe_p2p.moe import options
-from moe_p2p.moe.options import RowLayout, ScaleFormat
+from moe_p2p.moe.options import RowLayout, ScaleFormat, combine_options
 from tests.support.cases import in_options, make, make_tokens
-from tests.support.ranks import Rank
+from tests.support.ranks import Rank, run_threads
 
 ops = torch.ops.moe_p2p
 
@@ -141,11 +141,11 @@ def test_shorthands_are_the_options_of_those_names(alone: AllToAll) -> None:
 )
 def test_ops_refuse_numbers_of_no_options(alone: AllToAll, number: int) -> None:
     tokens = make_tokens(0, 0, 4)
-    given = (alone._comm, number, tokens.x, None, [], tokens.topk_idx, None, None, -1, 12, 12)
+    given = (alone._comm, number, 12, 12, tokens.x, tokens.topk_idx)
     with pytest.raises(RuntimeError, match=f"options is {number}, must be the number of a"):
         ops.dispatch_inference(*given)
-    words = ops.handle_words(alone._comm, 4, 12)
-    send = (*given[:-1], torch.zeros(words, dtype=torch.int32))
+    handle = torch.zeros(alone._shape.handle_words(4, 12), dtype=torch.int32)
+    send = (alone._comm, number, tokens.x, None, [], tokens.topk_idx, None, None, -1, 12, handle)
     with pytest.raises(RuntimeError, match=f"options is {number}, must be the number of a"):
         ops.dispatch_send(*send)
     assert alone.broken == ""
@@ -174,5 +174,78 @@ def test_calls_take_few_arguments() -> None:
     for call in (AllToAll.dispatch, AllToAll.dispatch_send):
         names = set(inspect.signature(call).parameters) - {"self", "layout", "quantize", "moved"}
         assert len(names) == 9
-    for name in ("dispatch", "dispatch_inference", "dispatch_send"):
-        assert len(getattr(ops, name).default._schema.arguments) == 11
+    for name, most in (("dispatch", 12), ("dispatch_inference", 12), ("dispatch_send", 11)):
+        assert len(getattr(ops, name).default._schema.arguments) == most
+
+
+OLD = [
+    ({"order": "topk"}, CombineOptions(order="topk")),
+    ({"combine_dtype": "int10"}, CombineOptions(partials="int10")),
+    ({"with_wait_ticks": True}, CombineOptions(with_wait_ticks=True)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD)
+def test_arguments_of_combine_that_became_options(old: dict[str, Any], new: CombineOptions) -> None:
+    """They are taken for one release."""
+    with pytest.warns(DeprecationWarning, match=rf"{next(iter(old))} of combine became options"):
+        assert combine_options(None, None, None, old) == new
+    with pytest.warns(DeprecationWarning, match="options=CombineOptions"):
+        got = combine_options(None, False, torch.float32, old)
+    assert got == replace(new, weighted=False, out_dtype=torch.float32)
+    with pytest.raises(InvalidArgumentError, match="options is given, and"):
+        combine_options(CombineOptions(), None, None, old)
+
+
+def test_calls_take_their_old_arguments() -> None:
+    with make(Rank(0, 1, dist.HashStore()), hidden_dim=64) as comm, torch.no_grad():
+        tokens = make_tokens(0, 0, 4, hidden_dim=64)
+        got = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
+        with pytest.warns(DeprecationWarning, match="partials='int10'") as warned:
+            old = comm.combine(got.x, got, combine_dtype="int10")
+        assert warned[0].filename == __file__
+        got = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
+        new = comm.combine(got.x, got, options=CombineOptions(partials="int10"))
+        assert torch.equal(old, new)
+        with pytest.warns(DeprecationWarning, match="combine=CombineOptions") as warned:
+            comm.prepare(combine_dtype="int10", out_dtype=torch.float32)
+        assert warned[0].filename == __file__
+        got = comm.dispatch(tokens.x, tokens.topk_idx)
+        with pytest.warns(DeprecationWarning, match="of combine became options"):
+            sent = comm.combine_send(got.x, got, combine_dtype="int10")
+        comm.combine_recv(sent)
+        with pytest.raises(TypeError, match="combine has no argument scale"):
+            comm.combine(got.x, got, scale=1)
+        with pytest.raises(InvalidArgumentError, match="give those in the options"):
+            comm.combine(got.x, got, options=CombineOptions(), weighted=False)
+        with pytest.raises(InvalidArgumentError, match="must be a CombineOptions"):
+            comm.combine(got.x, got, options=DispatchOptions())
+        with pytest.raises(InvalidArgumentError, match="give it to combine_recv"):
+            comm.combine_send(got.x, got, options=CombineOptions(with_wait_ticks=True))
+
+
+def test_arrival_flags_is_a_setting_and_a_field_for_one_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape: dict[str, Any] = {"num_experts": 8, "hidden_dim": 48, "topk": 3, "max_tokens": 12}
+    assert AllToAllConfig(**shape).arrivals == "auto"
+    config = AllToAllConfig(**shape, transport_settings="arrival_flags=relay,seed=3")
+    assert (config.arrivals, config.provider_settings) == ("relay", "seed=3")
+    with pytest.warns(DeprecationWarning, match="transport_settings='arrival_flags=write'"):
+        old = AllToAllConfig(**shape, arrival_flags="write", transport_settings="seed=3")
+    assert (old.arrivals, old.provider_settings) == ("write", "seed=3")
+    assert replace(old, max_tokens=13).arrivals == "write"
+    monkeypatch.setenv("MOE_P2P_TRANSPORT_SETTINGS", "seed=4")
+    with pytest.warns(DeprecationWarning, match="became a setting"):
+        assert AllToAllConfig(**shape, arrival_flags="relay").provider_settings == "seed=4"
+    with pytest.raises(InvalidArgumentError, match=r"arrival_flags=best is refused; it must be"):
+        AllToAllConfig(**shape, transport_settings="arrival_flags=best")
+
+
+def settings_that_differ(rank: Rank) -> None:
+    with pytest.raises(InvalidArgumentError, match="arrival_flags"):
+        make(rank, transport_settings="arrival_flags=relay" if rank.rank else "")
+
+
+def test_ranks_have_the_same_arrival_flags() -> None:
+    run_threads(2, settings_that_differ)

@@ -77,7 +77,7 @@ def test_calls_of_few_arguments_refuse(alone: AllToAll, kind: str, grad: bool) -
 def test_an_op_itself_refuses_meta_tensors(alone: AllToAll) -> None:
     given = (alone._comm, 0, 12, 96, TOKENS.x, TOKENS.topk_idx.to("meta"))
     with pytest.raises(InvalidArgumentError, match="topk_idx is on the meta device"):
-        torch.ops.moe_p2p.dispatch_eager(*given)
+        torch.ops.moe_p2p.dispatch_inference(*given)
 
 
 def test_compilers_see_shapes() -> None:

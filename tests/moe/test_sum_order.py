@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, InvalidArgumentError
+from moe_p2p import AllToAll, CombineOptions, InvalidArgumentError
 from moe_p2p.moe.options import SumOrder
 from moe_p2p.moe.reference import Topology
 from tests.support import cases
@@ -52,10 +52,10 @@ def run_ordered(
 ) -> None:
     got = comm.dispatch(**cases.dispatch_arguments(comm, wanted))
     more = cases.given_biases(comm, wanted, num_biases)
-    if order == "rows":
-        more["weighted"] = False
+    weighted = False if order == "rows" else None
     cases.finish(comm)
-    back = cases.combine_arguments(comm, wanted) | {"dispatched": got, "order": order} | more
+    back = cases.combine_arguments(comm, wanted, order=order, weighted=weighted)
+    back |= {"dispatched": got} | more
     out = comm.combine(**back)
     cases.finish(comm)
     assert torch.equal(out.cpu(), want[comm.rank])
@@ -116,7 +116,7 @@ def test_a_lost_rank_is_left_out_of_sums_by_topk() -> None:
             mine = tokens[rank.rank]
             comm.mask_ranks([1 - rank.rank])
             got = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout="grouped")
-            out = comm.combine(got.x, got, weighted=False, order="rows")
+            out = comm.combine(got.x, got, options=CombineOptions(weighted=False, order="rows"))
             here = mine.topk_idx.div(4, rounding_mode="floor") == rank.rank
             # Experts that are the identity: a token is added once for each that is left.
             want = torch.zeros_like(mine.x)
@@ -129,24 +129,27 @@ def test_a_lost_rank_is_left_out_of_sums_by_topk() -> None:
 
 def test_what_an_order_needs_is_named() -> None:
     tokens = replace(cases.make_tokens(0, 0, 3), topk_idx=torch.tensor([[0, 1, 2]] * 3))
+    topk = CombineOptions(order="topk")
 
     def refused(rank: Rank) -> None:
         with cases.make(rank, ranks_per_node=1) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx)
             with pytest.raises(InvalidArgumentError, match="among ranks of one node, these are 2"):
-                comm.combine(got.x, got, weighted=False, order="topk")
+                comm.combine(got.x, got, options=CombineOptions(weighted=False, order="topk"))
             comm.combine(got.x, got)
         with cases.make(rank) as comm:
             got = comm.dispatch(tokens.x, tokens.topk_idx, layout="grouped")
             with pytest.raises(InvalidArgumentError, match=r"set combine_rows .* to 3"):
-                comm.combine(got.x, got, weighted=False, order="rows")
+                comm.combine(got.x, got, options=CombineOptions(weighted=False, order="rows"))
             with pytest.raises(InvalidArgumentError, match="weighted=False"):
-                comm.combine(got.x, got, order="rows")
+                comm.combine(got.x, got, options=CombineOptions(order="rows"))
             with pytest.raises(InvalidArgumentError, match="order is 'k', must be one of"):
-                comm.combine(got.x, got, order="k")  # type: ignore[call-overload]
+                CombineOptions(order="k")
             with pytest.raises(InvalidArgumentError, match="order='ranks' only"):
-                comm.combine(got.x, got, order="topk", out=torch.empty_like(tokens.x))
-            comm.combine(got.x, got, order="topk")
+                comm.combine(got.x, got, options=topk, out=torch.empty_like(tokens.x))
+            with pytest.raises(InvalidArgumentError, match="halves take sums in order='ranks'"):
+                comm.combine_send(got.x, got, options=topk)
+            comm.combine(got.x, got, options=topk)
 
     run_threads(2, refused)
 
@@ -157,8 +160,9 @@ def test_gradients_do_not_depend_on_the_order(rank: Rank) -> None:
         mine = cases.make_tokens(3, rank.rank, 6)
         grads: list[Tensor] = []
         for order in ("ranks", "topk", "rows"):
+            how = CombineOptions(order=order, weighted=False)
             x = mine.x.clone().requires_grad_()
             got = comm.dispatch(x, mine.topk_idx, layout="grouped")
-            out = comm.combine(got.x * 2, got, weighted=False, order=order)
+            out = comm.combine(got.x * 2, got, options=how)
             grads.append(*torch.autograd.grad(out.square().sum(), x))
         assert all(torch.allclose(grads[0], grad, rtol=1e-5) for grad in grads[1:])

@@ -386,7 +386,7 @@ def test_rounds_of_registration_keep_nothing(pair: Any) -> None:
     assert a._peers is not None
     (remote,) = a._peers._remotes.values()
     assert len(remote._regions) < 70
-    assert remote.users == 0
+    assert remote.is_idle
 
 
 class StuckRequest:

@@ -41,7 +41,7 @@ def test_each_room_has_suites() -> None:
         ),
         ("moe_p2p/engine/engine.py", "engine/ kv/ weights/ mooncake/", "gpu/"),
         ("moe_p2p/kv/sender.py", "kv/ engines/test_sglang_kv.py", "moe/ weights/ gpu/"),
-        ("moe_p2p/weights/inbox.py", "weights/ engines/test_verl_weights.py", "moe/ kv/ gpu/"),
+        ("moe_p2p/weights/trainer.py", "weights/ engines/test_verl_weights.py", "moe/ kv/ gpu/"),
         ("moe_p2p/deep_ep/buffer.py", "deep_ep/ engines/test_deep_ep_package.py", "kv/ gpu/"),
         ("moe_p2p/integrations/kv/vllm.py", "engines/test_vllm_kv.py", "kv/ gpu/"),
         ("tests/engines/vllm_kv_scenarios.py", "engines/test_vllm_kv.py", "kv/ gpu/"),

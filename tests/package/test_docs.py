@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
-from moe_p2p.kv import tail
+from moe_p2p.kv import footer
 from moe_p2p.machine import transport
 from moe_p2p.moe.config import LOCAL_FIELDS, AllToAllConfig
 from moe_p2p.moe.gpu import launch_shape
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folders with a README that says what is there.
 ROOMS = [
     *(f"moe_p2p/{name}" for name in ("engine", "fleet", "moe", "kv", "weights", "integrations")),
-    *("moe_p2p/tools/bench", "kernels", "csrc/provider", "tests"),
+    *("benchmarks/bench", "kernels", "csrc/provider", "tests"),
 ]
 PAGES = [
     *(
@@ -69,7 +69,7 @@ COPY, LOOPBACK = "csrc/platform/cuda_copy.cpp", "csrc/provider/loopback/copies.c
 ROWS, DOMAIN = "csrc/platform/row_copies.h", "csrc/provider/loopback/domain.cpp"
 CHANNEL = "csrc/provider/loopback/channel.h"
 STORE, CACHE = "moe_p2p/fleet/bootstrap.py", "moe_p2p/machine/kernel_cache.py"
-CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/bench/"
+CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "benchmarks/bench/"
 # Page, words around a number, and the constant that the number is: file, definition, its unit.
 NUMBERS = [
     ("gpu", r"up to (\d+) KiB are carried by a", COPY, r"Kernel = (\d+) << 10", 1),
@@ -160,6 +160,13 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "CHANGELOG"], ids=name_of)
+def test_lines_of_prose_are_at_most_120_columns(page: Path) -> None:
+    lines = prose(page).splitlines()
+    wide = [each for each in lines if len(each) > WIDEST and not each.lstrip().startswith("|")]
+    assert not wide
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_says_what_it_is(room: str) -> None:
     text = (ROOT / room / "README.md").read_text()
@@ -189,13 +196,13 @@ def test_immediates_are_divided_as_the_table_says() -> None:
     }
     found = re.search(r"kKeyedBit = 1u << (\d+);", (ROOT / "csrc/engine/imm_counter.h").read_text())
     assert found
-    keyed, kv_bit = 1 << int(found[1]), tail._KV_BIT
-    last = kv_bit | (tail.MAX_SLOTS - 1) << tail._EPOCH_BITS | (1 << tail._EPOCH_BITS) - 1
+    keyed, kv_bit = 1 << int(found[1]), footer._KV_BIT
+    last = kv_bit | (footer.MAX_SLOTS - 1) << footer._EPOCH_BITS | (1 << footer._EPOCH_BITS) - 1
     sent = [attempt.immediate(attempt.Keys(job, 1)) for job in range(5)]
     merged = [maxima.immediate(n, phase) for n in (0, -1) for phase in (maxima.UP, maxima.DOWN)]
     assert spaces == {
         "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
-        "moe_p2p/kv/tail.py:immediate": (kv_bit, last + 1),
+        "moe_p2p/kv/footer.py:immediate": (kv_bit, last + 1),
         "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),
         "moe_p2p/weights/attempt.py:FIRST_IMM": (attempt.FIRST_IMM, min(merged)),
         "": (0, attempt.FIRST_IMM),
@@ -402,9 +409,23 @@ def test_figures_of_the_readme_are_those_of_the_data() -> None:
     assert subprocess.check_output(run, text=True, timeout=250).strip() == figures.table(data)
 
 
-def test_figures_of_tuning_are_those_of_the_readme() -> None:
+def test_measured_figures_stand_on_one_page_with_command_and_build() -> None:
+    build = r"\b(?=[a-f]*\d)[0-9a-f]{7}\b"
+    command = r"`[^`]*(?:python|pytest|bench|build|\.py)\b[^`]*`|private loop|README names"
+    for page in ROOT.glob("docs/*.md"):
+        if page.name != "figures.md":
+            assert not re.search(rf"commits? {build}", page.read_text()), name_of(page)
+    sections = re.split(r"^#+ .*$", (ROOT / "docs/figures.md").read_text(), flags=re.MULTILINE)
+    measured = [text for text in sections[2:] if "\n|---" in text]
+    assert len(measured) > 10
+    for text in measured[:-1]:  # the last one is predicted
+        assert re.search(build, text), text
+        assert re.search(command, text.replace("\n", " ")), text
+
+
+def test_figures_of_the_readme_are_on_the_page_of_figures() -> None:
     systems = {row[0]: row for row in rows((ROOT / "README.md").read_text(), "tokens a rank")}
-    found = rows((ROOT / "docs/tuning.md").read_text(), "tokens")
+    found = rows((ROOT / "docs/figures.md").read_text(), "tokens")
     pairs = [row for row in found if re.fullmatch(r"\d+(, in one chunk)?", row[0])]
     assert len(pairs) == len(systems)
     for tokens, pair, *_, floor in pairs:

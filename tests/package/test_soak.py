@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import hosts, warm
+from tests.support.recorded import assert_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 MOMENTS = ("dispatch", "between", "combine", "set-up", "connected", "closing", "masked")
@@ -50,6 +51,7 @@ def test_peers_are_replaced_over_the_software_nic() -> None:
         *("--over=loopback", "--minutes=0.02", f"--least-deaths={len(MOMENTS)}"),
         *("--replace-every-s=0.5", "--keep-s=0.5", "--timeout-s=5"),
     )
+    assert_keys("soak", summary)
     assert set(summary["deaths"]) == set(MOMENTS)
     assert min(summary["deaths"].values()) >= 1, summary
     assert summary["left_behind"] == []
@@ -81,9 +83,9 @@ def test_a_rank_shows_where_it_is() -> None:
 import sys
 sys.argv[1:] = ["--over=loopback"]
 sys.path.insert(0, "benchmarks")
-import soak
-with soak.hosts.Hosts(0, num_interfaces=2) as network:
-    run = soak.Run(soak.parse(''), network)
+import moe_soak
+with moe_soak.hosts.Hosts(0, num_interfaces=2) as network:
+    run = moe_soak.Run(moe_soak.parse(''), network)
     run.start()
     run._show_where(run.ranks[1])
     run.close()

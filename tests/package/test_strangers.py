@@ -31,10 +31,10 @@ def kv_worker(limit_s: float) -> Iterator[Port]:
     with Engine() as one, Engine() as other:
         receiver = kv.KVReceiver(one, cache_of(LAYOUT, 0, 4), instance="d", timeouts=QUICK)
         sender = kv.KVSender(other, cache_of(LAYOUT, 0, 4), instance="p", timeouts=timeouts)
-        with kv.Membership(sender, kv.TorchLeases(store)) as opened:
+        with kv.LeaseKeeper(sender, kv.TorchLeases(store)) as opened:
 
             def meet() -> None:
-                with kv.Membership(receiver, kv.TorchLeases(store)):
+                with kv.LeaseKeeper(receiver, kv.TorchLeases(store)):
                     receiver.wait_for("p", 60)
 
             yield opened.record.port, meet
@@ -197,7 +197,7 @@ def test_a_worker_on_all_interfaces_says_who_is_trusted(
     monkeypatch.delenv("MOE_P2P_SECRET", raising=False)
     with Engine() as engine:
         worker = kv.KVReceiver(engine, cache_of(LAYOUT, 0, 4), instance="d", timeouts=QUICK)
-        kv.Membership(worker, kv.TorchLeases(HashStore()), host="0.0.0.0").close()
+        kv.LeaseKeeper(worker, kv.TorchLeases(HashStore()), host="0.0.0.0").close()
     assert "d/0: whoever reaches the store of leases may write" in capfd.readouterr().err
 
 

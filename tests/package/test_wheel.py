@@ -84,6 +84,7 @@ def test_wheel_is_complete(wheel: Path) -> None:
         for path in (ROOT / "moe_p2p").rglob("*.py")
         if "kernels" not in path.parts
     }
+    wanted |= {f"moe_p2p/bench/{path.name}" for path in (ROOT / "benchmarks/bench").glob("*.py")}
     wanted |= {"moe_p2p/_C.abi3.so", "moe_p2p/py.typed", "moe_p2p_as_others.pth"}
     wanted |= {
         f"moe_p2p/{path.relative_to(ROOT)}"

@@ -3,7 +3,7 @@
     python tests/rdma/gpu_flags.py    # over the software NIC; compiles the kernels for it
 
 Two ranks, threads of one process, each with both devices as NICs, so that each NIC's writes cross
-the wire between them. Every way to learn of arrivals is taken (config.arrival_flags).
+the wire between them. Every way to learn of arrivals is taken (EngineConfig.arrivals).
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def exchange(rank: Rank, world: gpu_ranks.World, transport: str, way: str) -> No
         rank,
         world,
         transport=transport,
-        transport_settings=settings,
-        arrival_flags=way,
+        transport_settings=f"{settings},arrival_flags={way}".lstrip(","),
         timeout_s=TIMEOUT_S,
     ) as comm:
         assert comm.arrival_flags == way

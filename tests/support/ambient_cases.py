@@ -15,13 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineConfig, deep_ep
+from moe_p2p import (
+    AllToAll,
+    AllToAllConfig,
+    CombineOptions,
+    DispatchOptions,
+    Engine,
+    EngineConfig,
+    PageRows,
+    deep_ep,
+)
 from moe_p2p.engine.transfers import Slice
 from moe_p2p.layer import MoELayer
 from moe_p2p.moe.reference import Tokens, Topology, combine, dispatch, route
 from tests.support.deep_ep_cases import layout_of
 from tests.support.ranks import Rank, StoreGroup
 
+TIMED = CombineOptions(with_wait_ticks=True)
 T, K, E, H, W = 6, 2, 4, 256, 2
 BF16, FP32 = torch.bfloat16, torch.float32
 Results = dict[str, list[Tensor]]
@@ -135,7 +145,7 @@ class Made:
         got = self.comm.dispatch(x, topk_idx, num_tokens=T - 1)
         out = torch.empty((T, H), dtype=BF16, device=self.device)
         rows = got.x.nan_to_num(0.0)
-        yield self.comm.combine(rows, got, topk_weights=weights, out=out, with_wait_ticks=True)[0]
+        yield self.comm.combine(rows, got, options=TIMED, topk_weights=weights, out=out)[0]
         self.comm.release(self.comm.dispatch(x, topk_idx))
         values = torch.arange(3, dtype=torch.int32, device="cpu") + self.rank.rank
         yield self.comm.gather_counts(values)
@@ -293,7 +303,7 @@ class Made:
         sender.write(memory, region, nbytes=128).wait()
         pages = torch.tensor([8, 10], dtype=torch.int64, device="cpu")
         request = sender.write_pages(
-            memory, region, page_bytes=16, pages=pages, region_pages=pages + 1
+            memory, region, rows=PageRows(page_bytes=16), pages=pages, region_pages=pages + 1
         )
         request.wait()
         sender.scatter(memory, [Slice(0, region, 224, 32)]).wait()

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Dispatched, DispatchOptions, MoeP2pError
+from moe_p2p import (
+    AllToAll,
+    AllToAllConfig,
+    CombineOptions,
+    Dispatched,
+    DispatchOptions,
+    MoeP2pError,
+)
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Received, Tokens, Topology
 from tests.support.ranks import DiedError, Rank
@@ -284,9 +291,14 @@ def dispatch_arguments(comm: AllToAll, wanted: Wanted, **more: Any) -> dict[str,
     return in_options(**given)
 
 
-def combine_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
-    """Returns this rank's arguments of combine or combine_send, without `dispatched`."""
-    return {"y": on_device(comm, wanted.y[comm.rank]), "out_dtype": wanted.out_dtype}
+def combine_arguments(comm: AllToAll, wanted: Wanted, **options: Any) -> dict[str, Any]:
+    """Returns this rank's arguments of combine or combine_send, without `dispatched`.
+
+    options: of CombineOptions.
+    """
+    how = {"out_dtype": wanted.out_dtype}
+    y = {"y": on_device(comm, wanted.y[comm.rank])}
+    return y | ({"options": CombineOptions(**how | options)} if options else how)
 
 
 def finish(comm: AllToAll) -> None:

@@ -35,7 +35,7 @@ import pytest
 import torch
 
 from moe_p2p.fleet.bootstrap import Bootstrap
-from moe_p2p.kv import copies, signals
+from moe_p2p.kv import ring, signals
 from moe_p2p.library import call
 from moe_p2p.machine import transport
 from moe_p2p.moe import communicator, routing_counts, row_counts
@@ -399,7 +399,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
     patch.setattr(routing_counts, "count_kernel", count)
     patch.setattr(row_counts, "count_kernel", count)
-    patch.setattr(copies, "pack_kernel", lambda _: _function("pack.cu", ())[1])
+    patch.setattr(ring, "pack_kernel", lambda _: _function("pack.cu", ())[1])
     patch.setattr(signals, "kernel_for", lambda _: _function("signal.cu", ())[1])
     # Its memory is host memory, which the software NIC copies by itself.
     patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)

@@ -44,7 +44,8 @@ from moe_p2p.machine import jit
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import variants_of
 from moe_p2p.moe.gpu.shape_macros import shape_macros
-from moe_p2p.moe.options import SCALE_FORMATS, DispatchOptions, RowLayout
+from moe_p2p.moe.layouts import RowLayout
+from moe_p2p.moe.options import SCALE_FORMATS, DispatchOptions, rows_of
 from moe_p2p.moe.reference import Topology
 from moe_p2p.tools import launch
 from tests.support import cases
@@ -143,7 +144,8 @@ class Payload(NamedTuple):
         ).number
 
     def fields(self) -> dict[str, Any]:
-        return {name: value for name, value in self._asdict().items() if name != "dtype"}
+        layout = rows_of(self.number).kernel
+        return {"quantize": self.quantize, "scale_format": self.scale_format, "layout": layout}
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""A rank of a torchrun of two hosts: clocks.HostsMeet as between GPUs of several hosts, then bench.
+"""A rank of a torchrun of two hosts: HostsMeet as between GPUs of several hosts, then bench.
 
 There kernels wait in the order of a stream; here the calls are those of hosts and wait themselves.
 """
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from moe_p2p import env
+from moe_p2p.bench import command
+from moe_p2p.bench.options import Options
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import command
-from moe_p2p.tools.bench.clocks import HostsMeet, host_group
-from moe_p2p.tools.bench.gather import everyones
-from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.gather import everyones
+from moe_p2p.tools.meeting import HostsMeet, host_group
 
 LATE_S = 0.1  # until it comes; others that did not wait would see that it has not
 MEETINGS = 40  # more than may be open at a time

@@ -22,8 +22,8 @@ from moe_p2p import kv
 from moe_p2p.engine.transfers import LayerPlace, Report
 from moe_p2p.errors import ClosedError, PeerDeadError, RemoteAccessError, make
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.copies import Copier, Copy, Rows
 from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.ring import Copier, Copy, Rows
 from moe_p2p.kv.worker import KVWorker
 from moe_p2p.machine.transport import Opening
 
@@ -278,7 +278,7 @@ class FakeEngine:
 
     def write_pages(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
         rows = [(memory, ours, region.memory, theirs) for ours, theirs in _places(how)]
-        return self._submit(region.peer, rows, how["row_bytes"], how["imm"], is_read=False)
+        return self._submit(region.peer, rows, how["rows"].row_bytes, how["imm"], is_read=False)
 
     def layer_places(self, places: list[LayerPlace]) -> list[LayerPlace]:
         return places
@@ -297,7 +297,7 @@ class FakeEngine:
 
     def read_pages(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
         rows = [(region.memory, theirs, memory, ours) for ours, theirs in _places(how)]
-        return self._submit(region.peer, rows, how["row_bytes"], None, is_read=True)
+        return self._submit(region.peer, rows, how["rows"].row_bytes, None, is_read=True)
 
     def write(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
         rows = [(memory, how["offset"], region.memory, how["region_offset"])]
@@ -338,14 +338,13 @@ class FakeVerbs(FakeEngine):
 
 def _places(how: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Of each row, here and at the peer."""
-    num_rows = how["page_bytes"] // how["row_bytes"]
+    _, stride, region_stride, row_bytes, row_stride, region_row_stride = how["rows"].numbers
+    num_rows = how["rows"].page_bytes // row_bytes
     for ours, theirs in zip(how["pages"].tolist(), how["region_pages"].tolist(), strict=True):
         for row in range(num_rows):
             yield (
-                how["offset"] + ours * how["stride"] + row * how["row_stride"],
-                how["region_offset"]
-                + theirs * how["region_stride"]
-                + row * how["region_row_stride"],
+                how["offset"] + ours * stride + row * row_stride,
+                how["region_offset"] + theirs * region_stride + row * region_row_stride,
             )
 
 
@@ -365,7 +364,7 @@ class FakeChannel:
 
 
 class Link:
-    """A pair of workers, both ends: what moe_p2p/kv/membership.py makes with sockets."""
+    """A pair of workers, both ends: what moe_p2p/kv/lease_keeper.py makes with sockets."""
 
     def __init__(self, one: KVWorker, other: KVWorker) -> None:
         self.workers = (one, other)

@@ -10,11 +10,13 @@ from typing import Any
 from unittest import mock
 
 from moe_p2p.fleet import member
-from moe_p2p.kv import receiver, sending, tail, worker
-from moe_p2p.kv.legs import Leg, LegState
+from moe_p2p.kv import footer, source_transfer, worker
+from moe_p2p.kv.memory import KVCache
 from moe_p2p.kv.pair import Pair, PairMemory
-from moe_p2p.kv.reservation import KVReservation
-from moe_p2p.kv.unpacking import Unpacker
+from moe_p2p.kv.receiver import KVReservation
+from moe_p2p.kv.source_transfer import SourceTransfer
+from moe_p2p.kv.stats import TransferState
+from moe_p2p.kv.unpacking import Unpacking
 from tests.support.kv_fakes import FakeCopy, FakeEngine
 
 
@@ -30,23 +32,23 @@ def _no_epoch(slot: int, epoch: int) -> int:
     return 1 << 30 | slot << 18
 
 
-_fail = receiver.KVReceiver._fail
+_fail = KVReservation.fail
 
 
-def _reuse_before_drain(self: Any, reservation: Any, error: Any) -> None:
-    _fail(self, reservation, error)
-    for leg in reservation.legs:
-        leg.state = LegState.SETTLED
-    self._free_if_settled(reservation)
+def _reuse_before_drain(self: KVReservation, error: Any) -> None:
+    _fail(self, error)
+    for transfer in self.transfers:
+        transfer.state = TransferState.SETTLED
+    self.free_if_settled()
 
 
-_advance = Unpacker.advance
+_advance = Unpacking.advance
 
 
-def _reuse_before_scatter(self: Unpacker, reservation: Any, leg: Any) -> int:
+def _reuse_before_scatter(self: Unpacking) -> int:
     """A part is granted again once its scatter has begun."""
     with mock.patch.object(FakeCopy, "done", return_value=True):
-        return _advance(self, reservation, leg)
+        return _advance(self)
 
 
 def _no_loop_back(self: PairMemory, tag: int) -> None:
@@ -72,23 +74,14 @@ def _free_before_fenced(self: worker.KVWorker, pair: Pair) -> bool:
     return _try_to_fence(self, pair)
 
 
-def _first_arrival_alone(self: KVReservation, leg: Leg, counted: int, now: float) -> None:
+def _first_arrival_alone(self: SourceTransfer, counted: int, now: float) -> None:
     """As where tail_s is for all that follows the first byte."""
-    leg.counted = max(leg.counted, counted)
+    self.counted = max(self.counted, counted)
     self.moved_at = self.moved_at or (now if counted else None)
 
 
-def _as_given(who: str, layout: Any, pages: Any) -> dict[str, Any]:
+def _as_given(self: KVCache, who: str, pages: Any) -> dict[str, Any]:
     return dict(pages)
-
-
-@contextmanager
-def _lists_not_copied() -> Iterator[None]:
-    with (
-        mock.patch.object(receiver, "page_lists", _as_given),
-        mock.patch.object(sending, "page_lists", _as_given),
-    ):
-        yield
 
 
 _ONE_OF_ALL = SimpleNamespace(token_hex=lambda count: "0" * 2 * count)
@@ -110,19 +103,17 @@ QUEUE_PAIR_MUTATIONS: dict[str, Callable[[], Any]] = {
 }
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "no fence": lambda: mock.patch.object(worker.KVWorker, "fence", _nothing),
-    "no nonce": lambda: mock.patch.object(receiver.secrets, "randbits", _same_nonce),
-    "no epoch": lambda: mock.patch.object(tail, "immediate", _no_epoch),
-    "reuse before drain": lambda: mock.patch.object(
-        receiver.KVReceiver, "_fail", _reuse_before_drain
-    ),
+    "no nonce": lambda: mock.patch.object(source_transfer.secrets, "randbits", _same_nonce),
+    "no epoch": lambda: mock.patch.object(footer, "immediate", _no_epoch),
+    "reuse before drain": lambda: mock.patch.object(KVReservation, "fail", _reuse_before_drain),
     "fence that only polls": lambda: mock.patch.object(Pair, "fence", _polls_alone),
     "free before fenced": lambda: mock.patch.object(
         worker.KVWorker, "_try_to_fence", _free_before_fenced
     ),
-    "deadline of the whole": lambda: mock.patch.object(KVReservation, "saw", _first_arrival_alone),
-    "lists not copied": _lists_not_copied,
+    "deadline of the whole": lambda: mock.patch.object(SourceTransfer, "saw", _first_arrival_alone),
+    "lists not copied": lambda: mock.patch.object(KVCache, "page_lists", _as_given),
     "no incarnation in the record": lambda: mock.patch.object(member, "secrets", _ONE_OF_ALL),
-    "reuse before scatter": lambda: mock.patch.object(Unpacker, "advance", _reuse_before_scatter),
+    "reuse before scatter": lambda: mock.patch.object(Unpacking, "advance", _reuse_before_scatter),
 }
 
 

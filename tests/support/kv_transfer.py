@@ -24,8 +24,7 @@ from moe_p2p.kv import (
     resolve,
     span_of,
 )
-from moe_p2p.kv.copies import Copier, Rows, rows_of_request
-from moe_p2p.kv.ring import Piece
+from moe_p2p.kv.ring import Copier, Piece, Rows, rows_of_request
 from tests.support.kv_oracle import UNTOUCHED, Cache, value_of
 
 DIRECT = replace(CX7, pack=False)

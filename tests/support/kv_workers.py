@@ -24,7 +24,7 @@ QUICK = kv.KVTimeouts(connect_s=20, open_s=20, layers_s=20, tail_s=20, drain_s=0
 class Workers(NamedTuple):
     senders: list[kv.KVSender]
     receivers: list[kv.KVReceiver]
-    memberships: dict[str, kv.Membership]
+    keepers: dict[str, kv.LeaseKeeper]
     engines: dict[str, Engine]
 
 
@@ -62,7 +62,7 @@ def workers(
                     worker = kinds[1](engine, cache, verify=verify, **common)
                     found.receivers.append(worker)
                 leases = kv.TorchLeases(store, timeouts.lease_s)
-                found.memberships[worker.name] = stack.enter_context(kv.Membership(worker, leases))
+                found.keepers[worker.name] = stack.enter_context(kv.LeaseKeeper(worker, leases))
                 found.engines[worker.name] = engine
         for sender in found.senders:
             sender.wait_for("decode")

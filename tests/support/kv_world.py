@@ -237,8 +237,8 @@ class World:
         holders = [
             deal.number % 251 + 1
             for deal in self.deals
-            for leg in deal.reservation.legs
-            for grant in leg.grants
+            for transfer in deal.reservation.transfers
+            for grant in transfer.unpacking.grants
             if grant.slots[0].number == first and last <= grant.slots[-1].number and not grant.copy
         ]
         value = int(row.source.flat[row.source_at])
@@ -251,7 +251,7 @@ class World:
             self._check_part(row)
             return
         if row.target.tensor is not self.receiver.cache.tensors[0]:
-            return  # a tail, or a nonce
+            return  # a footer, or a nonce
         page_bytes = self.receiver.cache.tensors[0].numel() // (LAYERS * PAGES)
         page = row.target_at // page_bytes % PAGES
         number = self.owner[page]
@@ -310,7 +310,7 @@ class World:
 
 
 def _reads(deal: Deal) -> list[Any]:
-    return [read for leg in deal.reservation.legs for read in leg.reads]
+    return [read for each in deal.reservation.transfers for read in each.reads]
 
 
 def _int32(pages: list[int]) -> torch.Tensor:

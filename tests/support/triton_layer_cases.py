@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from moe_p2p.tools.bench import gpu_layer
+from moe_p2p.bench import gpu_layer
 from tests.support import cells
 from tests.support.triton_cases import DEVICE, Fp8, ints, quantize, rand
 

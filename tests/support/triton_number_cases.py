@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from moe_p2p.moe import reference
+from tests.support import cells
 from tests.support.cases import NO_NUMBERS, assert_combined
+from tests.support.every_value import MAXIMA, every_value
 from tests.support.triton_cases import (
     DEVICE,
     FLOATS,
@@ -32,6 +34,15 @@ def test_no_number_comes_of_what_is_none(dtype: torch.dtype) -> None:
     assert same_bits(q, want_q)
     got = quantize.dequantize(q, scales, dtype=dtype)
     assert_combined(got.cpu(), reference.dequantize(want_q, want_scales).to(dtype))
+
+
+@pytest.mark.parametrize("maximum", cells.few(MAXIMA, keep=[5.3]))
+def test_every_value_in_a_block_has_the_bits_of_the_reference(maximum: float) -> None:
+    x = every_value(maximum)
+    q, scales = quantize.quantize(x.to(DEVICE))
+    want_q, want_scales = reference.quantize(x)
+    assert same_bits(scales, want_scales)
+    assert same_bits(q, want_q)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -50,7 +50,15 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("torch", "moe_p2p", "pytest", "moe_p2p.tools.launch")
 # How names of variables begin that are read by the loader, by libraries as they are loaded, by the
 # interpreter, or when the modules above are imported.
-READ_AT_START = ("GLIBC_", "LD_", "MALLOC_", "MOE_P2P_AS_", "PYTHON", "TORCH_LOGS")
+READ_AT_START = (
+    "GLIBC_",
+    "LD_",
+    "MALLOC_",
+    "MOE_P2P_AS_",
+    "MOE_P2P_DIRECT",
+    "PYTHON",
+    "TORCH_LOGS",
+)
 READ_HERE = ("PYTHONPATH", "PYTHONUNBUFFERED")
 # <sys/prctl.h>
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
@@ -344,7 +352,7 @@ def serve(connection: socket.socket, path: list[str]) -> list[str]:
 
 
 def _is_read_at_start(name: str) -> bool:
-    if name.startswith("MOE_P2P_AS_") and "moe_p2p" not in sys.modules:
+    if name.startswith(("MOE_P2P_AS_", "MOE_P2P_DIRECT")) and "moe_p2p" not in sys.modules:
         return False
     return name.startswith(READ_AT_START) and name not in READ_HERE
 

@@ -1,6 +1,6 @@
-"""Trainers and generators of weight updates over real engines: layouts, oracle, threads.
+"""Trainers and engine ranks of weight updates over real engines: layouts, oracle, threads.
 
-Generators compare with tests/support/weights_oracle.py, which shards and quantizes whole tensors.
+Engine ranks compare with tests/support/weights_oracle.py, which shards and quantizes whole tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moe_p2p.weights import (
     Placement,
     Replicate,
     Shard,
-    WeightGenerator,
+    WeightEngineRank,
     WeightLayout,
     WeightTrainer,
 )
 from tests.support.weights_oracle import tensors_of
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
-TRAINERS, GENERATORS = 4, 2
+TRAINERS, ENGINE_RANKS = 4, 2
 FILLER = 0xEE  # the oracle's, beside what is written
 
 Finalize = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -44,7 +44,7 @@ class Model:
 
     @property
     def layouts(self) -> tuple[WeightLayout, WeightLayout]:
-        sides = ((self.source, TRAINERS), (self.target, GENERATORS))
+        sides = ((self.source, TRAINERS), (self.target, ENGINE_RANKS))
         first, second = (WeightLayout(tuple(params), count) for params, count in sides)
         return first, second
 
@@ -60,7 +60,7 @@ class Model:
         return _typed(self.source, {name: each for (of, name), each in found.items() if of == rank})
 
     def wanted(self, rank: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a generator's kernels read at the version that has these values."""
+        """What an engine rank's kernels read at the version that has these values."""
         found = tensors_of(self.layouts[1], values, sent=True).bytes
         mine = {name: each for (of, name), each in found.items() if of == rank}
         received = {name for name in mine if name.endswith(":received")}
@@ -72,14 +72,14 @@ class Model:
         return tensors
 
     def empty(self, rank: int) -> dict[str, Tensor]:
-        """Live tensors of a generator that was never updated."""
+        """Live tensors of an engine rank that was never updated."""
         tensors = self.wanted(rank, self.values(0))
         for each in tensors.values():
             each.view(-1).view(torch.uint8).fill_(FILLER)
         return tensors
 
     def holds(self, rank: int, live: dict[str, Tensor], version: int) -> bool:
-        """Whether a generator's tensors have the values of this seed."""
+        """Whether an engine rank's tensors have the values of this seed."""
         wanted = self.wanted(rank, self.values(version))
         return all(
             torch.equal(live[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
@@ -105,7 +105,7 @@ def _fused_qkv() -> Model:
     return Model(
         [Param(n, (r, hidden), BF16, range(TRAINERS), placements=(Shard(0),))
          for n, r in sizes.items()],
-        [Param(n, (r, hidden), BF16, range(GENERATORS), placements=spread[n], tensor="qkv",
+        [Param(n, (r, hidden), BF16, range(ENGINE_RANKS), placements=spread[n], tensor="qkv",
                offset=at[n]) for n, r in sizes.items()],
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _fp8() -> Model:
     shape, blocks = (18, 24), (8, 8)
     return Model(
         [Param("w", shape, BF16, range(TRAINERS), placements=(Shard(0),))],
-        [Param("w", shape, FP8, range(GENERATORS), tensor="packed", offset=16,
+        [Param("w", shape, FP8, range(ENGINE_RANKS), tensor="packed", offset=16,
                blocks=Blocks("scale", 2, blocks))],
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def _mixed() -> Model:
         *(Param(f"e{e}", (6, 8), BF16, (e, 3 - e), (2,), (Shard(0),)) for e in range(2)),
     ]
     target = [
-        Param("a", (10, 14), BF16, range(GENERATORS), placements=(Shard(0),), order=(1, 0)),
+        Param("a", (10, 14), BF16, range(ENGINE_RANKS), placements=(Shard(0),), order=(1, 0)),
         Param("b", (12, 8), "float32", (1,), tensor="padded", strides=(10, 1), offset=3),
         Param("e0", (6, 8), BF16, (0,), tensor="experts"),
         Param("e1", (6, 8), BF16, (0,), tensor="experts", offset=48),
@@ -146,8 +146,8 @@ def _make(received: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
 def _derived() -> Model:
     source = [Param("w", (8, 12), BF16, range(TRAINERS), placements=(Shard(0),)),
               Param("d", (4, 3), BF16, range(TRAINERS), placements=(Shard(0),))]  # fmt: skip
-    target = [Param("w", (8, 12), BF16, range(GENERATORS), placements=(Shard(0),)),
-              Param("d", (4, 3), BF16, range(GENERATORS), finalize="a test")]  # fmt: skip
+    target = [Param("w", (8, 12), BF16, range(ENGINE_RANKS), placements=(Shard(0),)),
+              Param("d", (4, 3), BF16, range(ENGINE_RANKS), finalize="a test")]  # fmt: skip
     return Model(source, target, ("twice", "sums"), _make)
 
 
@@ -157,9 +157,9 @@ def _replicas() -> Model:
     return Model(
         [Param("w", (18, 24), BF16, ranks, mesh, spread),
          Param("b", (12, 8), BF16, ranks, mesh, spread)],
-        [Param("w", (18, 24), FP8, range(GENERATORS), tensor="packed",
+        [Param("w", (18, 24), FP8, range(ENGINE_RANKS), tensor="packed",
                blocks=Blocks("scale", 0, (8, 8))),
-         Param("b", (12, 8), BF16, range(GENERATORS), placements=(Shard(0),))],
+         Param("b", (12, 8), BF16, range(ENGINE_RANKS), placements=(Shard(0),))],
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def engine_of(label: str, seed: int) -> Engine:
 class Fleet:
     model: Model
     trainers: list[WeightTrainer]
-    generators: list[WeightGenerator]
+    engine_ranks: list[WeightEngineRank]
     live: list[dict[str, Tensor]]
     pool: ThreadPoolExecutor
     store: Any
@@ -199,31 +199,31 @@ class Fleet:
         ]
 
     def finish(self, running: list[Any]) -> None:
-        """Generators go on until all of `running` has ended."""
-        waits = [self.pool.submit(each.wait) for each in self.generators]
+        """Engine ranks go on until all of `running` has ended."""
+        waits = [self.pool.submit(each.wait) for each in self.engine_ranks]
         for each in [*running, *waits]:
             each.result(100)
 
-    def join(self, replica: str, rank: int = 0, **how: Any) -> WeightGenerator:
-        """A generator with the tensors of a rank of the set-up."""
+    def join(self, replica: str, rank: int = 0, **how: Any) -> WeightEngineRank:
+        """An engine rank with the tensors of a rank of the set-up."""
         engine = self.stack.enter_context(engine_of(f"{replica} {rank}", len(self.live)))
         live = self.model.empty(rank)
         given = {**self.how, "replica": replica, **how}
-        found = WeightGenerator(engine, self.store, self.model.layouts[1], rank, live, **given)
-        self.generators.append(found)
+        found = WeightEngineRank(engine, self.store, self.model.layouts[1], rank, live, **given)
+        self.engine_ranks.append(found)
         self.live.append(live)
         return found
 
-    def leave(self, generator: WeightGenerator) -> None:
-        at = self.generators.index(generator)
-        self.generators.pop(at).close()
+    def leave(self, engine_rank: WeightEngineRank) -> None:
+        at = self.engine_ranks.index(engine_rank)
+        self.engine_ranks.pop(at).close()
         self.live.pop(at)
 
     def check(self, version: int) -> None:
         values = self.model.values(version)
-        for generator, live in zip(self.generators, self.live, strict=True):
-            assert generator.version == version
-            for name, each in self.model.wanted(generator.rank, values).items():
+        for engine_rank, live in zip(self.engine_ranks, self.live, strict=True):
+            assert engine_rank.version == version
+            for name, each in self.model.wanted(engine_rank.rank, values).items():
                 ours = live[name].view(-1).view(torch.uint8)
                 assert torch.equal(ours, each.view(-1).view(torch.uint8)), (version, name)
 
@@ -233,37 +233,37 @@ def fleet(
     model: Model,
     *,
     timeout_s: float = 40.0,  # reached only where nothing moves, or a machine is far too busy
-    kind: type[WeightGenerator] = WeightGenerator,
+    kind: type[WeightEngineRank] = WeightEngineRank,
     training: dict[str, Any] | None = None,
     **how: Any,
 ) -> Iterator[Fleet]:
-    """training: arguments of the trainers; how: of the generators."""
+    """training: arguments of the trainers; how: of the engine ranks."""
     store = HashStore()
     how = {"finalize": model.finalize, "timeout_s": timeout_s, **how}
     training = {"timeout_s": timeout_s, **(training or {})}
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(TRAINERS + GENERATORS + 4))
+        pool = stack.enter_context(ThreadPoolExecutor(TRAINERS + ENGINE_RANKS + 4))
         engines = [stack.enter_context(engine_of(f"trainer {i}", i)) for i in range(TRAINERS)]
-        others = [stack.enter_context(engine_of(f"generator {i}", i)) for i in range(GENERATORS)]
-        live = [model.empty(i) for i in range(GENERATORS)]
+        others = [stack.enter_context(engine_of(f"generator {i}", i)) for i in range(ENGINE_RANKS)]
+        live = [model.empty(i) for i in range(ENGINE_RANKS)]
         values = model.values(0)
         trainers = [
             pool.submit(WeightTrainer, engine, store, model.layouts[0], i,
                         model.trainer_tensors(i, values), **training)
             for i, engine in enumerate(engines)
         ]  # fmt: skip
-        generators = [
+        engine_ranks = [
             pool.submit(kind, engine, store, model.layouts[1], i, live[i], **how)
             for i, engine in enumerate(others)
         ]
         # First, for the error of the rank that refused: others raise that its set-up failed.
-        errors = [each.exception(100) for each in generators]
+        errors = [each.exception(100) for each in engine_ranks]
         own = [error for error in errors if error and "the set-up failed" not in str(error)]
         for error in own or filter(None, errors):
             raise error
-        there = [each.result() for each in generators]
+        there = [each.result() for each in engine_ranks]
         found = Fleet(model, [each.result(100) for each in trainers], there, live, pool, store,
                       stack, how)  # fmt: skip
         yield found
-        for each in [*found.trainers, *found.generators]:
+        for each in [*found.trainers, *found.engine_ranks]:
             each.close()

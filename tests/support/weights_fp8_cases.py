@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moe_p2p.weights import Blocks, Param, Placement, Replicate, Shard, WeightLayout, weight_plan
 from moe_p2p.weights.conversion import Conversions
+from tests.support import cells
+from tests.support.every_value import BLOCKS, MAXIMA, every_value
 
 triton = pytest.importorskip("triton")
 
@@ -58,10 +60,12 @@ def values(param: Param, position: int) -> Tensor:
     return x.to(getattr(torch, param.dtype))
 
 
-def run(name: str, position: int, device: torch.device, by_triton: bool) -> list[Tensor]:
-    source, target = CASES[name]
+def run(
+    params: tuple[Param, Param], position: int, x: Tensor, device: torch.device, by_triton: bool
+) -> list[Tensor]:
+    source, target = params
     plan = weight_plan(WeightLayout((source,), 4), WeightLayout((target,), 1))
-    tensors = {"w": values(source, position).to(device)}
+    tensors = {"w": x.to(device)}
     made = Conversions([plan], position, tensors, device=device, triton=by_triton)
     made.allocate()
     made.buffer.zero_()
@@ -75,13 +79,23 @@ def run(name: str, position: int, device: torch.device, by_triton: bool) -> list
     return [each.cpu() for each in (first.view(torch.uint8), *staged)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_torch(name: str) -> None:
+def check(params: tuple[Param, Param], position: int, x: Tensor) -> None:
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    for position in range(len(CASES[name][0].ranks)):
-        wanted = run(name, position, torch.device("cpu"), by_triton=False)
-        got = run(name, position, DEVICE, by_triton=True)
-        for ours, theirs in zip(got, wanted, strict=True):
-            assert torch.equal(ours, theirs)
-        assert any(bool(each.any()) for each in wanted)
+    wanted = run(params, position, x, torch.device("cpu"), by_triton=False)
+    got = run(params, position, x, DEVICE, by_triton=True)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert any(bool(each.any()) for each in wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_torch(name: str) -> None:
+    source = CASES[name][0]
+    for position in range(len(source.ranks)):
+        check(CASES[name], position, values(source, position))
+
+
+@pytest.mark.parametrize("maximum", cells.few(MAXIMA, keep=[5.3]))
+def test_bits_of_every_value_are_those_of_torch(maximum: float) -> None:
+    check(case((BLOCKS, 128), (Replicate(),), (128, 128)), 0, every_value(maximum).flatten())

@@ -25,14 +25,14 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.weights import WeightGenerator, WeightTrainer
-from moe_p2p.weights.joining import Reader
-from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, Model, engine_of
+from moe_p2p.weights import WeightEngineRank, WeightTrainer
+from moe_p2p.weights.joining import PeerReader
+from tests.support.weights_fleet import ENGINE_RANKS, MODELS, TRAINERS, Model, engine_of
 from tests.support.weights_replaced import KINDS, Supervisor
 
 TRAINER_STAGES = ("begin", "maxima", "ready", "one write", "converted", "submitted", "written",
                   "sent", "decided")  # fmt: skip
-GENERATOR_STAGES = ("begin", "arrived", "decided", "copied")
+ENGINE_RANK_STAGES = ("begin", "arrived", "decided", "copied")
 JOINING_STAGES = ("lent", "one read", "joined")
 LONG_S, SHORT_S = 60.0, 1.5  # leases: nobody is lost within an update; or before it ends
 TOGETHER = 3  # runs at a time: they wait most of the time
@@ -44,7 +44,7 @@ MOST_S = 30.0
 class Run(NamedTuple):
     """kind: "alone": nobody else holds what a trainer has, and leases outlast the update.
     "replicas": others have it, and leases are short: the update goes on without the victim.
-    "joining": a third generator joins before the update, and is killed. Others: of
+    "joining": a third engine rank joins before the update, and is killed. Others: of
     weights_replaced.py."""
 
     mode: Any
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def runs() -> list[Run]:
-    sides = (("trainer", TRAINERS, TRAINER_STAGES), ("generator", GENERATORS, GENERATOR_STAGES))
+    sides = (("trainer", TRAINERS, TRAINER_STAGES), ("generator", ENGINE_RANKS, ENGINE_RANK_STAGES))
     found = [
         Run(mode, side, rank, stage, kind)
         for kind in ("alone", "replicas")
@@ -87,7 +87,7 @@ def runs() -> list[Run]:
         for rank in range(count)
         for stage in stages
     ]
-    joining = [Run(mode, "generator", GENERATORS, stage, "joining")
+    joining = [Run(mode, "generator", ENGINE_RANKS, stage, "joining")
                for mode in ("shadow", "in_place") for stage in JOINING_STAGES]  # fmt: skip
     replaced = [run._replace(kind=kind) for kind in ("restart", "stopped", "alive")
                 for run in found if run.kind == "alone"]  # fmt: skip
@@ -128,14 +128,14 @@ class Killing:
 class Trainer(Killing, WeightTrainer): ...
 
 
-class Generator(Killing, WeightGenerator):
+class EngineRank(Killing, WeightEngineRank):
     def _join(self, deadline: Any) -> None:
         self.reach("lent")
         super()._join(deadline)
         self.reach("joined")
 
 
-class LateGenerator(Generator):
+class LateEngineRank(EngineRank):
     """Joins, and is killed."""
 
 
@@ -148,13 +148,13 @@ def train(run: Run, rank: int, store: Any) -> dict[str, Any]:
     if run.kind == "joining":
         store.wait(["it is dead"])
     trainer.stage = run.stage if run.victim == f"trainer {rank}" else ""
-    write = trainer._outbox.sender.write
+    write = trainer._buffers.writer.write
 
     def killing(*args: Any) -> None:
         write(*args)
         trainer.reach("one write")
 
-    trainer._outbox.sender.write = killing  # type: ignore[method-assign]
+    trainer._buffers.writer.write = killing  # type: ignore[method-assign]
     began, error = time.monotonic(), ""
     try:
         limit = MOST_S if run.committed else UPDATE_S
@@ -165,50 +165,50 @@ def train(run: Run, rank: int, store: Any) -> dict[str, Any]:
 
 
 def generate(run: Run, rank: int, store: Any) -> dict[str, Any]:
-    if rank >= GENERATORS:
+    if rank >= ENGINE_RANKS:
         return join(run, store)
     engine, live = engine_of(f"generator {rank}", rank), run.model.empty(rank)
-    generator = Generator(engine, store, run.model.layouts[1], rank, live, mode=run.mode,
+    engine_rank = EngineRank(engine, store, run.model.layouts[1], rank, live, mode=run.mode,
                           poison=True, timeout_s=MOST_S, lease_s=run.lease_s)  # fmt: skip
-    _update(generator)
+    _update(engine_rank)
     if run.kind == "joining":
         store.add("updated", 1)
         store.wait(["it is dead"])
-    generator.stage = run.stage if run.victim == f"generator {rank}" else ""
-    generator.timeout_s = MOST_S if run.committed else UPDATE_S
+    engine_rank.stage = run.stage if run.victim == f"generator {rank}" else ""
+    engine_rank.timeout_s = MOST_S if run.committed else UPDATE_S
     began, error = time.monotonic(), ""
     try:
-        _update(generator)
+        _update(engine_rank)
     except MoeP2pError as failed:
         error = str(failed)
     seconds, refused = time.monotonic() - began, False
     try:
-        generator.step()
+        engine_rank.step()
     except MoeP2pError:
         refused = True
     holds = [version for version in (1, 2) if run.model.holds(rank, live, version)]
-    return {"error": error, "seconds": seconds, "version": generator.version, "holds": holds,
-            "dirty": generator.dirty, "refused": refused}  # fmt: skip
+    return {"error": error, "seconds": seconds, "version": engine_rank.version, "holds": holds,
+            "dirty": engine_rank.dirty, "refused": refused}  # fmt: skip
 
 
 def join(run: Run, store: Any) -> dict[str, Any]:
     """Another process writes what is killed: this one, which is the victim, forks and waits."""
-    while store.add("updated", 0) < GENERATORS:
+    while store.add("updated", 0) < ENGINE_RANKS:
         time.sleep(0.005)
     child = os.fork()
     if child == 0:
-        read = Reader._word
+        read = PeerReader._word
 
-        def killing(self: Reader, *args: Any) -> list[int]:
+        def killing(self: PeerReader, *args: Any) -> list[int]:
             found = read(self, *args)
             if run.stage == "one read":
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
-        Reader._word = killing  # type: ignore[method-assign]
-        LateGenerator.stage = run.stage
+        PeerReader._word = killing  # type: ignore[method-assign]
+        LateEngineRank.stage = run.stage
         engine = engine_of("late", 7)
-        LateGenerator(engine, store, run.model.layouts[1], 0, run.model.empty(0), mode=run.mode,
+        LateEngineRank(engine, store, run.model.layouts[1], 0, run.model.empty(0), mode=run.mode,
                       replica="late", timeout_s=MOST_S, lease_s=run.lease_s)  # fmt: skip
         os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -216,10 +216,10 @@ def join(run: Run, store: Any) -> dict[str, Any]:
     return {"killed": os.WIFSIGNALED(status)}
 
 
-def _update(generator: WeightGenerator) -> None:
-    if generator.mode == "in_place":
-        generator.begin()
-    generator.wait(MOST_S)
+def _update(engine_rank: WeightEngineRank) -> None:
+    if engine_rank.mode == "in_place":
+        engine_rank.begin()
+    engine_rank.wait(MOST_S)
 
 
 def _fork(work: Callable[[], Any], into: Path) -> int:
@@ -240,11 +240,11 @@ class Started:
     def __init__(self, run: Run) -> None:
         self.run, self._folder = run, tempfile.TemporaryDirectory()
         at, late = Path(self._folder.name), run.kind == "joining"
-        size = TRAINERS + GENERATORS + late
+        size = TRAINERS + ENGINE_RANKS + late
         self._children = {}
         for side, count, work in (
             ("trainer", TRAINERS, train),
-            ("generator", GENERATORS + late, generate),
+            ("generator", ENGINE_RANKS + late, generate),
         ):
             for rank in range(count):
 
@@ -301,7 +301,7 @@ def _join(children: dict[str, int]) -> None:
 def faults(run: Run, reports: dict[str, dict[str, Any]]) -> list[str]:
     """What is not as promised."""
     everybody = {f"trainer {i}" for i in range(TRAINERS)}
-    everybody |= {f"generator {i}" for i in range(GENERATORS)}
+    everybody |= {f"generator {i}" for i in range(ENGINE_RANKS)}
     reports = dict(reports)
     found = [f"{name} did not report" for name in everybody - {run.victim} - reports.keys()]
     found += [f"{name}: {each['broken']}" for name, each in reports.items() if "broken" in each]

@@ -9,9 +9,8 @@ from typing import Any
 from unittest import mock
 
 from moe_p2p.fleet import member
-from moe_p2p.weights import WeightGenerator, attempt
-from moe_p2p.weights.arrivals import Arrivals
-from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights import WeightEngineRank, attempt
+from moe_p2p.weights.engine_buffers import Arrivals, EngineBuffers
 from moe_p2p.weights.joining import State
 from moe_p2p.weights.maxima import MaximaExchange
 
@@ -21,22 +20,22 @@ def _nothing(*_: object) -> None:
 
 
 def _clean_before_copied(
-    self: WeightGenerator, state: State, names: set[str] | None, *, received: bool = False
+    self: WeightEngineRank, state: State, names: set[str] | None, *, received: bool = False
 ) -> None:
     self._stamp, self.version = state
     self.dirty, self.failure = False, ""
     self._lent.open(*state)
-    self._inbox.commit(names, state.stamp if received else None)
+    self._buffers.commit(names, state.stamp if received else None)
 
 
 _ONE_OF_ALL = SimpleNamespace(token_hex=lambda count: "0" * 2 * count)
 
 
-def _seems_arrived(self: WeightGenerator) -> bool:
-    return bool(self.__dict__["_arrived"] or self._board.get(self._keys.decision) == attempt.COMMIT)
+def _seems_arrived(self: WeightEngineRank) -> bool:
+    return bool(self.__dict__["_arrived"] or self._words.get(self._keys.decision) == attempt.COMMIT)
 
 
-def _arrives(self: WeightGenerator, value: bool) -> None:
+def _arrives(self: WeightEngineRank, value: bool) -> None:
     self.__dict__["_arrived"] = value
 
 
@@ -45,16 +44,16 @@ _ARRIVED = property(_seems_arrived, _arrives)
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "publish before count": lambda: mock.patch.object(Arrivals, "counted", return_value=True),
     "no epoch": lambda: mock.patch.object(attempt, "immediate", return_value=attempt.FIRST_IMM),
-    "skip finalize": lambda: mock.patch.object(Inbox, "finish", _nothing),
+    "skip finalize": lambda: mock.patch.object(EngineBuffers, "finish", _nothing),
     "no boundary maxima": lambda: mock.patch.object(MaximaExchange, "run", _nothing),
     "no incarnation in the record": lambda: mock.patch.object(member, "secrets", _ONE_OF_ALL),
     "commit without arrival": lambda: mock.patch.object(
-        WeightGenerator, "_arrived", _ARRIVED, create=True
+        WeightEngineRank, "_arrived", _ARRIVED, create=True
     ),
     "clean before copied": lambda: mock.patch.object(
-        WeightGenerator, "_take", _clean_before_copied
+        WeightEngineRank, "_take", _clean_before_copied
     ),
-    "no fence": lambda: mock.patch.object(Inbox, "fence", _nothing),
+    "no fence": lambda: mock.patch.object(EngineBuffers, "fence", _nothing),
 }
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.weights import WeightGenerator, WeightTrainer
-from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, Model, engine_of
+from moe_p2p.weights import WeightEngineRank, WeightTrainer
+from tests.support.weights_fleet import ENGINE_RANKS, MODELS, TRAINERS, Model, engine_of
 
 KINDS = ("restart", "stopped", "alive", "founders")
 RECOVERED_S = 10.0
@@ -96,7 +96,7 @@ class Reaching:
 class Trainer(Reaching, WeightTrainer): ...
 
 
-class Generator(Reaching, WeightGenerator): ...
+class EngineRank(Reaching, WeightEngineRank): ...
 
 
 def _is_over(error: MoeP2pError) -> bool:
@@ -108,13 +108,13 @@ def train(place: Place) -> None:
     trainer = Trainer(engine_of(f"trainer {rank}", rank), place.watch.store(), model.layouts[0],
                       rank, model.trainer_tensors(rank, model.values(0)), timeout_s=SET_UP_S,
                       lease_s=LEASE_S)  # fmt: skip
-    write = trainer._outbox.sender.write
+    write = trainer._buffers.writer.write
 
     def writes(*args: Any) -> None:
         write(*args)
         trainer.reach("one write")
 
-    trainer._outbox.sender.write = writes  # type: ignore[method-assign]
+    trainer._buffers.writer.write = writes  # type: ignore[method-assign]
     trainer.place = place
     place.row[UP] = 1
     version = place.job * OF_A_JOB + 1
@@ -134,43 +134,43 @@ def train(place: Place) -> None:
 
 def generate(place: Place) -> None:
     live, model = place.model.empty(place.rank), place.model
-    generator = Generator(engine_of(f"generator {place.rank}", place.rank), place.watch.store(),
-                          model.layouts[1], place.rank, live, mode=place.mode, poison=True,
-                          timeout_s=SET_UP_S, lease_s=LEASE_S)  # fmt: skip
-    generator.place = place
+    engine_rank = EngineRank(engine_of(f"generator {place.rank}", place.rank), place.watch.store(),
+                             model.layouts[1], place.rank, live, mode=place.mode, poison=True,
+                             timeout_s=SET_UP_S, lease_s=LEASE_S)  # fmt: skip
+    engine_rank.place = place
     place.row[UP] = 1
     try:
         while True:
-            reaches = generator.version == 1 and not place.row[AT_STAGE]
-            generator.stage = place.stage if reaches else ""
-            _go_on(generator)
-            _is_true(place, generator, live)
+            reaches = engine_rank.version == 1 and not place.row[AT_STAGE]
+            engine_rank.stage = place.stage if reaches else ""
+            _go_on(engine_rank)
+            _is_true(place, engine_rank, live)
             time.sleep(0.004)
     except MoeP2pError as error:
         if not _is_over(error):
             raise
-        _is_true(place, generator, live)
+        _is_true(place, engine_rank, live)
         place.row[OVER] = 1
         while True:  # what others wrote late would land in it
             time.sleep(0.02)
-            _is_true(place, generator, live)
+            _is_true(place, engine_rank, live)
 
 
-def _go_on(generator: WeightGenerator) -> None:
+def _go_on(engine_rank: WeightEngineRank) -> None:
     try:
-        if generator.mode == "in_place":
-            generator.begin()
-            generator.wait(UPDATE_S)
+        if engine_rank.mode == "in_place":
+            engine_rank.begin()
+            engine_rank.wait(UPDATE_S)
         else:
-            generator.step()
+            engine_rank.step()
     except MoeP2pError as error:
         if _is_over(error):
             raise
 
 
-def _is_true(place: Place, generator: WeightGenerator, live: dict[str, Tensor]) -> None:
-    version = generator.version
-    if generator.dirty or version is None:
+def _is_true(place: Place, engine_rank: WeightEngineRank, live: dict[str, Tensor]) -> None:
+    version = engine_rank.version
+    if engine_rank.dirty or version is None:
         place.row[VERSION] = 0
     elif place.model.holds(place.rank, live, version):
         place.row[VERSION] = version
@@ -258,7 +258,7 @@ class Supervisor:
     def _fleet(self) -> list[Process]:
         run = self.run
         places = [("trainer", i) for i in range(TRAINERS)]
-        places += [("generator", i) for i in range(GENERATORS)]
+        places += [("generator", i) for i in range(ENGINE_RANKS)]
         victim = (run.side, run.rank)
         return [self.begin(*each, stage=run.stage if each == victim else "") for each in places]
 
@@ -267,7 +267,7 @@ class Supervisor:
         twins = [each for each in first if each.name == run.victim]
         twins.append(self.begin(run.side, run.rank))
         trainers = [each for each in first[:TRAINERS] if each not in twins]
-        generators = [each for each in first[TRAINERS:] if each not in twins]
+        engine_ranks = [each for each in first[TRAINERS:] if each not in twins]
 
         self.wait("neither was replaced",
                   lambda: any(int(each.row[OVER]) for each in [*twins, *trainers]),
@@ -275,7 +275,8 @@ class Supervisor:
         if run.side == "trainer":
             self.kill([*twins, *trainers])
             twins, trainers = [], [self.begin("trainer", i, job=1) for i in range(TRAINERS)]
-        self.recover([*trainers, *generators, *(each for each in twins if not each.row[OVER])], [])
+        twins = [each for each in twins if not each.row[OVER]]
+        self.recover([*trainers, *engine_ranks, *twins], [])
 
     def kill(self, among: list[Process]) -> None:
         self.look()
@@ -287,7 +288,7 @@ class Supervisor:
         run = self.run
         fleet = self._fleet()
         victim = next(each for each in fleet if each.name == run.victim)
-        trainers, generators = fleet[:TRAINERS], fleet[TRAINERS:]
+        trainers, engine_ranks = fleet[:TRAINERS], fleet[TRAINERS:]
         self.wait("the victim did not come to its stage", lambda: bool(victim.row[AT_STAGE]),
                   STAGE_S)  # fmt: skip
         if run.kind == "restart":
@@ -298,14 +299,14 @@ class Supervisor:
         else:
             new = [self.begin("generator", run.rank)]
             gone = [victim]
-            generators = [each for each in generators if each is not victim] + new
+            engine_ranks = [each for each in engine_ranks if each is not victim] + new
         if run.kind == "restart":
             gone = []
         elif run.kind == "stopped":
-            self.recover([*trainers, *generators], [])
+            self.recover([*trainers, *engine_ranks], [])
             os.kill(victim.pid, signal.SIGCONT)
         else:
             self.wait("the second did not begin", lambda: all(int(each.row[UP]) for each in new),
                       RECOVERED_S)  # fmt: skip
         self.watch.goes_on.fill_(1)
-        self.recover([*trainers, *generators], gone)
+        self.recover([*trainers, *engine_ranks], gone)

@@ -1,4 +1,4 @@
-"""The process of a generator is stopped, updates go on without it, and it comes back.
+"""The process of an engine rank is stopped, updates go on without it, and it comes back.
 
     python -m tests.support.weights_stopped
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from moe_p2p.weights import WeightGenerator, WeightTrainer
+from moe_p2p.weights import WeightEngineRank, WeightTrainer
 from tests.support.ranks import repeated
 from tests.support.weights_fleet import MODELS, TRAINERS, engine_of
 
@@ -29,8 +29,8 @@ def store_at(port: int) -> Any:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
-def generator_of(rank: int, port: int) -> WeightGenerator:
-    return WeightGenerator(engine_of(f"generator {rank}", rank), store_at(port), MODEL.layouts[1],
+def engine_rank_of(rank: int, port: int) -> WeightEngineRank:
+    return WeightEngineRank(engine_of(f"generator {rank}", rank), store_at(port), MODEL.layouts[1],
                            rank, MODEL.empty(rank), **LIMITS)  # fmt: skip
 
 
@@ -42,16 +42,16 @@ def trainer_of(rank: int, port: int) -> WeightTrainer:
 def run_victim(read: int) -> None:
     """Until it is killed."""
     port = int.from_bytes(os.read(read, 2), "big")
-    generator = generator_of(1, port)
+    engine_rank = engine_rank_of(1, port)
     while True:
-        generator.step()
+        engine_rank.step()
         time.sleep(0.001)
 
 
 def check(victim: int, port: int) -> None:
     with ThreadPoolExecutor(TRAINERS + 1) as pool:
         made = [pool.submit(trainer_of, rank, port) for rank in range(TRAINERS)]
-        generator = generator_of(0, port)
+        engine_rank = engine_rank_of(0, port)
         trainers = [each.result() for each in made]
 
         def update(version: int) -> None:
@@ -67,7 +67,7 @@ def check(victim: int, port: int) -> None:
                 assert time.monotonic() < until, (trainers[0].live(), wanted)
                 time.sleep(0.01)
 
-        with repeated(lambda: (generator.step(), time.sleep(0.001))):
+        with repeated(lambda: (engine_rank.step(), time.sleep(0.001))):
             update(1)
             await_versions({1: 2})
             os.kill(victim, signal.SIGSTOP)
@@ -85,7 +85,7 @@ def check(victim: int, port: int) -> None:
                 time.sleep(0.2)
                 version += 1
                 update(version)
-        for each in [*trainers, generator]:
+        for each in [*trainers, engine_rank]:
             each.close()
 
 

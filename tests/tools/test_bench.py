@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from moe_p2p import errors
+from moe_p2p.bench import baseline, cases, command, report
+from moe_p2p.bench.check import apply_experts, expect, verify
+from moe_p2p.bench.options import Options, parse
+from moe_p2p.bench.systems import Rows
 from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import demo, launch
-from moe_p2p.tools.bench import baseline, cases, command, report
-from moe_p2p.tools.bench.check import apply_experts, expect, verify
-from moe_p2p.tools.bench.options import Options, parse
-from moe_p2p.tools.bench.systems import Rows
+from tests.support.recorded import assert_keys
 
 TINY = ["--device=cpu", "--ranks=2", "--ranks-per-node=1", "--tokens=1,4", "--hidden=256"]
 TINY += ["--topk=2", "--experts=4", "--checks=2", "--seconds=0.05"]
@@ -31,6 +32,7 @@ def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = [*TINY, f"--json={out}", f"--plot={png}"]
     assert command.main(arguments) == 0
     rows = json.loads(out.read_text())
+    assert_keys("all_to_all", rows)
     assert [(r["system"], r["what"], r["tokens"]) for r in rows] == [
         (system, what, tokens)
         for tokens in (1, 4)

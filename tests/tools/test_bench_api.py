@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from moe_p2p.bench import clocks, command, contestants
+from moe_p2p.bench.cases import make_job
+from moe_p2p.bench.clocks import HostTime
+from moe_p2p.bench.contestants import Entry
+from moe_p2p.bench.gpu_calls import Calls
+from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options, parse
+from moe_p2p.bench.plot import lines, plot
+from moe_p2p.bench.report import Machine, Row, table
 from moe_p2p.moe.reference import Tokens
-from moe_p2p.tools.bench import clocks, command, contestants, gpu_timing
-from moe_p2p.tools.bench.cases import make_job
-from moe_p2p.tools.bench.clocks import HostTime
-from moe_p2p.tools.bench.contestants import Entry
-from moe_p2p.tools.bench.gpu_calls import Calls
-from moe_p2p.tools.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options, parse
-from moe_p2p.tools.bench.plot import lines, plot
-from moe_p2p.tools.bench.report import Machine, Row, table
+from moe_p2p.tools import gpu_timing
+from tests.support.recorded import assert_keys
 from tests.tools.test_bench_report import row as made
 
 TINY = ["--api=deep_ep", "--device=cpu", "--ranks=2", "--hidden=512", "--topk=2", "--experts=4"]
@@ -35,6 +37,7 @@ def test_checks_and_measures_every_interface(
     out = tmp_path / "rows.json"
     assert command.main([*TINY, f"--json={out}"]) == 0
     rows = json.loads(out.read_text())
+    assert_keys("deep_ep", rows)
     systems = ("moe_p2p", "moe_p2p.deep_ep")
     assert [(r["interface"], r["tokens"], r["system"], r["what"]) for r in rows] == [
         (interface, tokens, system, what)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_p2p.tools.bench import cases, check, gpu_calls, systems
-from moe_p2p.tools.bench.options import Options
+from moe_p2p import CombineOptions
+from moe_p2p.bench import cases, check, gpu_calls, systems
+from moe_p2p.bench.options import Options
 
 TINY = Options(ranks=2, ranks_per_node=1, tokens=(6,), hidden=256, topk=2, experts=4)
 
@@ -36,8 +37,8 @@ class Launches(TorchDispatchMode):
         self.log.append("call")
         return SimpleNamespace(x=rows, scales=None, row_weights=weights, counts=counts)
 
-    def combine(self, y: torch.Tensor, _: Any, *, combine_dtype: Any = None) -> torch.Tensor:
-        assert combine_dtype is None
+    def combine(self, y: torch.Tensor, _: Any, *, options: Any) -> torch.Tensor:
+        assert options == CombineOptions()
         out = y.new_zeros(6, y.shape[1])
         self.log.append("call")
         return out

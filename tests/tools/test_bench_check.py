@@ -12,19 +12,13 @@ import pytest
 import torch
 
 from moe_p2p import AllToAll, errors
+from moe_p2p.bench import command, conformance, conformance_faults, conformance_ranks, worker
+from moe_p2p.bench.conformance_faults import Fault, Spare
+from moe_p2p.bench.conformance_ranks import LAYOUTS, TYPES, Ranks
+from moe_p2p.bench.gpu_calls import on_device
+from moe_p2p.bench.options import Options, parse
 from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import (
-    command,
-    conformance,
-    conformance_faults,
-    conformance_ranks,
-    worker,
-)
-from moe_p2p.tools.bench.conformance_faults import Fault, Spare
-from moe_p2p.tools.bench.conformance_ranks import LAYOUTS, TYPES, Ranks
-from moe_p2p.tools.bench.gpu_calls import on_device
-from moe_p2p.tools.bench.options import Options, parse
 from tests.support import warm
 
 SMALL = ["--check", "--device=cpu", "--ranks=2", "--tokens=4", "--hidden=256", "--topk=2"]

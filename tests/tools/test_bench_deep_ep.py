@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_p2p.bench import cases, deep_ep
+from moe_p2p.bench.options import Options
 from moe_p2p.moe import reference
-from moe_p2p.tools.bench import cases, deep_ep
-from moe_p2p.tools.bench.options import Options
 
 GIVEN = Options(
     ranks=1, ranks_per_node=1, tokens=(5,), hidden=256, topk=2, experts=4, dtype="fp8",

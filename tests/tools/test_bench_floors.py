@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from moe_p2p import errors
+from moe_p2p.bench import floors
+from moe_p2p.bench.floors import PhaseBytes, Sizes
 from moe_p2p.machine import jit
 from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens, Topology, wire
-from moe_p2p.tools.bench import floors, probe
-from moe_p2p.tools.bench.floors import PhaseBytes, Sizes
+from moe_p2p.tools import probe
 from tests.tools.test_bench_gpu import LINKS
 
 

@@ -16,9 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p.moe import reference
-from moe_p2p.tools import launch
-from moe_p2p.tools.bench import (
+from moe_p2p.bench import (
     cases,
     check,
     clocks,
@@ -27,18 +25,19 @@ from moe_p2p.tools.bench import (
     gpu_last,
     gpu_layer,
     gpu_measure,
-    gpu_timing,
     options,
     report,
     systems,
     worker,
 )
-from moe_p2p.tools.bench.baseline import TorchAllToAll
-from moe_p2p.tools.bench.cases import make_job
-from moe_p2p.tools.bench.floors import Links
-from moe_p2p.tools.bench.gpu_last import Inputs
-from moe_p2p.tools.bench.options import Options
-from moe_p2p.tools.bench.report import HALVES, Machine
+from moe_p2p.bench.baseline import TorchAllToAll
+from moe_p2p.bench.cases import make_job
+from moe_p2p.bench.gpu_last import Inputs
+from moe_p2p.bench.options import Options
+from moe_p2p.bench.report import HALVES, Machine
+from moe_p2p.moe import reference
+from moe_p2p.tools import gpu_timing, launch, meeting
+from moe_p2p.tools.probe import Links
 
 LINKS = Links(push_gbs=300.0, push_24_gbs=250.0, flag_us=2.0, pinned_us=3.0, relayed_us=4.0)
 MACHINE = Machine(device="a clock", driver="13.0", torch=torch.__version__, nccl="none")
@@ -192,7 +191,7 @@ def run_by_the_clock(given: Options) -> worker.Results:
     nothing: Any = lambda *_: None  # noqa: E731
     new_group = dist.new_group
     patch.setattr(gpu_timing, "cuda", Events)
-    patch.setattr(clocks, "Probe", Meeting)
+    patch.setattr(meeting, "Probe", Meeting)
     patch.setattr(launch, "device_index", lambda: 0)
     on_cpu = functools.partial(made_on_cpus, systems.make_config)
     for module in (systems, contestants):

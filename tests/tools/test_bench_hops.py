@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_p2p.tools.bench import command, hops, report
-from moe_p2p.tools.bench.hops import Stamps
-from moe_p2p.tools.bench.options import parse
+from moe_p2p.bench import command, hops, report
+from moe_p2p.bench.hops import Stamps
+from moe_p2p.bench.options import parse
 from tests.tools.test_bench_report import row
 
 TIMED = ["--device=cpu", "--transport=timed"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_p2p.bench import options
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import options
 from tests.moe.test_hosts import ROOT
 from tests.support import hosts, warm
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_p2p.bench import command, kv, kv_compute, kv_ranks, kv_systems
+from moe_p2p.bench.kv_compute import Compute, Match, between, narrowest
 from moe_p2p.errors import InvalidArgumentError
-from moe_p2p.tools.bench import command, kv, kv_compute, kv_ranks, kv_systems
-from moe_p2p.tools.bench.kv_compute import Compute, Match, between, narrowest
+from tests.support.recorded import assert_keys
 
 TINY = ["--api=kv", "--device=cpu", "--tokens=16", "--layers=3", "--page-kib=1,4", "--repeats=2"]
 TINY += ["--compute-ms=0.5", "--systems=mooncake"]
@@ -25,6 +26,7 @@ def test_pages_are_sent_compared_timed_and_written(
     out = tmp_path / "deep" / "kv.json"
     assert command.main([*TINY, f"--json={out}", "--plot="]) == 0
     body = json.loads(out.read_text())
+    assert_keys("kv", body)
     assert body["options"]["page_kib"] == [1, 4]
     assert [(f["page_kib"], f["system"]) for f in body["figures"]] == [
         (kib, system) for kib in (1, 4) for system in SYSTEMS

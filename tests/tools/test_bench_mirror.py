@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.tools import launch
-from moe_p2p.tools.bench import cases, floors, gpu_timing, options, report, worker
-from moe_p2p.tools.bench.options import Options
+from moe_p2p.bench import cases, floors, options, report, worker
+from moe_p2p.bench.options import Options
+from moe_p2p.tools import gpu_timing, launch
 from tests.support import cells, emulated_gpu
 from tests.tools.test_bench_gpu import LINKS, TINY, run_by_the_clock
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from moe_p2p import errors
 from moe_p2p.machine import driver as cuda_driver
 from moe_p2p.machine import jit
-from moe_p2p.tools.bench import probe
-from moe_p2p.tools.bench.probe import Params, Probe
+from moe_p2p.tools import probe
+from moe_p2p.tools.probe import Params, Probe
 
 DEADLINE_S = 20.0
 

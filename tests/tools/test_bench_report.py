@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_p2p.tools.bench import plot, report
-from moe_p2p.tools.bench.floors import Links
-from moe_p2p.tools.bench.report import Row, Spread
+from moe_p2p.bench import plot, report
+from moe_p2p.bench.report import Row, Spread
+from moe_p2p.tools.probe import Links
 from tests.tools.test_bench_gpu import LINKS, MACHINE
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p.tools.bench import command, weights_decode, weights_loader, weights_ranks
+from moe_p2p.bench import command, weights_decode, weights_loader, weights_ranks
+from tests.support.recorded import assert_keys
 
 pytestmark = pytest.mark.timeout(400)  # of runs that take 15 s beside other work
 TINY = ["--api=weights", "--device=cpu", "--experts=2", "--vocab=256", "--narrow=2", "--repeats=1"]
@@ -19,7 +20,9 @@ def test_updates_are_compared_timed_and_written(
 ) -> None:
     out = tmp_path / "weights.json"
     assert command.main([*TINY, f"--json={out}", "--plot="]) == 0
-    figures = json.loads(out.read_text())["figures"]
+    body = json.loads(out.read_text())
+    assert_keys("weights", body)
+    figures = body["figures"]
     assert figures["wrong"] == []
     assert {"converted", "written", "decided"} <= figures["stages_ms"].keys()
     assert {"copied", "offered"} <= figures["generator_ms"].keys()
@@ -67,7 +70,9 @@ def test_decode_beside_an_update(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     arguments = ["--api=weights", "--device=cpu", "--decode=10", "--experts=16", "--narrow=2"]
     assert command.main([*arguments, f"--json={out}"]) == 0
-    ways = json.loads(out.read_text())["ways"]
+    body = json.loads(out.read_text())
+    assert_keys("weights-decode", body)
+    ways = body["ways"]
     assert [way["name"] for way in ways] == ["alone", "with priorities", "same class"]
     assert not any(way["wrong"] for way in ways)
 

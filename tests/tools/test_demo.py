@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_p2p.bench.cases import make_job
+from moe_p2p.bench.options import Options
 from moe_p2p.tools import demo
-from moe_p2p.tools.bench.cases import Trace, make_job
-from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.trace import Trace
 
 
 def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

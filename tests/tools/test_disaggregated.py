@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe_p2p.examples import disaggregated, workers
 from moe_p2p.examples.small_model import HIDDEN, PAGE_TOKENS, SmallModel, generate, make_cache
-from moe_p2p.kv import receiver
+from moe_p2p.kv.source_transfer import SourceTransfer
 from tests.support import cells, warm
 from tests.support.programs import program
 
@@ -162,13 +162,14 @@ def _as_many_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 def test_bytes_that_are_not_right_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """One value is another when it is checked."""
-    checked = receiver.wrong_sum
+    checked = SourceTransfer.wrong_sum
 
-    def with_another_byte(cache: Any, pages: Any, leg: Any) -> Any:
-        cache.tensors[0][int(pages["kv"][0]) * 2 * PAGE_TOKENS * HIDDEN] += 1
-        return checked(cache, pages, leg)
+    def with_another_byte(self: SourceTransfer) -> str:
+        page = int(self._reserved.pages["kv"][0])
+        self._worker.cache.tensors[0][page * 2 * PAGE_TOKENS * HIDDEN] += 1
+        return checked(self)
 
-    monkeypatch.setattr(receiver, "wrong_sum", with_another_byte)
+    monkeypatch.setattr(SourceTransfer, "wrong_sum", with_another_byte)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made, pipes = [], []
     for role in ("prefill", "decode"):

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.tools.bench import kv, megatron, weights, weights_decode
-from moe_p2p.tools.bench.floors import Links
-from moe_p2p.tools.bench.report import Machine, Row, Spread
+from moe_p2p.bench import kv, megatron, weights, weights_decode
+from moe_p2p.bench.report import Machine, Row, Spread
+from moe_p2p.tools.probe import Links
+from tests.support.recorded import assert_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,8 +56,8 @@ def row(
 
 def written(folder: Path) -> None:
     """What the tools would write, all figures 40 or a ratio of a half but where it says so."""
-    host = importlib.import_module("host_turns")
-    mirror = importlib.import_module("mirror_turns")
+    turns = importlib.import_module("turns")
+    mirror, host = turns.Mirror, turns.Host
     pages = [
         made(kv.Figure, page_kib=kib, system=system, overhead_percent=4.0, ttft_ms=200.0,
              spans_us=dict.fromkeys(kv.SPANS, (4.0, 5.0, 6.0)), wrong_bytes=0)
@@ -70,20 +71,20 @@ def written(folder: Path) -> None:
     moved = made(weights.Figures, percent_of_peer_copy=90.0, times_faster=4.0, wrong=[], above=[])
     ways = [made(weights_decode.Way, name=name, p99_us=90.0, allowed_us=100.0, wrong=0)
             for name in weights_decode.WAYS]  # fmt: skip
-    turns = [
+    pairs = [
         {"tree": tree, "case": case.name, "pair": [us], "dispatch": [us], "combine": [us]}
-        for case in mirror.CASES for tree, us in (("base", 80.0), (".", 40.0))
+        for case in mirror.cases for tree, us in (("base", 80.0), (".", 40.0))
     ]  # fmt: skip
     calls = [
-        {"tree": tree, "case": case.name, "span": [us], **{way: [us] for way in host.WAYS}}
-        for case in (*host.HOST, *host.SPAN) for tree, us in (("base", 80.0), (".", 40.0))
+        {"tree": tree, "case": case.name, "span": [us], **{way: [us] for way in host.names}}
+        for case in (*host.host, *host.span) for tree, us in (("base", 80.0), (".", 40.0))
     ]  # fmt: skip
     bodies: dict[str, Any] = {
         **{f"kv-{size}": {"figures": [asdict(f) for f in pages]} for size in ("4k", "16k", "post")},
         **{f"megatron-{name}": [asdict(f) for f in steps] for name in ("shim", "integration")},
         **{f"weights{mode}": {"figures": asdict(moved)} for mode in ("", "-in-place")},
         "weights-decode": {"ways": [asdict(way) for way in ways]},
-        "turns": turns,
+        "turns": pairs,
         "host": calls,
         "span": calls,
         "nodes-2x1": [row(8, wire=20.0, kernels=19.0), row(128, wire=41.0)],
@@ -197,6 +198,7 @@ def test_first_calls_are_timed_alone_together_and_again(
     monkeypatch.setattr(first_call.torch.cuda, "is_available", lambda: True)
     assert first_call.main(["--processes=3", f"--json={tmp_path}/first-call.json"]) == 0
     assert sorted(calls) == [("one", 0), ("one", 0), *(("together", i) for i in range(3))]
+    assert_keys("first_call", json.loads((tmp_path / "first-call.json").read_text()))
     found = {bar.name: bars.value_of(bar, tmp_path) for bar in bars.BARS}
     assert found["first call, 8 processes"] == 4.0
     assert found["  kernels from a filled cache"] == 0.05

@@ -20,7 +20,7 @@ from moe_p2p.__main__ import main
 from tests.support.programs import handled, program, until
 
 ROOT = Path(__file__).resolve().parents[2]
-PARSERS = ("benchmarks/mirror_turns.py", "benchmarks/host_turns.py")
+TURNS = "benchmarks/turns.py"
 
 
 @pytest.fixture(name="figures")
@@ -54,9 +54,9 @@ def test_commands_are_those_of_the_project(
         else:
             at = ROOT / (f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0])
             assert at.exists() or words[:2] == ["-m", "pytest"]
-        if words[0] in PARSERS:
+        if words[0] == TURNS:
             with pytest.raises(ParsedError):
-                importlib.import_module(Path(words[0]).stem)._parser().parse_args(words[1:])
+                importlib.import_module("turns")._parser(words[1]).parse_args(words[2:])
         assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
 
 
@@ -193,7 +193,9 @@ def test_the_base_is_a_folder_wherever_it_lies(
     monkeypatch.setattr(figures, "run", note)
     given = ["--base", "a tree", "--only", "turns,host", "--out", str(tmp_path / "out")]
     assert figures.main([*given, "--first", "a tree"]) == 0
-    assert [words[1] for words in ran if words[-1].endswith("turns.json")] == [
+    assert [words[2] for words in ran if words[-1].endswith("turns.json")] == [
         str(tmp_path / "a tree")
     ]
-    assert [words[1:3] for words in ran if "host" in words] == [[str(tmp_path / "a tree"), "."]]
+    assert [
+        words[2:4] for words in ran if words[-4:-3] == ["host"] or "host.json" in " ".join(words)
+    ] == [[str(tmp_path / "a tree"), "."]]

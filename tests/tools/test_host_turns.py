@@ -1,4 +1,4 @@
-"""benchmarks/host_turns.py: its turns and table, and its calls on two CPU ranks."""
+"""benchmarks/turns.py host: its turns and table, and its calls on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm
+from tests.support.recorded import assert_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(name="turns")
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("host_turns")
-    for name in ("cores", "host_turns", "host_worker", "mirror_turns", "mirror_worker"):
+    yield importlib.import_module("turns")
+    for name in ("cores", "turns", "host_worker", "mirror_worker"):
         sys.modules.pop(name, None)
 
 
 class Tree:
-    """Replaces mirror_turns.Tree: two ranks, the second one slower. Fails in one way, if asked."""
+    """Replaces turns.Tree: two ranks, the second one slower. Fails in one way, if asked."""
 
     def __init__(self, name: str, us: float, asked: list[str], failing: str = "") -> None:
         self.name, self._us, self._asked, self._failing = name, us, asked, failing
@@ -34,20 +35,20 @@ class Tree:
         if command == "make":
             return [{"ops": 2, "allocations": 4, "frames": 23}] * 2
         if arguments[-1] == self._failing:
-            raise sys.modules["mirror_turns"].WorkerError("a trace\nRuntimeError: no such device")
+            raise sys.modules["turns"].WorkerError("a trace\nRuntimeError: no such device")
         self._asked.append(self.name)
-        return [self._us, self._us + 1]
+        return [[self._us], [self._us + 1]]
 
 
 def test_trees_take_turns_and_the_slower_rank_counts(turns: Any) -> None:
     asked: list[str] = []
     trees = [Tree("base", 9.0, asked, failing="floor"), Tree("change", 7.0, asked)]
-    rows = turns.turns(
-        trees, turns.HOST[0], 2, [("plain", ("host", "plain")), ("floor", ("host", "floor"))]
-    )
+    kind = turns.Host()
+    ways = [turns.Way((way,), "host", (way,)) for way in ("plain", "floor")]
+    rows = turns.measure(kind, trees, kind.host[0], 2, ways)
     assert asked == ["change", "base", "base", "change", "change", "base", *["change"] * 3]
     assert rows[0]["plain"] == [10.0] * 2
-    base, change = turns.lines_of(rows, ("plain", "floor"), "0.60 of it")
+    base, change = turns.lines_of(kind, rows, ("plain", "floor"), 12, "0.60 of it")
     assert base.endswith("no such device")
     assert change.split()[3:] == [
         "8.0",
@@ -64,19 +65,21 @@ def test_trees_take_turns_and_the_slower_rank_counts(turns: Any) -> None:
 def test_every_call_runs_on_two_ranks(
     turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [turns.Case(name, 4) for name in sorted({c.calls for c in (*turns.HOST, *turns.SPAN)})]
-    monkeypatch.setattr(turns, "HOST", cases)
-    monkeypatch.setattr(turns, "SPAN", cases)
+    calls = {case.calls for case in (*turns.Host.host, *turns.Host.span)}
+    cases = [turns.HostCase(name, 4) for name in sorted(calls)]
+    monkeypatch.setattr(turns.Host, "host", cases)
+    monkeypatch.setattr(turns.Host, "span", cases)
     lines = list[str]()
     report = tmp_path / "host.json"
-    given = [str(ROOT), "--ranks", "2", "--rounds", "1", "--json", str(report)]
+    given = ["host", str(ROOT), "--ranks", "2", "--rounds", "1", "--json", str(report)]
     with warm.copies():
         assert turns.main(given, lines.append) == 0, lines
     rows = json.loads(report.read_text())
+    assert_keys("host_turns", rows)
     assert len(rows) == 2 * len(cases)
     for row in rows[: len(cases)]:
         assert not [name for name in row if name.startswith("no ")], row
-        assert all(row[way][0] > 0 for way in turns.WAYS)
+        assert all(row[way][0] > 0 for way in turns.Host.names)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,6 @@ def test_trees_without_an_op_that_does_nothing_have_no_floor_alone(
     monkeypatch.setattr(worker.dist, "all_reduce", lambda _: None)
     made = worker.Worker(Place(), worker.choose(0, 1))
     assert made.make("v2", 8)["ops"] == 0
-    assert made.host("v2", 8, "plain") > 0
+    assert made.host("v2", 8, "plain")[0] > 0
     with pytest.raises(RuntimeError, match="this tree has no op"):
         made.host("v2", 8, "floor")

@@ -1,7 +1,8 @@
-"""benchmarks/mirror_turns.py without GPUs: its turns and table, with workers that only count."""
+"""benchmarks/turns.py mirror without GPUs: its turns and table, with workers that only count."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -11,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.recorded import assert_keys
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(name="turns")
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("mirror_turns")
-    for name in ("mirror_turns", "mirror_worker"):
+    yield importlib.import_module("turns")
+    for name in ("turns", "mirror_worker"):
         sys.modules.pop(name, None)
 
 
 class Tree:
-    """Replaces mirror_turns.Tree: two GPUs, the second one slower."""
+    """Replaces turns.Tree: two GPUs, the second one slower."""
 
     def __init__(self, name: str, us: float, asked: list[tuple[str, str]]) -> None:
         self.name, self._us, self._asked = name, us, asked
@@ -36,10 +39,23 @@ class Tree:
         return ["", "a sum"] if command == "check" and self.name == "change" else ["", ""]
 
 
+def mirror(turns: Any, *, recorded: bool = False) -> Any:
+    kind = turns.Mirror()
+    kind.given = argparse.Namespace(recorded=recorded)
+    return kind
+
+
+def measured(turns: Any, kind: Any, trees: list[Any], rounds: int) -> list[dict[str, Any]]:
+    case = kind.cases[0]
+    rows: list[dict[str, Any]] = turns.measure(kind, trees, case, rounds, kind.ways(case))
+    return rows
+
+
 def test_trees_take_turns_and_the_slower_gpu_counts(turns: Any) -> None:
     asked: list[tuple[str, str]] = []
     trees = [Tree("base", 9.0, asked), Tree("change", 7.0, asked)]
-    rows = turns.measure(trees, turns.CASES[0], rounds=3)
+    kind = mirror(turns, recorded=True)
+    rows = measured(turns, kind, trees, rounds=3)
     assert [name for name, command in asked if command == "pair"] == [
         *("change", "base"),
         *("base", "change"),
@@ -47,11 +63,11 @@ def test_trees_take_turns_and_the_slower_gpu_counts(turns: Any) -> None:
         *("base", "change"),
     ]
     assert rows[0]["pair"] == rows[0]["combine"] == [10.0] * 3
-    base, change = turns.lines_of(rows, 8)
+    base, change = turns.lines_of(kind, rows, kind.names, 8)
     assert "%" not in base
     assert change.count("-20.0%") == 3
     assert change.endswith("WRONG: a sum")
-    assert "change -52.4%" in turns.against(rows, 16.8)
+    assert "change -52.4%" in kind.more(rows)[0]
 
 
 def test_a_tree_that_fails_does_not_stop_the_others(turns: Any) -> None:
@@ -62,7 +78,9 @@ def test_a_tree_that_fails_does_not_stop_the_others(turns: Any) -> None:
             return super().ask(command, *arguments)
 
     trees = [Tree("base", 9.0, []), Failing("change", 7.0, [])]
-    base, change = turns.lines_of(turns.measure(trees, turns.CASES[0], rounds=2), 8)
+    kind = mirror(turns)
+    rows = measured(turns, kind, trees, rounds=2)
+    base, change = turns.lines_of(kind, rows, kind.names, 8)
     assert "10.0" in base
     assert change.endswith("RuntimeError: no such kernel")
 
@@ -93,7 +111,7 @@ log = pathlib.Path(__file__).with_name("log")
 with log.open("a") as out:
     out.write(" ".join(sys.argv[1:3]) + (" ahead" if len(sys.argv) > 4 else "") + "\\n")
 answers = {"make": None, "check": "", "capture": None, "pair": [10.0], "apart": [4.0, 6.0]}
-answers["links"] = {"push_gbs": 350.123}
+answers |= {"links": {"push_gbs": 350.123}, "leave": None}
 for line in sys.stdin if len(sys.argv) < 5 else ():
     print(json.dumps({"result": answers[json.loads(line)[0]]}), flush=True)
 """
@@ -104,13 +122,13 @@ def test_the_whole_command_on_gpus_that_only_count(
     turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
     (tmp_path / "worker.py").write_text(COUNTING)
-    monkeypatch.setattr(turns, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(turns.Mirror, "script", tmp_path / "worker.py")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     lines = list[str]()
     report = tmp_path / "turns.json"
     given = [".", str(ROOT), "--rounds", "3", "--cases", "T 512 on,T 4096 on"]
-    assert turns.main([*given, "--json", str(report)], lines.append) == 0, lines
+    assert turns.main(["mirror", *given, "--json", str(report)], lines.append) == 0, lines
     started = (tmp_path / "log").read_text().splitlines()
     assert started.count("0 1 ahead") == 4, "kernels of two trees and cases"
     assert sum(not line.endswith("ahead") for line in started) == 2 * gpus
@@ -119,4 +137,5 @@ def test_the_whole_command_on_gpus_that_only_count(
     assert ("links: {'push_gbs': 350.12}" in printed) == (gpus == 2)
     assert printed.count("+0.0%") == 6
     rows = json.loads(report.read_text())
+    assert_keys("mirror_turns", rows)
     assert [row["pair"] for row in rows] == [[10.0] * 3] * 4

@@ -170,7 +170,7 @@ def test_plan_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_of_docs_is_what_the_model_predicts() -> None:
-    text = (Path(__file__).parents[2] / "docs/tuning.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/figures.md").read_text()
     fits = published.deepep_fits(published.deepep_points())
     lines = re.findall(r"^\| EP(\d+) \| (.*) \|$", text, re.MULTILINE)
     assert len(lines) == 3

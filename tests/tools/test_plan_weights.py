@@ -12,7 +12,7 @@ import torch
 
 from moe_p2p.__main__ import main
 from moe_p2p.weights import models, predict, weight_plan
-from moe_p2p.weights.totals import totals
+from moe_p2p.weights.predict import totals
 from tests.support.weights_oracle import as_received, check
 
 MLA = models.Model(128, 2, 1, 256, 2, 256, 1, 4, 4, 16, q_lora=128, kv_lora=16)
@@ -47,7 +47,7 @@ def test_layouts_of_models_are_carried_out(
     model: models.Model, trainers: dict[str, int], generators: dict[str, int]
 ) -> None:
     source = models.trainers(model, **trainers)  # type: ignore[arg-type]
-    target = models.generators(model, **generators)  # type: ignore[arg-type]
+    target = models.engine_ranks(model, **generators)  # type: ignore[arg-type]
     plan = weight_plan(source, target)
     torch.manual_seed(0)
     values = {each.name: torch.randn(each.shape).bfloat16() for each in models.weights(model)}

@@ -1,4 +1,4 @@
-"""The example of RL: a generator joins, each sample's version is true, and the policy learns."""
+"""The example of RL: an engine rank joins, each sample's version is true, and the policy learns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rewards(output: str) -> list[str]:
     return re.findall(r"^version +\d+: +\d+% right; samples: [^;]*;", output, re.MULTILINE)
 
 
-def test_a_policy_learns_while_a_generator_joins(output: str) -> None:
+def test_a_policy_learns_while_an_engine_rank_joins(output: str) -> None:
     # Of 2,560 answers chance gives a tenth, and never a half. All seeds are fixed.
     learned = re.search(r"(\d+)% right at the end, 10% by chance", output)
     assert learned, output

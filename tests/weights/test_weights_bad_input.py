@@ -19,7 +19,7 @@ from moe_p2p.weights import (
     Blocks,
     Param,
     Shard,
-    WeightGenerator,
+    WeightEngineRank,
     WeightLayout,
     WeightTrainer,
     job,
@@ -39,22 +39,22 @@ class Fleet:
         self.store = HashStore()
         self.engines = (Engine(label="trainer"), Engine(label="generator"))
         self.ours, self.theirs = make_tensors(), make_tensors()
-        found: list[WeightGenerator] = []
-        thread = threading.Thread(target=lambda: found.append(self._generator()))
+        found: list[WeightEngineRank] = []
+        thread = threading.Thread(target=lambda: found.append(self._engine_rank()))
         thread.start()
         self.trainer = WeightTrainer(self.engines[0], self.store, LAYOUT, 0, self.ours)
         thread.join()
-        self.generator = found[0]
+        self.engine_rank = found[0]
 
-    def _generator(self) -> WeightGenerator:
-        return WeightGenerator(self.engines[1], self.store, LAYOUT, 0, self.theirs)
+    def _engine_rank(self) -> WeightEngineRank:
+        return WeightEngineRank(self.engines[1], self.store, LAYOUT, 0, self.theirs)
 
     def update(self, version: int, **arguments: Any) -> None:
         over = threading.Event()
 
         def step() -> None:
-            while not over.is_set() or self.generator.version != self.trainer.version:
-                self.generator.step()
+            while not over.is_set() or self.engine_rank.version != self.trainer.version:
+                self.engine_rank.step()
                 time.sleep(0.001)
 
         thread = threading.Thread(target=step)
@@ -67,7 +67,7 @@ class Fleet:
 
     def close(self) -> None:
         self.trainer.close()
-        self.generator.close()
+        self.engine_rank.close()
         for engine in self.engines:
             engine.close()
 
@@ -96,14 +96,14 @@ def fleet() -> Iterator[Fleet]:
         ({"version": 2, "tensors": {"w": 5}}, r"tensors\['w'\] is 5"),
     ],
 )
-def test_an_update_that_no_generator_could_take_is_refused(
+def test_an_update_that_no_engine_rank_could_take_is_refused(
     fleet: Fleet, arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         fleet.trainer.update(**arguments)
     fleet.ours["w"].fill_(3)
     fleet.update(1)
-    assert fleet.generator.version == 1
+    assert fleet.engine_rank.version == 1
     assert bool((fleet.theirs["w"] == 3).all())
     assert fleet.trainer.totals["failed"] == 0
 
@@ -117,14 +117,14 @@ def test_no_tensor_is_taken_where_one_does_not_fit(fleet: Fleet) -> None:
 
 def test_wait_of_no_time_is_refused_and_not_taken_for_the_default(fleet: Fleet) -> None:
     with pytest.raises(InvalidArgumentError, match="timeout_s is 0"):
-        fleet.generator.wait(0)
+        fleet.engine_rank.wait(0)
 
 
 def test_what_is_closed_says_so(fleet: Fleet) -> None:
     fleet.close()
     with pytest.raises(errors.ClosedError, match="trainer 0 is closed"):
         fleet.trainer.update(1)
-    for call in (fleet.generator.step, fleet.generator.wait, fleet.generator.begin):
+    for call in (fleet.engine_rank.step, fleet.engine_rank.wait, fleet.engine_rank.begin):
         with pytest.raises(errors.ClosedError, match="generator 0 is closed"):
             call()
 
@@ -154,9 +154,9 @@ def test_close_unregisters_all(registered: set[int]) -> None:
     fleet.update(1)
     assert registered
     fleet.trainer.close()
-    fleet.generator.close()
+    fleet.engine_rank.close()
     assert not registered
-    assert fleet.generator._lent._word[0] % 2  # whoever reads it now takes it for no version
+    assert fleet.engine_rank._lent._word[0] % 2  # whoever reads it now takes it for no version
     fleet.close()
 
 
@@ -168,7 +168,7 @@ def test_a_set_up_that_fails_leaves_nothing(
         with pytest.raises(TimeoutError, match="no word from generator 0") as _:
             WeightTrainer(engine, store, LAYOUT, 0, make_tensors(), timeout_s=0.3)
         assert not registered
-        monkeypatch.setattr(job, "generators_layout", lambda *_: LAYOUT)  # they have ended since
+        monkeypatch.setattr(job, "engine_ranks_layout", lambda *_: LAYOUT)  # they have ended since
         kept: list[BaseException] = []  # with their frames, and so the trainer
         try:
             WeightTrainer(engine, store, LAYOUT, 0, make_tensors(), timeout_s=0.5)
@@ -179,7 +179,7 @@ def test_a_set_up_that_fails_leaves_nothing(
         of_fleet = torch.distributed.PrefixStore("moe_p2p weights/weights", store)
         assert not TorchLeases(of_fleet).members()
         with pytest.raises(TimeoutError, match="no word from trainer 0"):
-            WeightGenerator(engine, store, LAYOUT, 0, make_tensors(), timeout_s=0.3)
+            WeightEngineRank(engine, store, LAYOUT, 0, make_tensors(), timeout_s=0.3)
         assert not registered
 
 
@@ -221,14 +221,14 @@ def test_wrong_fields_of_a_param_are_named(changes: dict[str, Any], text: str) -
             lambda e, s, t: WeightTrainer(e, s, LAYOUT, 1, t),
             "rank is 1, must be an int from 0 to 0",
         ),
-        (lambda e, s, t: WeightGenerator(e, s, LAYOUT, "0", t), "rank is '0', must be an int"),
-        (lambda e, s, t: WeightGenerator(e, s, LAYOUT, 0, t, agree=3), "agree is 3, must be a fun"),
+        (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, "0", t), "rank is '0', must be an int"),
+        (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, t, agree=3), "agree is 3, must be a f"),
         (lambda e, s, t: WeightTrainer(e, s, None, 0, t), "layout is None"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, None), "tensors is None"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, t, lease_s=0), "lease_s is 0"),
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, t, timeout_s=float("nan")), "is nan"),
-        (lambda e, s, t: WeightGenerator(e, s, LAYOUT, 0, {"w": 5}), r"tensors\['w'\] is 5"),
-        (lambda e, s, t: WeightGenerator(e, s, LAYOUT, 0, t, engine_ranks=5), "engine_ranks is 5"),
+        (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, {"w": 5}), r"tensors\['w'\] is 5"),
+        (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, t, engine_ranks=5), "engine_ranks is 5"),
     ],
 )
 def test_ranks_name_what_they_do_not_take(make: Callable[..., object], text: str) -> None:
@@ -276,12 +276,12 @@ def test_a_read_that_may_still_land_ends_a_join() -> None:
     stub: Any = Stub()
     lent = {"address": "", "word": "", "tensors": {"w": ""}}
     with pytest.raises(MoeP2pError, match="may still answer 1 reads"):
-        joining.Reader(stub, places).read(lent, Deadline(0.01))
+        joining.PeerReader(stub, places).read(lent, Deadline(0.01))
 
 
 def test_a_cancel_has_one_deadline_for_all_its_requests() -> None:
     late: list[Any] = [_Late() for _ in range(20)]
     engine: Any = None
-    sending.Sender(engine, 0).cancel(late, 0.1)
+    sending.RegionWriter(engine, 0).cancel(late, 0.1)
     assert sum(sum(each.waited) for each in late) < 20 * 0.1 / 2
     assert not any(late[-1].waited)

@@ -16,10 +16,10 @@ from torch import Tensor
 from moe_p2p import InvalidArgumentError, MoeP2pError, ProtocolError
 from moe_p2p.errors import AbortedError, RemoteAccessError
 from moe_p2p.fleet.client import Deadline
-from moe_p2p.weights import WeightGenerator, attempt
+from moe_p2p.weights import WeightEngineRank, attempt
 from moe_p2p.weights.attempt import COMMIT
-from moe_p2p.weights.outbox import Outbox
 from moe_p2p.weights.sending import UnwrittenError
+from moe_p2p.weights.trainer_buffers import TrainerBuffers
 from tests.support.weights_fleet import MODELS, Fleet, fleet
 from tests.support.weights_mutations import MUTATIONS, mutated
 
@@ -55,7 +55,7 @@ def fail_an_update(found: Fleet, version: int) -> list[Future[Any]]:
         )
         for each in found.trainers
     ]
-    waits = [found.pool.submit(each.wait) for each in found.generators]
+    waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
     ends: list[Future[Any]] = [*running, *waits]
     for each in ends:
         with pytest.raises(MoeP2pError, match=r"trainer 3|none of this trainer's"):
@@ -64,25 +64,25 @@ def fail_an_update(found: Fleet, version: int) -> list[Future[Any]]:
 
 
 def bytes_that_come_late_are_counted_first(name: str) -> None:
-    """Trainer 2 begins to write only when generators had time to report."""
+    """Trainer 2 begins to write only when engine ranks had time to report."""
     hold = threading.Event()
     with fleet(MODELS[name]) as found:
-        sender = found.trainers[2]._outbox.sender
-        write = sender.write
+        writer = found.trainers[2]._buffers.writer
+        write = writer.write
 
         def held(*args: Any) -> Any:
             assert hold.wait(20)
             return write(*args)
 
-        sender.write = held  # type: ignore[method-assign]
+        writer.write = held  # type: ignore[method-assign]
         running = found.train(1)
-        waits = [found.pool.submit(each.wait) for each in found.generators]
-        board = found.trainers[0]._board
-        for _ in range(100):  # a generator that does not count reports within it
-            if board.get(found.trainers[0]._keys.arrived(found.generators[0]._member.id)):
+        waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
+        words = found.trainers[0]._words
+        for _ in range(100):  # an engine rank that does not count reports within it
+            if words.get(found.trainers[0]._keys.arrived(found.engine_ranks[0]._member.id)):
                 break
             threading.Event().wait(0.005)
-        assert all(each.version is None for each in found.generators)
+        assert all(each.version is None for each in found.engine_ranks)
         hold.set()
         for each in [*running, *waits]:
             each.result(60)
@@ -94,8 +94,8 @@ def immediates_come_after_their_update() -> None:
         fail_an_update(found, 1)
         late = attempt.immediate(found.trainers[0]._keys)
         for trainer in found.trainers[:2]:  # as a NIC that had them would
-            for target in trainer._outbox.sender._targets.values():
-                for _ in range(40):  # more than a generator counts in an update
+            for target in trainer._buffers.writer._targets.values():
+                for _ in range(40):  # more than an engine rank counts in an update
                     trainer.engine.send_imm(target.peer, late).wait(20)
         update(found, 2)
         check(found, 2)
@@ -104,18 +104,18 @@ def immediates_come_after_their_update() -> None:
 def a_write_comes_after_its_update() -> None:
     """A trainer that was stopped goes on with what it had posted, after the next version."""
     with fleet(MODELS["fused"]) as found:
-        sender = found.trainers[0]._outbox.sender
-        prepared = found.trainers[0]._outbox._replicas[""].prepared({})[0]
-        generator = found.generators[prepared.write.target_rank]._member.id
-        batch = sender.grouped([(generator, prepared)])
+        writer = found.trainers[0]._buffers.writer
+        prepared = found.trainers[0]._buffers._replicas[""].prepared({})[0]
+        engine_rank = found.engine_ranks[prepared.write.target_rank]._member.id
+        batch = writer.grouped([(engine_rank, prepared)])
         fail_an_update(found, 1)
         # The next update disconnects; a write that is under way stands for one that is not.
         try:
-            sender.write(batch, attempt.immediate(found.trainers[0]._keys))
-            sender.finish(None, Deadline(20), lambda missing: None)
+            writer.write(batch, attempt.immediate(found.trainers[0]._keys))
+            writer.finish(None, Deadline(20), lambda missing: None)
         except UnwrittenError as error:
             if isinstance(error.error, RemoteAccessError):
-                sender._direct.clear()
+                writer._direct.clear()
                 return
         raise NotTrueError("a write of an update that failed reached the shadow of the next one")
 
@@ -132,12 +132,12 @@ def blocks_of_neighbours_have_one_scale() -> None:
         check(found, 1)
 
 
-def a_generator_that_was_replaced_stops() -> None:
+def an_engine_rank_that_was_replaced_stops() -> None:
     with fleet(MODELS["fused"], lease_s=0.4) as found:
         update(found, 1)
-        old = found.generators[1]
+        old = found.engine_ranks[1]
         found.join("", 1)
-        del found.generators[1], found.live[1]
+        del found.engine_ranks[1], found.live[1]
         try:
             update(found, 2)
             check(found, 2)
@@ -154,31 +154,31 @@ def a_decision_counts_for_who_has_reported() -> None:
     with fleet(MODELS["fused"]) as found:
         update(found, 1)
         running = found.train(2, timeout_s=1.0)
-        board, keys = found.trainers[0]._board, found.generators[0]._keys
-        board.wait({keys.update: "trainer 0"}, Deadline(20))
-        board.decide(keys.decision, COMMIT)
-        generator = found.generators[0]
-        generator._progress()
+        words, keys = found.trainers[0]._words, found.engine_ranks[0]._keys
+        words.wait({keys.update: "trainer 0"}, Deadline(20))
+        words.decide(keys.decision, COMMIT)
+        engine_rank = found.engine_ranks[0]
+        engine_rank._progress()
         for each in running:
             each.exception(60)
-        if generator.step() != 1:
+        if engine_rank.step() != 1:
             raise NotTrueError("it went to a version that it had not reported")
 
 
 def a_copy_fails() -> None:
     with fleet(MODELS["fused"]) as found:
         update(found, 1)
-        generator = found.generators[0]
+        engine_rank = found.engine_ranks[0]
         running = found.train(2)
-        other = found.pool.submit(found.generators[1].wait)
+        other = found.pool.submit(found.engine_ranks[1].wait)
         with (
-            mock.patch.object(generator._inbox, "commit", side_effect=OSError("a copy fails")),
+            mock.patch.object(engine_rank._buffers, "commit", side_effect=OSError("a copy fails")),
             pytest.raises(OSError, match="a copy fails"),
         ):
-            generator.wait()
+            engine_rank.wait()
         for each in [*running, other]:
             each.result(60)
-        if not generator.dirty or generator.version != 1:
+        if not engine_rank.dirty or engine_rank.version != 1:
             raise NotTrueError("it is clean, and was not copied")
 
 
@@ -187,7 +187,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "no epoch": immediates_come_after_their_update,
     "skip finalize": derived_tensors_are_made,
     "no boundary maxima": blocks_of_neighbours_have_one_scale,
-    "no incarnation in the record": a_generator_that_was_replaced_stops,
+    "no incarnation in the record": an_engine_rank_that_was_replaced_stops,
     "commit without arrival": a_decision_counts_for_who_has_reported,
     "clean before copied": a_copy_fails,
     "no fence": a_write_comes_after_its_update,
@@ -209,7 +209,7 @@ def test_a_part_is_needed(name: str) -> None:
 
 
 class InferenceEngine:
-    """An inference engine of both generators: forward passes, each after a step, in lockstep."""
+    """An inference engine of both engine ranks: forward passes, each after a step, in lockstep."""
 
     def __init__(self, together: bool) -> None:
         self._barrier, self._together = threading.Barrier(2, timeout=20), together
@@ -229,9 +229,9 @@ class InferenceEngine:
         return smallest
 
 
-def late_decision(generator: WeightGenerator, looks: int) -> None:
+def late_decision(engine_rank: WeightEngineRank, looks: int) -> None:
     """Its store shows decisions only after so many looks at them."""
-    get, seen = generator._board.get, [0]
+    get, seen = engine_rank._words.get, [0]
 
     def slow(key: str) -> Any:
         value = get(key)
@@ -240,18 +240,18 @@ def late_decision(generator: WeightGenerator, looks: int) -> None:
             return value if seen[0] % looks == 0 else None
         return value
 
-    generator._board.get = slow  # type: ignore[method-assign]
+    engine_rank._words.get = slow  # type: ignore[method-assign]
 
 
 def passes_of(
     found: Fleet, engine: InferenceEngine, rank: int, last: int
 ) -> list[tuple[int, dict[str, int]]]:
     """Of each pass: the version it ran under, and sums of the weights that it read."""
-    generator = found.generators[rank]
+    engine_rank = found.engine_ranks[rank]
     seen: list[tuple[int, dict[str, int]]] = []
-    while engine.smallest(generator.version or 0) != last:
-        version = generator.step()
-        seen.append((version or 0, generator.checksums()))
+    while engine.smallest(engine_rank.version or 0) != last:
+        version = engine_rank.step()
+        seen.append((version or 0, engine_rank.checksums()))
     return seen
 
 
@@ -260,7 +260,7 @@ def run_passes(together: bool) -> int:
     engine, model, last = InferenceEngine(together), MODELS["fused"], 5
     how: dict[str, Any] = {"engine_ranks": (0, 1), "agree": engine.agree}
     with fleet(model, **how) as found:
-        late_decision(found.generators[1], 5)
+        late_decision(found.engine_ranks[1], 5)
         passes = [found.pool.submit(passes_of, found, engine, i, last) for i in range(2)]
         for version in range(1, last + 1):
             for each in found.train(version):
@@ -290,7 +290,7 @@ def test_a_failed_update_keeps_the_shadows_version_and_the_next_one_is_complete(
         update(found, 1)
         fail_an_update(found, 2)
         check(found, 1)
-        assert [each.step() for each in found.generators] == [1, 1]
+        assert [each.step() for each in found.engine_ranks] == [1, 1]
         assert found.trainers[0].live() == {1: 2}
         update(found, 3)
         check(found, 3)
@@ -299,16 +299,16 @@ def test_a_failed_update_keeps_the_shadows_version_and_the_next_one_is_complete(
 def test_a_trainer_that_is_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with fleet(MODELS["fused"]) as found:
         update(found, 1)
-        send = Outbox.send
+        send = TrainerBuffers.send
 
-        def interrupted(self: Outbox, *args: Any) -> dict[str, dict[str, int]]:
+        def interrupted(self: TrainerBuffers, *args: Any) -> dict[str, dict[str, int]]:
             if self._rank == 3:
                 raise KeyboardInterrupt
             return send(self, *args)
 
-        monkeypatch.setattr(Outbox, "send", interrupted)
+        monkeypatch.setattr(TrainerBuffers, "send", interrupted)
         running = found.train(2)
-        waits = [found.pool.submit(each.wait) for each in found.generators]
+        waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
         with pytest.raises(KeyboardInterrupt):
             running.pop().result(60)
         for each in [*running, *waits]:
@@ -319,28 +319,28 @@ def test_a_trainer_that_is_interrupted_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_failed_update_in_place_is_dirty_until_a_complete_one() -> None:
     with fleet(MODELS["fused"], mode="in_place", poison=True) as found:
-        for generator in found.generators:
-            generator.begin()
-            assert all(bool(each.isnan().any()) for each in found.live[generator.rank].values())
+        for engine_rank in found.engine_ranks:
+            engine_rank.begin()
+            assert all(bool(each.isnan().any()) for each in found.live[engine_rank.rank].values())
         fail_an_update(found, 1)
-        for generator in found.generators:
+        for engine_rank in found.engine_ranks:
             with pytest.raises(ProtocolError, match=r"dirty, a mix of versions.*trainer 3"):
-                generator.step()
-            generator.begin()
+                engine_rank.step()
+            engine_rank.begin()
         assert found.trainers[0].live() == {None: 2}
         update(found, 2)
         check(found, 2)
-        assert [each.step() for each in found.generators] == [2, 2]
+        assert [each.step() for each in found.engine_ranks] == [2, 2]
 
 
 def test_an_update_in_place_that_nobody_sends_is_over_by_its_deadline() -> None:
     with fleet(MODELS["fused"], mode="in_place") as found:
-        generator = found.generators[0]
-        generator.begin()
+        engine_rank = found.engine_ranks[0]
+        engine_rank.begin()
         with pytest.raises(MoeP2pError, match="no update was over within"):
-            generator.wait(0.1)
+            engine_rank.wait(0.1)
         with pytest.raises(ProtocolError, match="dirty"):
-            generator.require_clean()
+            engine_rank.require_clean()
 
 
 def test_trainers_of_different_versions_are_refused() -> None:
@@ -349,7 +349,7 @@ def test_trainers_of_different_versions_are_refused() -> None:
         for each in running:
             with pytest.raises(MoeP2pError, match="another one to"):
                 each.result(60)
-        assert [each.step() for each in found.generators] == [None, None]
+        assert [each.step() for each in found.engine_ranks] == [None, None]
 
 
 def test_a_late_trainer_hears_of_versions_that_differ() -> None:
@@ -371,15 +371,15 @@ def test_bytes_that_changed_on_the_way_are_found_by_their_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with fleet(MODELS["mixed"]) as found:
-        send = Outbox.send
+        send = TrainerBuffers.send
 
-        def wrong(self: Outbox, *args: Any) -> dict[str, dict[str, int]]:
+        def wrong(self: TrainerBuffers, *args: Any) -> dict[str, dict[str, int]]:
             found = send(self, *args)
             return {who: {n: s + 1 for n, s in each.items()} for who, each in found.items()}
 
-        monkeypatch.setattr(Outbox, "send", wrong)
+        monkeypatch.setattr(TrainerBuffers, "send", wrong)
         running = found.train(1, verify=True)
-        waits = [found.pool.submit(each.wait) for each in found.generators]
+        waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
         for each in [*running, *waits]:
             with pytest.raises(MoeP2pError, match="is not what it sent"):
                 each.result(60)
@@ -389,14 +389,14 @@ def test_check_equal_names_the_tensor() -> None:
     model = MODELS["fused"]
     with fleet(model, poison=True) as found:
         update(found, 1)
-        generator = found.generators[1]
+        engine_rank = found.engine_ranks[1]
         wanted = model.wanted(1, model.values(1))
-        generator.check_equal(wanted)
+        engine_rank.check_equal(wanted)
         with pytest.raises(ProtocolError, match="generator 1 at version 1: qkv differ"):
-            generator.check_equal(model.wanted(1, model.values(2)))
+            engine_rank.check_equal(model.wanted(1, model.values(2)))
         found.live[1]["qkv"].view(-1)[-1] += 1
         with pytest.raises(ProtocolError, match="qkv differ"):
-            generator.check_equal(wanted)
+            engine_rank.check_equal(wanted)
 
 
 def forgetful(received: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -407,7 +407,7 @@ def test_a_derived_tensor_that_finalize_forgets_fails_the_update() -> None:
     with fleet(MODELS["derived"], finalize=forgetful) as found:
         with pytest.raises(MoeP2pError, match="finalize did not make tensor 'sums'"):
             found.finish(found.train(1))
-        assert all(each.version is None for each in found.generators)
+        assert all(each.version is None for each in found.engine_ranks)
 
 
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
@@ -421,21 +421,21 @@ def test_finalize_has_no_mode_of_the_engines_thread(mode: str) -> None:
         assert model.finalize is not None
         model.finalize(received, tensors)
 
-    def go(generator: WeightGenerator) -> None:
+    def go(engine_rank: WeightEngineRank) -> None:
         with torch.inference_mode(), torch.device("meta"):
-            generator.begin()
-            generator.wait()
+            engine_rank.begin()
+            engine_rank.wait()
 
     with fleet(model, finalize=finalize, mode=mode) as found:
         running = found.train(1)
         if mode == "in_place":
-            for each in [*[found.pool.submit(go, each) for each in found.generators], *running]:
+            for each in [*[found.pool.submit(go, each) for each in found.engine_ranks], *running]:
                 each.result(60)
         until = time.monotonic() + 60
-        while mode == "shadow" and any(each.version != 1 for each in found.generators):
+        while mode == "shadow" and any(each.version != 1 for each in found.engine_ranks):
             assert time.monotonic() < until
             with torch.inference_mode(), torch.device("meta"):
-                for each in found.generators:
+                for each in found.engine_ranks:
                     each.step()
         for each in running:
             each.result(60)

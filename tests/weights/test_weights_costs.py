@@ -13,15 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import Engine
 from moe_p2p.engine.strides import Rows
-from moe_p2p.fleet import board
-from moe_p2p.fleet.board import Board
+from moe_p2p.fleet import store_keys
 from moe_p2p.fleet.client import Deadline
-from moe_p2p.weights import Param, Shard, WeightLayout, generator, weight_plan
-from moe_p2p.weights.covered import covered
-from moe_p2p.weights.inbox import Inbox
-from moe_p2p.weights.joining import Lent, Reader
+from moe_p2p.fleet.store_keys import StoreKeys
+from moe_p2p.weights import Param, Shard, WeightLayout, engine_rank, weight_plan
+from moe_p2p.weights.engine_buffers import EngineBuffers, covered
+from moe_p2p.weights.joining import Lent, PeerReader
 from moe_p2p.weights.plan import WeightPlan, Write
-from tests.support.weights_fleet import BF16, GENERATORS, MODELS, fleet
+from tests.support.weights_fleet import BF16, ENGINE_RANKS, MODELS, fleet
 
 EXPERTS, INNER, HIDDEN = 16, 8, 12
 
@@ -67,12 +66,12 @@ def stacked() -> tuple[WeightPlan, dict[str, torch.Tensor]]:
 def test_poison_is_a_kernel_for_a_stretch_of_a_tensor_and_not_for_a_write(shadow: bool) -> None:
     plan, live = stacked()
     engine: Any = Registering()
-    inbox = Inbox(engine, plan, 0, live, shadow=shadow, finalize=None)
-    assert len(inbox.writes) == 4 * EXPERTS
+    buffers = EngineBuffers(engine, plan, 0, live, shadow=shadow, finalize=None)
+    assert len(buffers.writes) == 4 * EXPERTS
     with Calls() as calls:
-        inbox.poison()
+        buffers.poison()
     assert calls.num == 1
-    w13 = inbox.target["w13"]
+    w13 = buffers.target["w13"]
     assert bool(w13[1:-1].isnan().all())
     assert not w13[0].any()
     assert not w13[-1].any()
@@ -81,11 +80,11 @@ def test_poison_is_a_kernel_for_a_stretch_of_a_tensor_and_not_for_a_write(shadow
 def test_a_part_of_an_update_is_copied_in_stretches() -> None:
     plan, live = stacked()
     engine: Any = Registering()
-    inbox = Inbox(engine, plan, 0, live, shadow=True, finalize=None)
-    inbox.target["w13"].fill_(1)
+    buffers = EngineBuffers(engine, plan, 0, live, shadow=True, finalize=None)
+    buffers.target["w13"].fill_(1)
     names = {f"{e}.{part}" for e in (3, 4, 9) for part in ("gate", "up")}
     with Calls() as calls:
-        inbox.commit(names)
+        buffers.commit(names)
     assert calls.num == 2
     changed = live["w13"][1:-1].view(EXPERTS, 2 * INNER, HIDDEN)
     assert [e for e in range(EXPERTS) if changed[e].all()] == [3, 4, 9]
@@ -121,13 +120,13 @@ def test_parts_cover_what_writes_cover_and_nothing_else(writes: list[Write], par
     assert len(made) == parts
 
 
-def test_a_generator_takes_no_device_memory_to_say_that_its_tensors_change() -> None:
+def test_an_engine_rank_takes_no_device_memory_to_say_that_its_tensors_change() -> None:
     """A tensor of 16 bytes there is 512 of torch's allocator: above a watermark of 0."""
     engine: Any = Registering()
     tensors = {"w": torch.empty(4, device="meta"), "b": torch.empty(2, device="meta")}
     Lent(engine, tensors).shut()
     places: Any = {"w": (type("Memory", (), {"tensor": tensors["w"]})(), 0, 16)}
-    Reader(engine, places)
+    PeerReader(engine, places)
     on_device = [each for each in engine.tensors if each.device.type != "cpu"]
     assert len(engine.tensors) == 4
     assert [id(each) for each in on_device] == [id(each) for each in tensors.values()]
@@ -137,13 +136,14 @@ def test_a_reader_learns_of_a_version_once_kernels_that_copy_it_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The word is no part of the stream that copies."""
-    events: dict[int, list[str]] = defaultdict(list)  # by thread: each generator has one
-    for of, name in ((Lent, "shut"), (Inbox, "commit"), (Lent, "open"), (generator, "settle")):
+    events: dict[int, list[str]] = defaultdict(list)  # by thread: each engine rank has one
+    noted(monkeypatch, EngineBuffers, "commit", events)
+    for of, name in ((Lent, "shut"), (Lent, "open"), (engine_rank, "settle")):
         noted(monkeypatch, of, name, events)
     with fleet(MODELS["fused"]) as found:
         found.finish(found.train(1))
         changes = [" ".join(each) for each in events.values() if "open" in each]
-    assert len(changes) == GENERATORS
+    assert len(changes) == ENGINE_RANKS
     assert all("shut commit settle open" in each for each in changes), changes
 
 
@@ -169,7 +169,7 @@ def test_an_update_plans_and_registers_nothing_anew(
         for name in ("register", "grant", "resolve", "connect"):
             noted(monkeypatch, Engine, name, events)
         for version in (1, 2):
-            for each in found.generators if mode == "in_place" else ():
+            for each in found.engine_ranks if mode == "in_place" else ():
                 each.begin()
             found.finish(found.train(version))
         found.check(2)
@@ -188,8 +188,8 @@ def test_waits_look_often_at_first_and_never_much_later_than_what_they_wait_for(
         def get(self, key: str) -> str:
             return "7"
 
-    monkeypatch.setattr(board.time, "sleep", pauses.append)
-    assert Board(Store(), "f").wait({"k": "trainer 0"}, Deadline(10.0)) == {"k": 7}
+    monkeypatch.setattr(store_keys.time, "sleep", pauses.append)
+    assert StoreKeys(Store(), "f").wait({"k": "trainer 0"}, Deadline(10.0)) == {"k": 7}
     assert pauses[0] <= 0.0005
     for i, pause in enumerate(pauses):
         assert pause <= 0.0005 + sum(pauses[:i]) / 2
@@ -198,7 +198,7 @@ def test_waits_look_often_at_first_and_never_much_later_than_what_they_wait_for(
 def test_stages_of_a_join_and_of_an_update_have_no_holes() -> None:
     with fleet(MODELS["fused"], poison=True) as found:
         found.finish(found.train(1))
-        assert list(found.generators[0].stages) == [
+        assert list(found.engine_ranks[0].stages) == [
             "begin", "arrived", "decided", "copied", "offered",
         ]  # fmt: skip
         late = found.join("late", 0)

@@ -24,14 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moe_p2p import Engine, InvalidArgumentError
 from moe_p2p.weights import (
     Param,
-    WeightGenerator,
+    WeightEngineRank,
     WeightLayout,
     WeightTrainer,
     layout_of,
     of_tensor,
     weight_plan,
 )
-from moe_p2p.weights.pieces import held
+from moe_p2p.weights.boxes import held
 from tests.support.ranks import Rank, run_processes
 
 
@@ -67,9 +67,9 @@ def test_ranks_hold_what_torch_gives_them(
             param = of_tensor("w", tensor)
             local = tensor.to_local().flatten()
         found = torch.full_like(local, -1)
-        for piece in held(param, param.ranks.index(rank)):
-            part = whole[tuple(slice(first, first + size) for first, size in piece.box)]
-            torch.as_strided(found, part.shape, piece.strides, piece.offset).copy_(part)
+        for placed in held(param, param.ranks.index(rank)):
+            part = whole[tuple(slice(first, first + size) for first, size in placed.box)]
+            torch.as_strided(found, part.shape, placed.strides, placed.offset).copy_(part)
         assert torch.equal(found, local)
 
 
@@ -151,8 +151,8 @@ def _of_fsdp_and_tp(rank: Rank) -> list[str]:
     store, wrong, threads = dist.PrefixStore("weights", rank.store), list[str](), []
 
     def generate() -> None:
-        with WeightGenerator(Engine(), store.clone(), target, 0, live) as generator:
-            generator.wait(60)
+        with WeightEngineRank(Engine(), store.clone(), target, 0, live) as engine_rank:
+            engine_rank.wait(60)
             wrong.extend(name for name in live if not torch.equal(live[name], full[name]))
 
     if rank.rank == 0:

@@ -193,11 +193,11 @@ def test_what_was_decided_and_is_given_up_is_neither_taken_nor_loaded() -> None:
 
         def restart() -> None:
             found.train(trainers_layout())
-            generator = found.workers[0].generator
+            engine_rank = found.workers[0].engine_rank
             until = time.monotonic() + LONG_S
-            while generator._job.number != found.trainers[0]._job.number:
+            while engine_rank._job.number != found.trainers[0]._job.number:
                 assert time.monotonic() < until
-                generator.step()
+                engine_rank.step()
 
         with pytest.raises(AbortedError, match="is given up: its trainers were replaced"):
             found.send(2, during=restart)
@@ -233,7 +233,7 @@ def test_what_an_engine_has_not_loaded_yet_is_no_version(mode: Any) -> None:
             until = time.monotonic() + LONG_S
             while dict(found.trainers[0].live()) != {version: 1}:  # it is not waited for
                 assert time.monotonic() < until
-                worker.generator.step()
+                worker.engine_rank.step()
     assert len(seen) == (2 if mode == "in_place" else 0)
 
 
@@ -255,14 +255,14 @@ def test_workers_that_set_up_again_take_no_word_of_those_before() -> None:
     models = [Part(worker) for worker in range(STAGES * EXPERT_RANKS)]
     with world(models, set_up="first") as found:
         found.send(1)
-        board = engine_weights.Board(found.store, job.prefix_of("weights"))
+        words = engine_weights.StoreKeys(found.store, job.prefix_of("weights"))
         keys = [f"params /set-up first/{i}" for i in range(len(models))]
-        assert all(map(board.get, keys))
+        assert all(map(words.get, keys))
         for each in found.workers:
             each.close()
-        assert not any(map(board.get, keys)), "what was said leaves with who said it"
-        before = found.workers[1].generator.plan.target
-        board.put(keys[1], WeightLayout((), before.world_size).to_bytes().hex())
+        assert not any(map(words.get, keys)), "what was said leaves with who said it"
+        before = found.workers[1].engine_rank.plan.target
+        words.put(keys[1], WeightLayout((), before.world_size).to_bytes().hex())
         models = [Part(worker) for worker in range(STAGES * EXPERT_RANKS)]
         made = found.begin_workers(models, set_up="second")
         found.workers = [each.result(LONG_S) for each in made]

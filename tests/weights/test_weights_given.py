@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from moe_p2p import Engine, InvalidArgumentError, MoeP2pError
-from moe_p2p.weights import Blocks, Param, WeightGenerator, WeightLayout, WeightTrainer, of_tensor
+from moe_p2p.weights import Blocks, Param, WeightEngineRank, WeightLayout, WeightTrainer, of_tensor
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
 VALUES = torch.arange(64.0).view(8, 8)
@@ -43,10 +43,10 @@ def updated(
     mine: dict[str, Tensor],
     *,
     news: dict[str, Tensor] | None = None,
-    kind: type[WeightGenerator] = WeightGenerator,
+    kind: type[WeightEngineRank] = WeightEngineRank,
     **how: Any,
-) -> WeightGenerator:
-    """One update of one trainer and one generator, a second one with `news`; raises what either
+) -> WeightEngineRank:
+    """One update of one trainer and one engine rank, a second one with `news`; raises what either
     does."""
     store, errors, over = HashStore(), list[BaseException](), threading.Event()
     layouts = WeightLayout(source, 1), WeightLayout(target, 1)
@@ -65,14 +65,14 @@ def updated(
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        with kind(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as generator:
+        with kind(Engine(), store, layouts[1], 0, mine, timeout_s=3, **how) as engine_rank:
             until = time.monotonic() + 8
-            while generator.version != last and not errors and time.monotonic() < until:
-                if generator.mode == "in_place":
-                    generator.begin()
-                    generator.wait(5)
+            while engine_rank.version != last and not errors and time.monotonic() < until:
+                if engine_rank.mode == "in_place":
+                    engine_rank.begin()
+                    engine_rank.wait(5)
                 else:
-                    generator.step()
+                    engine_rank.step()
     except BaseException as error:
         errors.insert(0, error)
     over.set()
@@ -82,7 +82,7 @@ def updated(
             raise error
     if errors:
         raise errors[0]
-    return generator
+    return engine_rank
 
 
 SAME: dict[str, Callable[[Tensor], Tensor]] = {
@@ -147,13 +147,13 @@ def test_a_trainers_tensor_that_is_not_what_was_said_is_refused(kind: str, to: s
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_generators_tensor_that_is_not_what_was_said_is_refused(kind: str) -> None:
+def test_an_engine_ranks_tensor_that_is_not_what_was_said_is_refused(kind: str) -> None:
     make, text = WRONG[kind]
     with (
         Engine() as engine,
         pytest.raises(InvalidArgumentError, match=f"generator 0: tensor {text}"),
     ):
-        WeightGenerator(engine, HashStore(), WeightLayout([W], 1), 0, {"w": make()}, timeout_s=0.2)
+        WeightEngineRank(engine, HashStore(), WeightLayout([W], 1), 0, {"w": make()}, timeout_s=0.2)
 
 
 def test_other_shapes_types_and_scales_are_refused() -> None:
@@ -170,7 +170,7 @@ def test_other_shapes_types_and_scales_are_refused() -> None:
     ):
         layout = WeightLayout([param], 1)
         with Engine() as engine, pytest.raises(InvalidArgumentError, match=text):
-            WeightGenerator(engine, HashStore(), layout, 0, tensors, timeout_s=0.2)
+            WeightEngineRank(engine, HashStore(), layout, 0, tensors, timeout_s=0.2)
     live = {"w": fp8.view(torch.uint8), "s": torch.zeros(4)}
     updated([W], {"w": bf16()}, [blocks], live)
     spread = live["s"].view(2, 2).repeat_interleave(4, 0).repeat_interleave(4, 1)
@@ -206,14 +206,14 @@ def part(name: str, offset: int, **more: Any) -> Param:
 def test_places_that_overlap_are_refused_by_two_names(params: list[Param], names: str) -> None:
     tensors = {"qkv": torch.zeros(16, 8).bfloat16()}
     with Engine() as engine, pytest.raises(InvalidArgumentError, match=f"{names} overlap"):
-        WeightGenerator(engine, HashStore(), WeightLayout(params, 1), 0, tensors, timeout_s=0.2)
+        WeightEngineRank(engine, HashStore(), WeightLayout(params, 1), 0, tensors, timeout_s=0.2)
 
 
 def test_tensors_that_share_a_part_of_their_memory_are_refused() -> None:
     layout, flat = WeightLayout([W, Param("v", (8, 8), BF16, (0,))], 1), torch.zeros(96).bfloat16()
     tensors = {"w": flat[:64].view(8, 8), "v": flat[32:].view(8, 8)}
     with Engine() as engine, pytest.raises(InvalidArgumentError, match="'w' and 'v' share memory"):
-        WeightGenerator(engine, HashStore(), layout, 0, tensors, timeout_s=0.2)
+        WeightEngineRank(engine, HashStore(), layout, 0, tensors, timeout_s=0.2)
 
 
 def test_interleaved_rows_do_not_overlap_and_tied_tensors_are_one() -> None:
@@ -250,7 +250,7 @@ def test_bytes_that_nobody_writes_are_named_once_unless_they_are_padding(
     updated([W], {"w": bf16()}, [W], whole, padding=["w"])  # rows that fill up a vocabulary
     assert torch.equal(whole["w"][:8], bf16())
     with Engine() as engine, pytest.raises(InvalidArgumentError, match=r"padding names \['v'\]"):
-        WeightGenerator(engine, HashStore(), WeightLayout([W], 1), 0, live, padding=["v"])
+        WeightEngineRank(engine, HashStore(), WeightLayout([W], 1), 0, live, padding=["v"])
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -259,13 +259,13 @@ def test_a_copy_that_fails_leaves_no_model_that_is_called_clean(at: int) -> None
     names = ("a", "b", "c")
     params = [Param(n, (8, 8), BF16, (0,)) for n in names]
     live = {n: empty() for n in names}
-    broken: list[WeightGenerator] = []
+    broken: list[WeightEngineRank] = []
 
-    class Breaks(WeightGenerator):
+    class Breaks(WeightEngineRank):
         def step(self) -> int | None:
             if not broken:
                 broken.append(self)
-                self._inbox._live[names[at]] = inference(live[names[at]])  # it refuses a copy
+                self._buffers._live[names[at]] = inference(live[names[at]])  # it refuses a copy
             return super().step()
 
     store, layout = HashStore(), WeightLayout(params, 1)
@@ -279,16 +279,16 @@ def test_a_copy_that_fails_leaves_no_model_that_is_called_clean(at: int) -> None
 
     thread = threading.Thread(target=train)
     thread.start()
-    with Breaks(Engine(), store, layout, 0, live, timeout_s=5) as generator:
+    with Breaks(Engine(), store, layout, 0, live, timeout_s=5) as engine_rank:
         with pytest.raises(RuntimeError, match="inference"):
-            generator.wait()
+            engine_rank.wait()
         with pytest.raises(MoeP2pError, match=r"dirty.*the copy of version 1 failed"):
-            generator.require_clean()
-        assert generator.dirty
-        assert generator.version is None
-        generator._inbox._live[names[at]] = live[names[at]]
-        assert generator.step() == 1  # it is tried again
-        generator.require_clean()
+            engine_rank.require_clean()
+        assert engine_rank.dirty
+        assert engine_rank.version is None
+        engine_rank._buffers._live[names[at]] = live[names[at]]
+        assert engine_rank.step() == 1  # it is tried again
+        engine_rank.require_clean()
         assert all(torch.equal(each, bf16()) for each in live.values())
     done.set()
     thread.join()
@@ -362,7 +362,7 @@ def test_all_places_of_one_parameter_reach_finalize() -> None:
 def test_an_engine_without_a_version_is_not_clean_and_may_run(mode: str) -> None:
     seen: list[str] = []
 
-    class Looks(WeightGenerator):
+    class Looks(WeightEngineRank):
         def _join(self, deadline: Any) -> None:
             super()._join(deadline)
             with pytest.raises(MoeP2pError, match="generator 0 has no version yet"):
@@ -372,6 +372,6 @@ def test_an_engine_without_a_version_is_not_clean_and_may_run(mode: str) -> None
             seen.append("looked")
 
     live = empty()
-    generator = updated([W], {"w": bf16()}, [W], {"w": live}, mode=mode, kind=Looks)
+    engine_rank = updated([W], {"w": bf16()}, [W], {"w": live}, mode=mode, kind=Looks)
     assert seen == ["looked"]
-    generator.require_clean()
+    engine_rank.require_clean()

@@ -18,11 +18,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.errors import AbortedError, ProtocolError
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
-from moe_p2p.weights import Param, Shard, WeightGenerator, WeightLayout, WeightTrainer, job
+from moe_p2p.fleet.store_keys import StoreKeys
+from moe_p2p.weights import Param, Shard, WeightEngineRank, WeightLayout, WeightTrainer, job
 from moe_p2p.weights.attempt import COMMIT, Keys
-from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights.engine_buffers import EngineBuffers
 from moe_p2p.weights.job import SetUp, current
 from tests.support.weights_fleet import BF16, engine_of
 
@@ -33,14 +33,14 @@ LIMITS = {"timeout_s": 20.0, "lease_s": 0.4}
 
 
 class World:
-    """Two trainers, and generators by their tensors; all are threads of this process."""
+    """Two trainers, and engine ranks by their tensors; all are threads of this process."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack, self.store = stack, HashStore()
         self.pool = stack.enter_context(ThreadPoolExecutor(16))
         self.trainers: list[WeightTrainer] = []
-        self.generators: list[WeightGenerator] = []
-        self.live: dict[WeightGenerator, Tensor] = {}
+        self.engine_ranks: list[WeightEngineRank] = []
+        self.live: dict[WeightEngineRank, Tensor] = {}
 
     def _closed(self, found: Any) -> Any:
         self.stack.callback(found.close)
@@ -57,13 +57,15 @@ class World:
             lambda: self._closed(WeightTrainer(engine, self.store, layout, rank, tensors, **given))
         )
 
-    def begin_generator(self, replica: str = "", **how: Any) -> Future[WeightGenerator]:
+    def begin_engine_rank(self, replica: str = "", **how: Any) -> Future[WeightEngineRank]:
         engine = self.stack.enter_context(engine_of(f"generator {replica}", len(self.live)))
         tensors = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16)}
         given = {**LIMITS, **how}
 
-        def make() -> WeightGenerator:
-            found = WeightGenerator(engine, self.store, WHOLE, 0, tensors, replica=replica, **given)
+        def make() -> WeightEngineRank:
+            found = WeightEngineRank(
+                engine, self.store, WHOLE, 0, tensors, replica=replica, **given
+            )
             self.live[found] = tensors["w"]
             return self._closed(found)  # type: ignore[no-any-return]
 
@@ -80,49 +82,49 @@ class World:
         return [self.pool.submit(each.update, version, **how) for each in self.trainers]
 
     def update(self, version: int, value: float | None = None, **how: Any) -> None:
-        """All generators that there are go to it."""
+        """All engine ranks that there are go to it."""
         running = self.start(version, version if value is None else value, **how)
-        for each in self.generators:
+        for each in self.engine_ranks:
             if each.mode == "in_place":
                 each.begin()
-        waits = [self.pool.submit(each.wait) for each in self.generators]
+        waits = [self.pool.submit(each.wait) for each in self.engine_ranks]
         for done in [*running, *waits]:
             done.result(60)
 
     def check(self, version: int, value: float | None = None) -> None:
-        for each in self.generators:
+        for each in self.engine_ranks:
             self.is_true(each)
             assert each.version == version
             assert self.live[each].unique().tolist() == [version if value is None else value]
 
-    def is_true(self, generator: WeightGenerator) -> None:
+    def is_true(self, engine_rank: WeightEngineRank) -> None:
         """What is clean holds one version."""
-        assert generator.dirty or len(self.live[generator].unique()) == 1
+        assert engine_rank.dirty or len(self.live[engine_rank].unique()) == 1
 
 
 @contextmanager
-def world(mode: Any = "shadow", generators: int = 1, **how: Any) -> Iterator[World]:
+def world(mode: Any = "shadow", engine_ranks: int = 1, **how: Any) -> Iterator[World]:
     with ExitStack() as stack:
         found = World(stack)
-        first = found.begin_generator(mode=mode, **how)
+        first = found.begin_engine_rank(mode=mode, **how)
         found.train()
-        found.generators = [first.result(60)]
-        found.generators += [
-            found.begin_generator(f"late-{i}", mode=mode, **how).result(60)
-            for i in range(1, generators)
+        found.engine_ranks = [first.result(60)]
+        found.engine_ranks += [
+            found.begin_engine_rank(f"late-{i}", mode=mode, **how).result(60)
+            for i in range(1, engine_ranks)
         ]
         yield found
 
 
-def is_replaced(generator: WeightGenerator) -> None:
+def is_replaced(engine_rank: WeightEngineRank) -> None:
     """It finds out within a lease, or at its next look."""
     with pytest.raises(AbortedError, match="was replaced: another process has taken its name"):
-        _go_on(generator, time.monotonic() + LIMITS["timeout_s"])
+        _go_on(engine_rank, time.monotonic() + LIMITS["timeout_s"])
 
 
-def _go_on(generator: WeightGenerator, until: float) -> None:
+def _go_on(engine_rank: WeightEngineRank, until: float) -> None:
     while time.monotonic() < until:
-        generator.begin() if generator.mode == "in_place" else generator.step()
+        engine_rank.begin() if engine_rank.mode == "in_place" else engine_rank.step()
         time.sleep(0.001)
 
 
@@ -136,38 +138,42 @@ def test_the_one_that_was_replaced_stops_and_the_new_one_has_the_bytes(
 ) -> None:
     with world(mode) as found:
         if replica:
-            found.generators.append(found.begin_generator(replica, mode=mode).result(60))
+            found.engine_ranks.append(found.begin_engine_rank(replica, mode=mode).result(60))
         found.update(1)
-        old = found.generators.pop()
-        new = found.begin_generator(replica, mode=mode).result(60)
+        old = found.engine_ranks.pop()
+        new = found.begin_engine_rank(replica, mode=mode).result(60)
         # Of the founder nobody else has the tensors: the next update brings them.
         has = (1, [1.0]) if replica else (None, [0.0])
         assert (new.version, found.live[new].unique().tolist()) == has
-        found.generators.append(new)
+        found.engine_ranks.append(new)
         found.update(2)
         found.check(2)
         is_replaced(old)
         assert found.live[old].unique().tolist() == [1.0]
-        assert found.trainers[0].live() == {2: len(found.generators)}
+        assert found.trainers[0].live() == {2: len(found.engine_ranks)}
 
 
 def test_it_is_replaced_while_an_update_is_under_way() -> None:
-    """The update is for the process that was there; the new one has the next."""
+    """The update is for the process that was there; the new one has it too, or the next."""
     with world() as found:
         found.update(1)
-        old = found.generators.pop()
+        old = found.engine_ranks.pop()
         running = found.start(2, 2.0)
         while old._update is None:
             old._progress()
-        new = found.begin_generator().result(60)
-        found.generators.append(new)
+        new = found.begin_engine_rank().result(60)
+        found.engine_ranks.append(new)
+        for version in (3, 4):
+            while not all(each.done() for each in running):
+                new.step()
+            for each in running:
+                each.result()
+            running = found.start(version, 2.0)
         while not all(each.done() for each in running):
             new.step()
-        for each in running:
-            each.result()
-        while new.step() != 2:
+        while new.step() != 4:
             pass
-        found.check(2)
+        found.check(4, 2.0)
         is_replaced(old)
         assert found.live[old].unique().tolist() == [1.0]
 
@@ -175,7 +181,7 @@ def test_it_is_replaced_while_an_update_is_under_way() -> None:
 def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
     with ExitStack() as stack:
         found = World(stack)
-        both = [found.begin_generator(), found.begin_generator()]
+        both = [found.begin_engine_rank(), found.begin_engine_rank()]
         found.train()
         made, errors = [], []
         for each in both:
@@ -183,31 +189,31 @@ def test_of_two_founders_of_a_rank_one_is_refused_by_name() -> None:
                 made.append(each.result(60))
             except AbortedError as error:
                 errors.append(str(error))
-        found.generators = [each for each in made if not each._member.replaced]
+        found.engine_ranks = [each for each in made if not each._member.replaced]
         for _ in range(2 if len(made) == 2 else 0):
             for each in made:
                 each._member._beat.look()
-        found.generators = [each for each in made if not each._member.replaced]
-        assert len(found.generators) == 1
+        found.engine_ranks = [each for each in made if not each._member.replaced]
+        assert len(found.engine_ranks) == 1
         found.update(1)
         found.check(1)
         for each in made:
-            if each not in found.generators:
+            if each not in found.engine_ranks:
                 is_replaced(each)
         assert all("was replaced" in each for each in errors)
 
 
 def test_of_two_trainers_0_that_call_the_roll_one_is_in_the_job() -> None:
-    board = Board(HashStore(), alone=True)
-    set_up = SetUp(board, "trainer 0")
-    job.open_job(board, WHOLE)
-    number = board.get(job.NOW)["job"]
+    words = StoreKeys(HashStore(), alone=True)
+    set_up = SetUp(words, "trainer 0")
+    job.open_job(words, WHOLE)
+    number = words.get(job.NOW)["job"]
     for who in ("trainer 0#a", "trainer 0#b"):
         mine = {"id": who, "nics": 1, "source": WHOLE.digest}
-        board.put(f"{number}/trainer 0", mine)
+        words.put(f"{number}/trainer 0", mine)
         member: Any = None  # is asked only while others are missing
-        job._call_the_roll(board, member, set_up, board.get(job.NOW), WHOLE, Deadline(5.0))
-    found = current(board)
+        job._call_the_roll(words, member, set_up, words.get(job.NOW), WHOLE, Deadline(5.0))
+    found = current(words)
     assert found is not None
     assert found.ids == ["trainer 0#a"]
 
@@ -230,20 +236,22 @@ def test_a_trainer_whose_name_was_taken_within_its_job_finds_out() -> None:
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
 @pytest.mark.parametrize("before", [1, 3])
 @pytest.mark.parametrize("version", [1, 7])
-def test_trainers_restart_beside_generators_that_run(mode: str, before: int, version: int) -> None:
+def test_trainers_restart_beside_engine_ranks_that_run(
+    mode: str, before: int, version: int
+) -> None:
     with world(mode) as found:
         for each in range(1, before + 1):
             found.update(each)
         for each in found.trainers:
             each.close()
         found.train()
-        generator = found.generators[0]
-        assert generator.step() == before
+        engine_rank = found.engine_ranks[0]
+        assert engine_rank.step() == before
         running = found.start(version, 40.0)
         if mode == "in_place":  # nothing lands before it says so
-            assert found.live[generator].unique().tolist() == [before]
-            generator.begin()
-        found.pool.submit(generator.wait).result(60)
+            assert found.live[engine_rank].unique().tolist() == [before]
+            engine_rank.begin()
+        found.pool.submit(engine_rank.wait).result(60)
         for each in running:
             each.result(60)
         found.check(version, 40.0)
@@ -270,9 +278,9 @@ def test_trainers_that_were_replaced_find_out_and_cannot_write() -> None:
 def test_what_the_old_job_has_under_way_lands_nowhere() -> None:
     with world() as found:
         found.update(1)
-        old, sender = found.trainers, found.trainers[0]._outbox.sender
-        prepared = old[0]._outbox._replicas[""].prepared({})[0]
-        batch = sender.grouped([(found.generators[0]._member.id, prepared)])
+        old, writer = found.trainers, found.trainers[0]._buffers.writer
+        prepared = old[0]._buffers._replicas[""].prepared({})[0]
+        batch = writer.grouped([(found.engine_ranks[0]._member.id, prepared)])
         found.train()
         found.update(2, 20.0)
         old[0]._tensors["w"].fill_(99)
@@ -298,39 +306,39 @@ def test_trainers_restart_with_another_layout() -> None:
 
 
 def test_a_joiner_takes_the_version_that_was_decided_and_not_the_largest() -> None:
-    with world(generators=2) as found:
+    with world(engine_ranks=2) as found:
         found.update(5)
-        away = found.generators.pop()
+        away = found.engine_ranks.pop()
         away._member._beat.stopped.set()
         found.update(3)  # back, without the one that is away
         found.check(3)
         away._member._beat.stopped.clear()
         away._member._beat.renew()
-        late = found.begin_generator("later").result(60)
+        late = found.begin_engine_rank("later").result(60)
         assert (late.version, found.live[late].unique().tolist()) == (3, [3.0])
 
 
-def misses(found: World, missing: int, version: int, *, by_generator: bool = False) -> None:
-    """One trainer is called alone. by_generator: it is the generator that gives up."""
-    generator, patience = found.generators[0], found.generators[0].timeout_s
-    generator.timeout_s, failed = 0.3 if by_generator else patience, generator.totals["failed"]
-    how = {} if by_generator else {"timeout_s": 0.3}
+def misses(found: World, missing: int, version: int, *, by_engine_rank: bool = False) -> None:
+    """One trainer is called alone. by_engine_rank: it is the engine rank that gives up."""
+    engine_rank, patience = found.engine_ranks[0], found.engine_ranks[0].timeout_s
+    engine_rank.timeout_s = 0.3 if by_engine_rank else patience
+    failed, how = engine_rank.totals["failed"], {} if by_engine_rank else {"timeout_s": 0.3}
     alone = found.pool.submit(found.trainers[1 - missing].update, version, **how)
-    while not alone.done() or generator.totals["failed"] == failed:
-        generator.step()
-    generator.timeout_s = patience
+    while not alone.done() or engine_rank.totals["failed"] == failed:
+        engine_rank.step()
+    engine_rank.timeout_s = patience
     with pytest.raises(MoeP2pError, match=f"(no word from|not done:) trainer {missing}"):
         alone.result(60)
 
 
-@pytest.mark.parametrize(("missing", "by_generator"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("missing", "by_engine_rank"), [(0, False), (1, False), (1, True)])
 def test_a_trainer_that_missed_an_update_goes_on_with_the_others(
-    missing: int, by_generator: bool
+    missing: int, by_engine_rank: bool
 ) -> None:
     """Also where it is the leader."""
     with world() as found:
         found.update(1)
-        misses(found, missing, 2, by_generator=by_generator)
+        misses(found, missing, 2, by_engine_rank=by_engine_rank)
         assert found.trainers[missing].version == 1
         found.update(3)
         found.check(3)
@@ -351,7 +359,7 @@ def test_who_missed_an_update_goes_on_when_that_is_tried_again(missing: int) -> 
         while found.trainers[missing].totals["attempts"] < 4:
             assert not both[0].done()
         both.append(found.pool.submit(found.trainers[1 - missing].update, 2))
-        found.pool.submit(found.generators[0].wait).result(60)
+        found.pool.submit(found.engine_ranks[0].wait).result(60)
         for each in both:
             each.result(60)
         found.check(2)
@@ -371,7 +379,7 @@ def test_a_trainer_that_was_away_counts_up_to_the_others() -> None:
             with pytest.raises(AbortedError, match="it is behind: this trainer updates to"):
                 late.update(version)
         running.append(found.pool.submit(late.update, 5))
-        found.pool.submit(found.generators[0].wait).result(60)
+        found.pool.submit(found.engine_ranks[0].wait).result(60)
         for each in running:
             each.result(60)
         found.check(5)
@@ -381,15 +389,15 @@ def test_a_trainer_that_was_away_counts_up_to_the_others() -> None:
 
 def test_a_part_may_follow_before_the_engine_has_made_its_next_step() -> None:
     with world() as found:
-        generator = found.generators[0]
+        engine_rank = found.engine_ranks[0]
         running = found.start(1, 1.0)
-        while generator._committed != generator._keys.stamp:
-            generator._progress()
+        while engine_rank._committed != engine_rank._keys.stamp:
+            engine_rank._progress()
         for each in running:
             each.result(60)
-        assert generator.version is None  # its forward pass takes long
+        assert engine_rank.version is None  # its forward pass takes long
         running = found.start(2, 2.0, only=["w"])
-        while generator.step() != 2:
+        while engine_rank.step() != 2:
             pass
         for each in running:
             each.result(60)
@@ -417,23 +425,23 @@ def test_a_part_on_what_came_from_a_peer_is_refused_or_sent_in_full() -> None:
         ours, mine, late = tensors(), tensors(), tensors()
         ours["d"].copy_(torch.arange(16).view(4, 4))
         trainer_made = pool.submit(WeightTrainer, engines[0], store, source, 0, ours)
-        founder = WeightGenerator(engines[1], store, target, 0, mine, finalize=transpose)
+        founder = WeightEngineRank(engines[1], store, target, 0, mine, finalize=transpose)
         trainer = stack.enter_context(trainer_made.result(60))
-        generators = [stack.enter_context(founder)]
+        engine_ranks = [stack.enter_context(founder)]
 
         def update(version: int, **how: Any) -> None:
             ours["w"].fill_(version)
             running = [pool.submit(trainer.update, version, **how)]
-            running += [pool.submit(each.wait) for each in generators]  # type: ignore[misc]
+            running += [pool.submit(each.wait) for each in engine_ranks]  # type: ignore[misc]
             failed = [each.exception(60) for each in running]
             if failed[0] is not None:
                 raise failed[0]
 
         update(1)
-        joined = WeightGenerator(
+        joined = WeightEngineRank(
             engines[2], store, target, 0, late, replica="late", finalize=transpose
         )
-        generators.append(stack.enter_context(joined))
+        engine_ranks.append(stack.enter_context(joined))
         with pytest.raises(MoeP2pError, match="no d in checkpoint layout: it took its version"):
             update(2, only=["w"])
         update(3)
@@ -448,9 +456,9 @@ def test_a_part_on_what_came_from_a_peer_is_refused_or_sent_in_full() -> None:
 
 def begins_afterwards(found: World) -> None:
     """In the same place, where a set-up was refused."""
-    fine = found.begin_generator()
+    fine = found.begin_engine_rank()
     found.train()
-    found.generators = [fine.result(60)]
+    found.engine_ranks = [fine.result(60)]
     found.update(1)
     found.check(1)
 
@@ -459,7 +467,7 @@ def test_a_refusal_at_set_up_is_heard_by_all() -> None:
     with ExitStack() as stack:
         found = World(stack)
         made = [found.begin_trainer(i, 0.0) for i in range(2)]
-        made.append(found.begin_generator(watermark=1))  # type: ignore[arg-type]
+        made.append(found.begin_engine_rank(watermark=1))  # type: ignore[arg-type]
         began = time.monotonic()
         for each in made:
             with pytest.raises(MoeP2pError, match="the watermark is 1"):
@@ -474,7 +482,7 @@ def test_layouts_of_trainers_that_differ_are_named() -> None:
     with ExitStack() as stack:
         found = World(stack)
         made = [found.begin_trainer(0, 0.0), found.begin_trainer(1, 0.0, other)]
-        made.append(found.begin_generator())  # type: ignore[arg-type]
+        made.append(found.begin_engine_rank())  # type: ignore[arg-type]
         for each in made:
             with pytest.raises(MoeP2pError, match=r"trainer 1 has another layout .* norm: \[Param"):
                 each.result(60)
@@ -483,18 +491,20 @@ def test_layouts_of_trainers_that_differ_are_named() -> None:
 def test_who_runs_another_version_is_refused_by_name() -> None:
     with world() as found:
         found.update(1)
-        board, generator = found.trainers[0]._board, found.generators[0]
-        now = board.get(job.NOW)
-        board.put(job.NOW, {**now, "letter": "another"})
+        words, engine_rank = found.trainers[0]._words, found.engine_ranks[0]
+        now = words.get(job.NOW)
+        words.put(job.NOW, {**now, "letter": "another"})
         with pytest.raises(ProtocolError, match="trainer 0 runs another version of moe_p2p, lett"):
-            found.begin_generator("late").result(60)
-        board.put(job.NOW, {**now, "job": now["job"] + 1, "letter": None})
+            found.begin_engine_rank("late").result(60)
+        words.put(job.NOW, {**now, "job": now["job"] + 1, "letter": None})
         with pytest.raises(ProtocolError, match="trainer 0 runs another version of moe_p2p, lett"):
             found.begin_trainer(1, 0.0).result(60)
-        assert generator.step() == 1  # it goes on with what it has
-        generator._member.announce(letter="another")
+        assert engine_rank.step() == 1  # it goes on with what it has
+        engine_rank._member.announce(letter="another")
+        words.put(job.NOW, {**now, "letter": "another"})  # its roll is there: it has ended
         for each in found.trainers:
             each.close()
+        assert engine_rank._words.get(f"{now['job']}/roll")
         with pytest.raises(MoeP2pError, match="generator 0 runs another version of moe_p2p"):
             found.train()
 
@@ -515,7 +525,7 @@ def test_a_wrong_argument_of_one_rank_is_heard_by_all_that_wait(
         found = World(stack)
         ranks = {"trainer 0": lambda **how: found.begin_trainer(0, 0.0, **how),
                  "trainer 1": lambda **how: found.begin_trainer(1, 0.0, **how),
-                 "generator 0": found.begin_generator}  # fmt: skip
+                 "generator 0": found.begin_engine_rank}  # fmt: skip
         others = [ranks[each]() for each in ranks if each != who]
         until = time.monotonic() + LIMITS["timeout_s"] / 2
         while waiting != ranks.keys() - {who}:
@@ -537,21 +547,21 @@ def test_a_joiner_that_is_refused_stands_in_nobodys_way() -> None:
 
         def refused(**how: Any) -> None:
             with pytest.raises(MoeP2pError):
-                found.begin_generator("wrong", **how).result(60)
+                found.begin_engine_rank("wrong", **how).result(60)
 
         refused(watermark=1)
-        found.generators.append(found.begin_generator("late").result(60))
+        found.engine_ranks.append(found.begin_engine_rank("late").result(60))
         for each in found.trainers:
             each.close()
         first = found.begin_trainer(0, 0.0)
-        board = found.generators[0]._board
-        while current(board) is not None:
+        words = found.engine_ranks[0]._words
+        while current(words) is not None:
             time.sleep(0.001)
-        joining = found.begin_generator("later")
+        joining = found.begin_engine_rank("later")
         refused(lease_s=-1.0)
         second = found.begin_trainer(1, 0.0)
         found.trainers = [first.result(60), second.result(60)]
-        found.generators.append(joining.result(60))
+        found.engine_ranks.append(joining.result(60))
         found.update(2)
         found.check(2)
 
@@ -568,16 +578,16 @@ def test_keys_of_old_updates_leave_the_store() -> None:
 def test_a_decision_without_this_ranks_report_publishes_nothing() -> None:
     with world() as found:
         found.update(1)
-        generator = found.generators[0]
+        engine_rank = found.engine_ranks[0]
         running = found.start(2, 2.0, timeout_s=1.0)
-        board, keys = found.trainers[0]._board, generator._keys
-        while board.get(keys.update) is None:
+        words, keys = found.trainers[0]._words, engine_rank._keys
+        while words.get(keys.update) is None:
             time.sleep(0.001)
-        board.decide(keys.decision, COMMIT)
+        words.decide(keys.decision, COMMIT)
         for _ in range(3):
-            generator.step()
-            found.is_true(generator)
-        assert (generator.version, found.live[generator].unique().tolist()) == (1, [1.0])
+            engine_rank.step()
+            found.is_true(engine_rank)
+        assert (engine_rank.version, found.live[engine_rank].unique().tolist()) == (1, [1.0])
         for each in running:
             each.exception(60)
 
@@ -585,19 +595,19 @@ def test_a_decision_without_this_ranks_report_publishes_nothing() -> None:
 def test_a_version_is_clean_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     with world() as found:
         found.update(1)
-        generator = found.generators[0]
+        engine_rank = found.engine_ranks[0]
 
         def fails(*_: object) -> None:
             raise OSError("a copy that fails")
 
         running = found.start(2, 2.0)
         with monkeypatch.context() as patched:
-            patched.setattr(Inbox, "commit", fails)
+            patched.setattr(EngineBuffers, "commit", fails)
             with pytest.raises(OSError, match="a copy that fails"):
-                generator.wait()
+                engine_rank.wait()
         for each in running:
             each.result(60)
-        assert (generator.version, found.trainers[0].live()) == (1, {1: 1})
+        assert (engine_rank.version, found.trainers[0].live()) == (1, {1: 1})
 
 
 def test_stamps_rise_over_jobs_and_attempts() -> None:
@@ -609,7 +619,7 @@ def test_stamps_rise_over_jobs_and_attempts() -> None:
 
 
 def test_an_update_whose_job_was_replaced_as_it_was_decided_says_so() -> None:
-    """Generators have followed another job: nobody looks at the decision."""
+    """Engine ranks have followed another job: nobody looks at the decision."""
     with world() as found:
         found.update(1)
         leader = found.trainers[0]
@@ -618,14 +628,14 @@ def test_an_update_whose_job_was_replaced_as_it_was_decided_says_so() -> None:
         def restart(stage: str) -> None:
             reached(stage)
             if stage == "arrived":
-                job.open_job(leader._board, SOURCE)
+                job.open_job(leader._words, SOURCE)
 
         leader._reached = restart  # type: ignore[method-assign]
         running = found.start(2, 2.0)
         until = time.monotonic() + 60
         while not running[0].done():
             assert time.monotonic() < until
-            found.generators[0]._progress()
+            found.engine_ranks[0]._progress()
         with pytest.raises(AbortedError, match="another job of trainers has taken the name"):
             running[0].result()
         assert leader.version == 1
@@ -638,8 +648,8 @@ def test_an_attempt_that_was_decided_for_another_update_is_named() -> None:
         keys = Keys(trainer._job.number, trainer._attempt + 1)
         update = {"version": 7, "wish": dict.fromkeys(("version", "verify", "changed", "only",
                                                        "newcomers"))}  # fmt: skip
-        trainer._board.put(keys.update, update)
-        trainer._board.put(keys.decision, COMMIT)
+        trainer._words.put(keys.update, update)
+        trainer._words.put(keys.decision, COMMIT)
         with pytest.raises(ProtocolError, match=r"this trainer updates to .* another one to"):
             trainer.update(2)
         assert trainer.version == 1
@@ -650,7 +660,7 @@ def test_ranks_that_describe_a_side_otherwise_hear_which_parameter() -> None:
     other = WeightLayout([Param("w", SHAPE, BF16, (1, 0), placements=(Shard(0),))], 2)
     with ExitStack() as stack:
         found = World(stack)
-        found.begin_generator()
+        found.begin_engine_rank()
         trainers = [found.begin_trainer(0, 0.0), found.begin_trainer(1, 0.0, other)]
         for each in trainers:
             error = each.exception(LIMITS["timeout_s"])
@@ -658,13 +668,13 @@ def test_ranks_that_describe_a_side_otherwise_hear_which_parameter() -> None:
             assert "layout_of" in str(error)
 
 
-def test_generators_that_describe_their_side_otherwise_hear_which_parameter() -> None:
+def test_engine_ranks_that_describe_their_side_otherwise_hear_which_parameter() -> None:
     sides = [WeightLayout([Param("w", (8, 6), BF16, ranks)], 2) for ranks in ((0, 1), (1,))]
     store = HashStore()
 
-    def said(board: Board) -> Any:
-        now = board.get(job.NOW)
-        return now and board.get(f"{now['job']}/layout")
+    def said(words: StoreKeys) -> Any:
+        now = words.get(job.NOW)
+        return now and words.get(f"{now['job']}/layout")
 
     with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
         engines = [stack.enter_context(engine_of(f"{i}", i)) for i in range(3)]
@@ -674,11 +684,11 @@ def test_generators_that_describe_their_side_otherwise_hear_which_parameter() ->
         made = []
         for rank, layout in enumerate(sides):
             until = time.monotonic() + 60
-            while rank and not said(Board(store, job.prefix_of("weights"))):
+            while rank and not said(StoreKeys(store, job.prefix_of("weights"))):
                 assert time.monotonic() < until
             given = (engines[rank], store, layout, rank, {"w": w.clone()})
-            made.append(pool.submit(WeightGenerator, *given, **LIMITS))
-        for each in (made[1], trainer):  # the first generator may be set up by then
+            made.append(pool.submit(WeightEngineRank, *given, **LIMITS))
+        for each in (made[1], trainer):  # the first engine rank may be set up by then
             text = "generator 1 has another layout than generator 0: w: [Param(name='w'"
             assert text in str(each.exception(60))
         with suppress(MoeP2pError):

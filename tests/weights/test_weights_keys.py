@@ -14,10 +14,11 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
-from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer, job
 from tests.support.weights_fleet import BF16, engine_of
+from tests.weights import test_weights_identity as identity
 from tests.weights.test_weights_senders import Loaded
 
 LONG_S = 60.0
@@ -34,13 +35,13 @@ LAYOUT = layout_of(4)
 
 
 class World:
-    """A trainer, and generators by their names; threads of this process."""
+    """A trainer, and engine ranks by their names; threads of this process."""
 
     def __init__(self, stack: ExitStack, store: Any = None) -> None:
         self.stack, self.store = stack, store or HashStore()
         self.pool = stack.enter_context(ThreadPoolExecutor(8))
         self.trainer: Any = None
-        self.generators = dict[str, Any]()
+        self.engine_ranks = dict[str, Any]()
 
     def begin(self, kind: Any, rank: int = 0, layout: WeightLayout = LAYOUT, **how: Any) -> Any:
         engine = self.stack.enter_context(engine_of(f"{kind.__name__} {rank}", rank))
@@ -55,20 +56,20 @@ class World:
         return self.pool.submit(make)
 
     def join(self, replica: str) -> None:
-        self.generators[replica] = self.begin(WeightGenerator, replica=replica).result(LONG_S)
+        self.engine_ranks[replica] = self.begin(WeightEngineRank, replica=replica).result(LONG_S)
 
     def set_up(self) -> None:
-        generator = self.begin(WeightGenerator)
+        engine_rank = self.begin(WeightEngineRank)
         self.trainer = self.begin(WeightTrainer).result(LONG_S)
-        self.generators[""] = generator.result(LONG_S)
+        self.engine_ranks[""] = engine_rank.result(LONG_S)
 
     def update(self, version: int) -> None:
         self.trainer._tensors["w"].fill_(version)
         running = self.pool.submit(self.trainer.update, version)
-        waits = [self.pool.submit(each.wait) for each in self.generators.values()]
+        waits = [self.pool.submit(each.wait) for each in self.engine_ranks.values()]
         for each in [running, *waits]:
             each.result(LONG_S)
-        for each in self.generators.values():
+        for each in self.engine_ranks.values():
             assert each.version == version
             assert each._tensors["w"].unique().tolist() == [version]
 
@@ -76,7 +77,7 @@ class World:
 def kill(rank: Any) -> None:
     """It says and renews nothing any more."""
     rank._member._beat.stopped.set()
-    rank._board.client.close()
+    rank._words.client.close()
     rank.engine.close()
 
 
@@ -84,9 +85,9 @@ def close(rank: Any) -> None:
     rank.close()
 
 
-def restart_generator(found: World, number: int, end: Callable[[Any], None]) -> None:
-    end(found.generators.pop(""))
-    found.generators[""] = found.begin(WeightGenerator).result(LONG_S)
+def restart_engine_rank(found: World, number: int, end: Callable[[Any], None]) -> None:
+    end(found.engine_ranks.pop(""))
+    found.engine_ranks[""] = found.begin(WeightEngineRank).result(LONG_S)
 
 
 def restart_trainers(found: World, number: int, end: Callable[[Any], None]) -> None:
@@ -96,22 +97,22 @@ def restart_trainers(found: World, number: int, end: Callable[[Any], None]) -> N
 
 def restart_all(found: World, number: int, end: Callable[[Any], None]) -> None:
     end(found.trainer)
-    end(found.generators.pop(""))
+    end(found.engine_ranks.pop(""))
     found.set_up()
 
 
 def join_and_leave(found: World, number: int, end: Callable[[Any], None]) -> None:
     """Each by a name of its own."""
-    for before in found.generators.keys() - {""}:
-        end(found.generators.pop(before))
+    for before in found.engine_ranks.keys() - {""}:
+        end(found.engine_ranks.pop(before))
     found.join(f"late {number}")
 
 
 @pytest.mark.parametrize(
     ("restart", "end"),
     [
-        (restart_generator, close),
-        (restart_generator, kill),
+        (restart_engine_rank, close),
+        (restart_engine_rank, kill),
         (restart_trainers, close),
         (restart_trainers, kill),
         (restart_all, kill),
@@ -137,9 +138,9 @@ def test_all_that_stays_when_a_fleet_has_left_is_of_the_name() -> None:
         found = World(stack)
         found.set_up()
         found.update(1)
-        ids = [each._member.id for each in (found.trainer, found.generators[""])]
+        ids = [each._member.id for each in (found.trainer, found.engine_ranks[""])]
         found.trainer.close()
-        found.generators[""].close()
+        found.engine_ranks[""].close()
         assert not [key for key in found.store.list_keys() if any(each in key for each in ids)]
         assert not [key for key in found.store.list_keys() if key.endswith(" is")]
 
@@ -151,14 +152,14 @@ def test_words_are_listed_and_dropped_in_each_store(kind: str) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     elif kind == "prefix":
         store = PrefixStore("of others", PrefixStore("ours", store))
-    board, other = Board(store, "fleet"), Board(store, "other")
-    for each in (board, other):
+    words, other = StoreKeys(store, "fleet"), StoreKeys(store, "other")
+    for each in (words, other):
         each.put("old/1", 1)
         each.put("new", 2)
-    board.sweep(lambda key: key.startswith("old/"))
-    assert [each.get("old/1") for each in (board, other)] == [None, 1]
-    assert [each.get("new") for each in (board, other)] == [2, 2]
-    for each in (board, other):
+    words.sweep(lambda key: key.startswith("old/"))
+    assert [each.get("old/1") for each in (words, other)] == [None, 1]
+    assert [each.get("new") for each in (words, other)] == [2, 2]
+    for each in (words, other):
         each.client.close()
 
 
@@ -178,28 +179,28 @@ def test_workers_of_engines_that_were_killed_leave_no_layouts() -> None:
             worker = made.result(LONG_S)
             counts.append(found.store.num_keys())
             worker._set_up.client.close()
-            kill(worker.generator)
+            kill(worker.engine_rank)
         assert counts[-1] <= counts[1]
 
 
-def test_the_layout_of_generators_that_were_there_before_is_not_the_new_ones() -> None:
+def test_the_layout_of_engine_ranks_that_were_there_before_is_not_the_new_ones() -> None:
     """All were killed, and begin anew with other ranks; the first of them is the last to come."""
     with ExitStack() as stack:
         found = World(stack)
         found.set_up()
         found.update(1)
         kill(found.trainer)
-        kill(found.generators.pop(""))
-        board = Board(found.store, job.prefix_of("weights"), alone=True)
-        old = job.current(board)
+        kill(found.engine_ranks.pop(""))
+        words = StoreKeys(found.store, job.prefix_of("weights"), alone=True)
+        old = job.current(words)
         first = found.begin(WeightTrainer, layout=layout_of(6))
         until = time.monotonic() + LONG_S
-        while (now := job.current(board)) is None or now == old:
+        while (now := job.current(words)) is None or now == old:
             assert not first.done(), first.result()
             assert time.monotonic() < until
-        second, third = (found.begin(WeightGenerator, i, layout=layout_of(6, 2)) for i in (1, 0))
+        second, third = (found.begin(WeightEngineRank, i, layout=layout_of(6, 2)) for i in (1, 0))
         found.trainer = first.result(LONG_S)
-        found.generators = {"1": second.result(LONG_S), "0": third.result(LONG_S)}
+        found.engine_ranks = {"1": second.result(LONG_S), "0": third.result(LONG_S)}
         assert found.trainer.plan.target.world_size == 2
         found.update(2)
 
@@ -209,13 +210,36 @@ def test_ranks_of_an_engine_with_layouts_that_differ_are_not_written_to() -> Non
     two = layout_of(4, 2)
     with ExitStack() as stack:
         found = World(stack)
-        made = [found.begin(WeightGenerator, i, layout=two) for i in range(2)]
+        made = [found.begin(WeightEngineRank, i, layout=two) for i in range(2)]
         found.trainer = found.begin(WeightTrainer).result(LONG_S)
-        found.generators = {f"{i}": each.result(LONG_S) for i, each in enumerate(made)}
+        found.engine_ranks = {f"{i}": each.result(LONG_S) for i, each in enumerate(made)}
         found.update(1)
-        found.generators.pop("1").close()
+        found.engine_ranks.pop("1").close()
         other = WeightLayout([Param("w", (4, 6), BF16, (0, 1), tensor="w", order=(1, 0))], 2)
-        late = found.begin(WeightGenerator, 1, layout=other).result(LONG_S)
+        late = found.begin(WeightEngineRank, 1, layout=other).result(LONG_S)
         with pytest.raises(MoeP2pError, match=r"generator [01] has another layout than"):
             found.trainer.update(2)
         late.close()
+
+
+def test_trainers_begin_beside_founders_of_a_job_that_never_met() -> None:
+    """Its trainers were killed behind their roll."""
+    with ExitStack() as stack:
+        found = identity.World(stack)
+        words = StoreKeys(found.store, job.prefix_of("weights"))
+        job.open_job(words, identity.SOURCE)
+        roll = {
+            "ids": ["a", "b"],
+            "nics": [1, 1],
+            "source": identity.SOURCE.digest,
+            "founded": False,
+        }
+        words.decide(f"{words.get(job.NOW)['job']}/roll", roll)
+        engine_rank = found.begin_engine_rank().result(60)
+        found.engine_ranks.append(engine_rank)
+        making = [found.begin_trainer(i, 0.0) for i in range(2)]
+        while not all(each.done() for each in making):
+            engine_rank.step()
+        found.trainers = [each.result() for each in making]
+        found.update(1)
+        found.check(1)

@@ -29,7 +29,7 @@ def test_what_is_left_tells_the_truth(kills: str) -> None:
     assert " 0 wrong" in output_of("weights_killed", MOE_P2P_WEIGHTS_KILLS=kills)
 
 
-def test_a_generator_that_is_stopped_is_left_out_and_comes_back() -> None:
+def test_an_engine_rank_that_is_stopped_is_left_out_and_comes_back() -> None:
     """Also while trainers wait for their writes to it."""
     assert "it came back" in output_of("weights_stopped")
 

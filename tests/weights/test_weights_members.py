@@ -11,23 +11,23 @@ import torch
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, TimeoutError
 from moe_p2p.engine.transfers import Memory
-from moe_p2p.fleet.board import Board
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.weights import (
     Blocks,
     Param,
     Shard,
-    WeightGenerator,
+    WeightEngineRank,
     WeightLayout,
     block_amax,
     quantize,
     scales,
     weight_plan,
 )
-from moe_p2p.weights import generator as generator_module
-from moe_p2p.weights.inbox import Inbox
+from moe_p2p.weights import engine_rank as engine_rank_module
+from moe_p2p.weights.engine_buffers import EngineBuffers
 from moe_p2p.weights.joining import Lent
 from moe_p2p.weights.trainer import WeightTrainer
-from tests.support.weights_fleet import BF16, FP8, GENERATORS, MODELS, Fleet, engine_of, fleet
+from tests.support.weights_fleet import BF16, ENGINE_RANKS, FP8, MODELS, Fleet, engine_of, fleet
 from tests.support.weights_oracle import check as check_plan
 
 QUICK = {"lease_s": 0.4}
@@ -37,10 +37,10 @@ def update(found: Fleet, version: int, **how: Any) -> None:
     found.finish(found.train(version, **how))
 
 
-def test_two_generators_join_and_leave_in_twenty_updates() -> None:
+def test_two_engine_ranks_join_and_leave_in_twenty_updates() -> None:
     with fleet(MODELS["fp8"], mode="shadow") as found:
-        founders = list(found.generators)
-        joined: list[WeightGenerator] = []
+        founders = list(found.engine_ranks)
+        joined: list[WeightEngineRank] = []
         for version in range(1, 21):
             if version in (5, 9):
                 joined.append(found.join(f"late-{version}", 0, engine_ranks=()))
@@ -50,7 +50,7 @@ def test_two_generators_join_and_leave_in_twenty_updates() -> None:
             if version in (12, 16):
                 first = joined.pop(0)
                 for each in [
-                    e for e in found.generators if e.name.split("/")[0] == first.name[:-2]
+                    e for e in found.engine_ranks if e.name.split("/")[0] == first.name[:-2]
                 ]:
                     found.leave(each)
             update(found, version, verify=version % 3 == 0)
@@ -67,29 +67,29 @@ def test_nobody_may_write_before_kernels_that_fill_memory_are_over(
 ) -> None:
     """Where memory is a GPU's, what arrives would be overwritten by poison, or by a copy."""
     events: list[str] = []
-    poison, put = Inbox.poison, Board.put
+    poison, put = EngineBuffers.poison, StoreKeys.put
 
     def settled(tensors: Iterable[torch.Tensor]) -> None:
         events.append(f"settled {len(list(tensors)) > 1}")
 
-    def poisoned(self: Inbox) -> None:
+    def poisoned(self: EngineBuffers) -> None:
         events.append("poisoned")
         poison(self)
 
-    def told(self: Board, key: str, value: Any, **how: Any) -> None:
+    def told(self: StoreKeys, key: str, value: Any, **how: Any) -> None:
         if "ready" in key:
             events.append("ready")
         put(self, key, value, **how)
 
-    monkeypatch.setattr(generator_module, "settle", settled)
-    monkeypatch.setattr(Inbox, "poison", poisoned)
-    monkeypatch.setattr(Board, "put", told)
+    monkeypatch.setattr(engine_rank_module, "settle", settled)
+    monkeypatch.setattr(EngineBuffers, "poison", poisoned)
+    monkeypatch.setattr(StoreKeys, "put", told)
     with fleet(MODELS["fp8"], mode=mode, poison=True) as found:
-        for generator in found.generators if mode == "in_place" else ():
-            generator.begin()
+        for engine_rank in found.engine_ranks if mode == "in_place" else ():
+            engine_rank.begin()
         update(found, 1)
     offers = " ".join(events)
-    assert events.count("ready") >= GENERATORS
+    assert events.count("ready") >= ENGINE_RANKS
     assert offers.count("settled True") == events.count("ready"), offers
     assert events.index("poisoned") < events.index("settled True") < events.index("ready"), offers
 
@@ -97,29 +97,29 @@ def test_nobody_may_write_before_kernels_that_fill_memory_are_over(
 @pytest.mark.parametrize("name", ["mixed", "derived"])
 def test_a_rank_that_joins_has_all_tensors_derived_ones_too(name: str) -> None:
     with fleet(MODELS[name], mode="in_place") as found:
-        for generator in found.generators:
-            generator.begin()
+        for engine_rank in found.engine_ranks:
+            engine_rank.begin()
         update(found, 1)
         late = found.join("late", 1)
         assert (late.version, late.dirty) == (1, False)
         found.check(1)
         assert late.totals["joins"] == 1
         assert late.totals["join_ms"] > 0
-        for generator in found.generators:
-            generator.begin()
+        for engine_rank in found.engine_ranks:
+            engine_rank.begin()
         update(found, 2)
         found.check(2)
 
 
 def of_one(
     found: Fleet, dtype: str = BF16, **how: Any
-) -> tuple[WeightGenerator, dict[str, torch.Tensor]]:
-    """A generator that holds all of w in this type: nobody else has these tensors."""
+) -> tuple[WeightEngineRank, dict[str, torch.Tensor]]:
+    """An engine rank that holds all of w in this type: nobody else has these tensors."""
     live = {"w": torch.zeros(18, 24, dtype=getattr(torch, dtype))}
     layout = WeightLayout([Param("w", (18, 24), dtype, (0,))], 1)
     engine = found.stack.enter_context(engine_of("alone", 9))
     given = {**found.how, **how}
-    return WeightGenerator(engine, found.store, layout, 0, live, replica="alone", **given), live
+    return WeightEngineRank(engine, found.store, layout, 0, live, replica="alone", **given), live
 
 
 def test_another_layout_comes_from_the_trainers() -> None:
@@ -133,11 +133,11 @@ def test_another_layout_comes_from_the_trainers() -> None:
             each.result(60)
         assert alone.version == 1
         assert torch.equal(live["w"], found.model.values(1)["w"])
-        for each in found.generators:
+        for each in found.engine_ranks:
             assert each.step() == 1
-        assert [each.totals["updates"] for each in found.generators] == [1, 1]
+        assert [each.totals["updates"] for each in found.engine_ranks] == [1, 1]
         ends = found.train(2)
-        waits = [found.pool.submit(each.wait) for each in (*found.generators, alone)]
+        waits = [found.pool.submit(each.wait) for each in (*found.engine_ranks, alone)]
         for each in [*ends, *waits]:
             each.result(60)
         assert torch.equal(live["w"], found.model.values(2)["w"])
@@ -151,22 +151,22 @@ def test_trainers_that_could_not_meet_for_maxima_meet_in_the_next_update() -> No
         update(found, 1)
         alone, live = of_one(found)
         failing = found.trainers[1]
-        put = failing._board.put
+        put = failing._words.put
 
         def fail(key: str, value: Any, **how: Any) -> None:
             if "maxima of" in key:
-                failing._board.put = put  # type: ignore[method-assign]
+                failing._words.put = put  # type: ignore[method-assign]
                 raise OSError("not yet")
             put(key, value, **how)
 
-        failing._board.put = fail  # type: ignore[method-assign]
+        failing._words.put = fail  # type: ignore[method-assign]
         running, waits = found.train(2), [found.pool.submit(alone.wait)]
-        waits += [found.pool.submit(each.wait) for each in found.generators]
+        waits += [found.pool.submit(each.wait) for each in found.engine_ranks]
         for each in [*running, *waits]:
             with pytest.raises((MoeP2pError, OSError), match="not yet"):
                 each.result(60)
         running, waits = found.train(3), [found.pool.submit(alone.wait)]
-        waits += [found.pool.submit(each.wait) for each in found.generators]
+        waits += [found.pool.submit(each.wait) for each in found.engine_ranks]
         for each in [*running, *waits]:
             each.result(60)
         found.check(3)
@@ -180,7 +180,7 @@ def test_updates_go_on_without_a_replica_whose_copies_do_not_fit() -> None:
         alone, _ = of_one(found, dtype="float64")
         for version in (2, 3):
             running = found.train(version)
-            for each in [*running, *(found.pool.submit(g.wait) for g in found.generators)]:
+            for each in [*running, *(found.pool.submit(g.wait) for g in found.engine_ranks)]:
                 with pytest.raises(MoeP2pError, match=r"converting w takes .* raise watermark"):
                     each.result(60)
         alone.close()
@@ -192,10 +192,10 @@ def test_trainers_share_maxima_again_after_a_replica_that_does_not_fit_on_one_of
     """The others know its layout then, and this one does not."""
     with fleet(MODELS["fp8"], timeout_s=15.0) as found:
         update(found, 1)
-        found.trainers[1]._outbox._watermark = 1024 + 32 * 6 + 512  # as above
+        found.trainers[1]._buffers._watermark = 1024 + 32 * 6 + 512  # as above
         alone, _ = of_one(found, dtype="float64")
         running = found.train(2)
-        for each in [*running, *(found.pool.submit(g.wait) for g in found.generators)]:
+        for each in [*running, *(found.pool.submit(g.wait) for g in found.engine_ranks)]:
             with pytest.raises(MoeP2pError, match=r"converting w takes .* raise watermark"):
                 each.result(60)
         alone.close()
@@ -215,7 +215,7 @@ def test_trainers_share_maxima_of_replicas_that_they_met_in_another_order() -> N
         update(found, 1)
         for each in found.trainers:
             for name in ("xyz", "zyx")[each.rank % 2]:
-                each._outbox.add(name, layouts[name])
+                each._buffers.add(name, layouts[name])
         values = found.model.values(2)["w"]
         maxima = {name: block_amax(values, (0, 0), shape) for name, shape in blocks.items()}
         joined, lives = [], {}
@@ -224,9 +224,9 @@ def test_trainers_share_maxima_of_replicas_that_they_met_in_another_order() -> N
             lives[name] = {"w": torch.zeros(18, 24, dtype=torch.float8_e4m3fn),
                            "scale": torch.zeros_like(maxima[name])}  # fmt: skip
             how = {**found.how, "replica": name}
-            joined.append(WeightGenerator(engine, found.store, layout, 0, lives[name], **how))
+            joined.append(WeightEngineRank(engine, found.store, layout, 0, lives[name], **how))
         running = found.train(2)
-        waits = [found.pool.submit(each.wait) for each in (*found.generators, *joined)]
+        waits = [found.pool.submit(each.wait) for each in (*found.engine_ranks, *joined)]
         for each in [*running, *waits]:
             each.result(60)
         found.check(2)
@@ -244,8 +244,8 @@ def test_close_that_could_not_take_memory_back_is_called_again(
     """A peer may still answer a read into it, over software providers of libfabric."""
     with fleet(MODELS["fp8"]) as found:
         update(found, 1)
-        generator = found.generators[0]
-        of_it = [*generator._lent._memory.values(), *generator._inbox._memory]
+        engine_rank = found.engine_ranks[0]
+        of_it = [*engine_rank._lent._memory.values(), *engine_rank._buffers._memory]
         unregister, late = Memory.unregister, {id(of_it[0]), id(of_it[-1])}
 
         def once(self: Memory) -> None:
@@ -256,28 +256,28 @@ def test_close_that_could_not_take_memory_back_is_called_again(
 
         monkeypatch.setattr(Memory, "unregister", once)
         with pytest.raises(TimeoutError, match="may still answer"):
-            generator.close()
+            engine_rank.close()
         assert any(each.registered for each in of_it)
-        generator.close()
+        engine_rank.close()
         assert not any(each.registered for each in of_it)
-        generator.close()
+        engine_rank.close()
 
 
 def test_it_joins_while_an_update_is_under_way_and_ends_with_its_version() -> None:
     hold = threading.Event()
     with fleet(MODELS["fused"]) as found:
         update(found, 1)
-        sender = found.trainers[1]._outbox.sender
-        write, begun = sender.write, threading.Event()
+        writer = found.trainers[1]._buffers.writer
+        write, begun = writer.write, threading.Event()
 
         def held(*args: Any) -> Any:
             begun.set()
             assert hold.wait(20)
             return write(*args)
 
-        sender.write = held  # type: ignore[method-assign]
+        writer.write = held  # type: ignore[method-assign]
         running = found.train(2)
-        waits = [found.pool.submit(each.wait) for each in found.generators]
+        waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
         assert begun.wait(20)
         late = found.join("late", 0)
         assert late.version == 1
@@ -296,12 +296,12 @@ def test_a_version_that_changes_while_it_is_read_is_not_taken() -> None:
     """The word says so: a peer that copies in the middle of a read is read again, or left."""
     with fleet(MODELS["fused"]) as found:
         update(found, 1)
-        for generator in found.generators:
-            generator._lent.shut()
+        for engine_rank in found.engine_ranks:
+            engine_rank._lent.shut()
         late = found.join("late", 0)
         assert late.version is None
-        for generator in found.generators:
-            generator._lent.open(generator._stamp, 1)
+        for engine_rank in found.engine_ranks:
+            engine_rank._lent.open(engine_rank._stamp, 1)
         assert found.join("later", 0).version == 1
 
 
@@ -320,16 +320,16 @@ def test_a_word_is_odd_while_tensors_change() -> None:
 # --- lost ranks ---
 
 
-def lose(rank: WeightTrainer | WeightGenerator) -> None:
+def lose(rank: WeightTrainer | WeightEngineRank) -> None:
     """Its process is gone: the lease is no longer renewed."""
     rank._member._beat.stopped.set()
     rank.engine.close()
 
 
-def test_a_generator_that_is_lost_is_left_out() -> None:
+def test_an_engine_rank_that_is_lost_is_left_out() -> None:
     with fleet(MODELS["fp8"], training=QUICK, **QUICK) as found:
         update(found, 1)
-        lost = found.generators.pop()
+        lost = found.engine_ranks.pop()
         found.live.pop()
         lose(lost)
         update(found, 2)
@@ -359,7 +359,7 @@ def test_without_another_holder_the_update_fails_by_name() -> None:
         update(found, 1)
         lose(found.trainers.pop(2))
         running = found.train(2)
-        waits = [found.pool.submit(each.wait) for each in found.generators]
+        waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
         for each in [*running, *waits]:
             with pytest.raises(MoeP2pError, match=r"trainer 2 is lost.* w: of source ranks 2, "):
                 each.result(60)
@@ -378,14 +378,14 @@ def test_a_trainer_that_was_taken_for_lost_is_told() -> None:
         late.close()
 
 
-def test_a_generator_that_was_taken_for_lost_catches_up() -> None:
+def test_an_engine_rank_that_was_taken_for_lost_catches_up() -> None:
     """It was stopped, and goes on: the lease is there again."""
     with fleet(MODELS["fused"], training=QUICK, **QUICK) as found:
         update(found, 1)
         late, live = found.join("late", 0), found.live[-1]
         update(found, 2)
-        at = found.generators.index(late)
-        found.generators.pop(at)
+        at = found.engine_ranks.index(late)
+        found.engine_ranks.pop(at)
         found.live.pop(at)
         late._member._beat.record["joining"] = True  # as others see one that is away
         late._member._beat.renew()
@@ -393,7 +393,7 @@ def test_a_generator_that_was_taken_for_lost_catches_up() -> None:
         update(found, 3)
         while late.step() != 3:
             pass
-        found.generators.append(late)
+        found.engine_ranks.append(late)
         found.live.append(live)
         found.check(3)
 
@@ -407,7 +407,7 @@ def test_other_sources_send_every_byte(lost: tuple[int, ...]) -> None:
     plan = weight_plan(*model.layouts).without(lost)
     for rank in lost:
         assert not list(plan.of_source(rank))
-    for rank in range(GENERATORS):
+    for rank in range(ENGINE_RANKS):
         assert not {write.source_rank for write in plan.writes_to(rank)} & set(lost)
         assert {w.source_rank for w in plan.writes_to(rank)} <= set(plan.writers_to(rank))
     check_plan(plan, model.values(5))

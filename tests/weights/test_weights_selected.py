@@ -14,12 +14,12 @@ import torch
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ResourceExhaustedError, TimeoutError
 from moe_p2p.errors import make
-from moe_p2p.weights import staging, weight_plan
+from moe_p2p.weights import conversion, weight_plan
 from moe_p2p.weights.attempt import Keys
 from moe_p2p.weights.conversion import Conversions, _in_order
 from moe_p2p.weights.models import MODELS as SHAPES
-from moe_p2p.weights.models import generators, trainers
-from moe_p2p.weights.sending import Batch, Sender, UnwrittenError
+from moe_p2p.weights.models import engine_ranks, trainers
+from moe_p2p.weights.sending import Batch, RegionWriter, UnwrittenError
 from tests.support.weights_fleet import MODELS, Fleet, fleet
 
 Values = dict[str, torch.Tensor]
@@ -42,24 +42,24 @@ def begin(found: Fleet, version: int, values: Values, **how: Any) -> list[Any]:
 
 def update(found: Fleet, version: int, values: Values, **how: Any) -> None:
     running = begin(found, version, values, **how)
-    if found.generators[0].mode == "in_place":
-        for generator in found.generators:
-            generator.begin()
+    if found.engine_ranks[0].mode == "in_place":
+        for engine_rank in found.engine_ranks:
+            engine_rank.begin()
     found.finish(running)
 
 
 def fail(found: Fleet, running: list[Any], text: str) -> None:
     """On all ranks."""
-    waits = [found.pool.submit(each.wait) for each in found.generators]
+    waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
     for each in [*running, *waits]:
         with pytest.raises(MoeP2pError, match=text):
             each.result(100)
 
 
 def check(found: Fleet, version: int, values: Values) -> None:
-    for generator, live in zip(found.generators, found.live, strict=True):
-        assert generator.version == version
-        for name, each in found.model.wanted(generator.rank, values).items():
+    for engine_rank, live in zip(found.engine_ranks, found.live, strict=True):
+        assert engine_rank.version == version
+        for name, each in found.model.wanted(engine_rank.rank, values).items():
             assert torch.equal(live[name].view(-1).view(torch.uint8),
                                each.view(-1).view(torch.uint8)), (version, name)  # fmt: skip
 
@@ -84,20 +84,19 @@ def test_only_some_parameters(name: str, names: set[str], mode: str) -> None:
             found.trainers[0].update(3, only={"none"})
 
 
-@pytest.mark.parametrize("how", ["only", "changed"])
-def test_a_part_straight_after_an_update_that_engines_have_not_copied(how: str) -> None:
+def test_a_part_straight_after_an_update_that_engines_have_not_copied() -> None:
     """A forward pass takes longer than the next update takes to begin."""
     with fleet(MODELS["fused"]) as found:
-        running = begin(found, 1, found.model.values(1), changed=True)
+        running = begin(found, 1, found.model.values(1))
         while not all(each.done() for each in running):
-            for each in found.generators:
+            for each in found.engine_ranks:
                 each._progress()  # bytes arrive, and nothing is copied: the pass goes on
-        assert [each.version for each in found.generators] == [None, None]
+        assert [each.version for each in found.engine_ranks] == [None, None]
         whole, values = written(found), mixed(found, 1, 2, {"k"})
-        running = begin(found, 2, values, **({"only": {"k"}} if how == "only" else {how: True}))
+        running = begin(found, 2, values, only={"k"})
         for each in found.trainers:
             _until(lambda t=each: "begin" in t.stages and t.totals["attempts"] == 2)
-        for each in found.generators:
+        for each in found.engine_ranks:
             assert each.step() == 1
         found.finish(running)
         check(found, 2, values)
@@ -114,7 +113,7 @@ def _until(condition: Callable[[], bool]) -> None:
 def test_calls_that_overlap_are_refused_and_no_version_is_mixed() -> None:
     with fleet(MODELS["fused"]) as found:
         update(found, 1, found.model.values(1))
-        running = begin(found, 2, found.model.values(2))  # generators are not asked: it goes on
+        running = begin(found, 2, found.model.values(2))  # engine ranks are not asked: it goes on
         for each in found.trainers:
             _until(lambda t=each: t.totals["attempts"] == 2)
             other = found.model.trainer_tensors(each.rank, found.model.values(3))
@@ -135,85 +134,88 @@ def test_calls_that_overlap_are_refused_and_no_version_is_mixed() -> None:
         assert found.trainers[0].totals["failed"] == 0
 
 
-def test_parameters_whose_tensors_changed() -> None:
+def test_what_changed_is_all_for_one_release() -> None:
     with fleet(MODELS["mixed"]) as found:
-        update(found, 1, found.model.values(1), changed=True)  # nothing is known: all
-        whole = written(found)
-        values = mixed(found, 1, 2, {"b"})
-        update(found, 2, values, changed=True)
+        update(found, 1, found.model.values(1))
+        whole, values = written(found), mixed(found, 1, 2, {"b"})
+        with pytest.warns(DeprecationWarning, match="say which ones, only=") as warned:
+            update(found, 2, values, changed=True)
         check(found, 2, values)
-        part = written(found) - whole
-        assert 0 < part < whole
-        update(found, 3, values, changed=True)  # nothing changed: a version without bytes
-        check(found, 3, values)
-        assert written(found) == whole + part
-        update(found, 4, found.model.values(4))
-        check(found, 4, found.model.values(4))
+        assert written(found) == 2 * whole
+        assert len(warned) == len(found.trainers)
+        with (
+            pytest.raises(InvalidArgumentError, match="pass one"),
+            pytest.warns(DeprecationWarning, match="only="),
+        ):
+            found.trainers[0].update(3, only={"b"}, changed=True)
 
 
-def test_a_generator_at_another_version_refuses_a_part_and_takes_all() -> None:
+def test_an_engine_rank_at_another_version_refuses_a_part_and_takes_all() -> None:
     """One that joined, and could not read from a peer, has no version yet."""
     with fleet(MODELS["fused"]) as found:
-        update(found, 1, found.model.values(1), changed=True)
-        for each in found.generators:
+        update(found, 1, found.model.values(1))
+        for each in found.engine_ranks:
             each._lent.shut()  # a joining rank finds no peer
         late = found.join("late", 0)
         assert late.version is None
         values = mixed(found, 1, 2, {"q"})
         running = begin(found, 2, values, only={"q"})
         fail(found, running, r"generator late/0 is at version None.*in full")
-        update(found, 3, values, changed=True)
+        update(found, 3, values)
         check(found, 3, values)
 
 
 def refuse_a_part(found: Fleet) -> Values:
-    """An update of a part fails, as will one of what changed; returns its values."""
-    update(found, 1, found.model.values(1), changed=True)
-    found.generators[1]._stamp = 0
+    """An update of a part fails, as will the next one; returns its values."""
+    update(found, 1, found.model.values(1))
+    found.engine_ranks[1]._stamp = 0
     values = mixed(found, 1, 2, {"q"})
     running = begin(found, 2, values, only={"q"})
     fail(found, running, r"generator 1: some .* at version 1, and not what they are a part of")
     return values
 
 
-def test_a_generator_that_missed_a_version_refuses_a_part() -> None:
-    """The leader believes the store; the generator knows what it has."""
+def test_an_engine_rank_that_missed_a_version_refuses_a_part() -> None:
+    """The leader believes the store; the engine rank knows what it has."""
     with fleet(MODELS["fused"]) as found:
         values = refuse_a_part(found)
-        update(found, 3, values, changed=True)  # begins again, with all
+        update(found, 3, values)
         check(found, 3, values)
-        assert found.trainers[0].totals["failed"] == 2
+        assert found.trainers[0].totals["failed"] == 1
 
 
-def test_a_trainer_that_connects_after_a_refusal_begins_again_at_once() -> None:
+def test_a_trainer_that_connects_after_a_refusal_fails_at_once() -> None:
     """What it was told is lent has been taken back: what it waits for would never come."""
     with fleet(MODELS["fused"]) as found:
         values, late = refuse_a_part(found), found.trainers[1]
         late.timeout_s *= 1.5  # others give up before
-        board, generation = late._board, late._outbox.sender.generation
+        words, generation = late._words, late._buffers.writer.generation
 
-        def late_look(generator: str) -> str:
+        def late_look(engine_rank: str) -> str:
             """Between what is ready and what is lent."""
-            ready = board.get(Keys(late._job.number, 3).ready(generator))
-            while late.totals["attempts"] == 3 and lent(generator) == ready:
+            ready = words.get(Keys(late._job.number, 3).ready(engine_rank))
+            while late.totals["attempts"] == 3 and lent(engine_rank) == ready:
                 time.sleep(0.001)
-            return generation(generator)
+            return generation(engine_rank)
 
-        def lent(generator: str) -> str:
-            return str(board.get(late._job.key(f"lends/{generator}"))["generation"])
+        def lent(engine_rank: str) -> str:
+            return str(words.get(late._job.key(f"lends/{engine_rank}"))["generation"])
 
-        late._outbox.sender.generation = late_look  # type: ignore[method-assign]
-        update(found, 3, values, changed=True)
-        check(found, 3, values)
+        late._buffers.writer.generation = late_look  # type: ignore[method-assign]
+        began, running = time.monotonic(), begin(found, 3, values, only={"q"})
+        fail(found, running, r"generator 1: some .* at version 1, and not what they are a part of")
+        assert time.monotonic() - began < late.timeout_s / 2
+        update(found, 4, values)
+        check(found, 4, values)
         assert late.totals["failed"] == 2
 
 
-def test_a_generator_that_begins_anew_within_an_attempt_is_named() -> None:
+def test_an_engine_rank_that_begins_anew_within_an_attempt_is_named() -> None:
     with fleet(MODELS["fused"]) as found:
         update(found, 1, found.model.values(1))
-        board = found.trainers[0]._board
+        words = found.trainers[0]._words
         keys = Keys(found.trainers[0]._job.number, 2)
-        board.put(keys.ready(found.generators[1]._member.id), "of another process")
+        words.put(keys.ready(found.engine_ranks[1]._member.id), "of another process")
         running = begin(found, 2, found.model.values(2))
         fail(found, running, "generator 1 has begun anew: it lends of another process no more")
         update(found, 3, found.model.values(3))
@@ -278,34 +280,34 @@ def test_a_batch_is_converted_before_the_one_before_is_submitted(
 ) -> None:
     """Else a GPU stands idle while the CPU submits."""
     seen: list[tuple[object, int]] = []
-    convert, write = Conversions.convert, Sender.write
+    convert, write = Conversions.convert, RegionWriter.write
 
     def converted(self: Conversions, batch: list[int]) -> None:
         seen.append((self, batch[0]))
         convert(self, batch)
 
-    def written(self: Sender, batch: Batch, imm: int) -> None:
+    def written(self: RegionWriter, batch: Batch, imm: int) -> None:
         seen.append((self, min((each.copy for each in batch.groups), default=-1)))
         write(self, batch, imm)
 
     monkeypatch.setattr(Conversions, "convert", converted)
-    monkeypatch.setattr(Sender, "write", written)
+    monkeypatch.setattr(RegionWriter, "write", written)
     with fleet(MODELS["mixed"]) as found:
         update(found, 1, found.model.values(1))
         check(found, 1, found.model.values(1))
-        outbox = found.trainers[3]._outbox  # sends both copies
-        firsts = [batch[0] for batch, _ in outbox._grouped[1] if batch]
+        buffers = found.trainers[3]._buffers  # sends both copies
+        firsts = [batch[0] for batch, _ in buffers._grouped[1] if batch]
         assert len(firsts) > 1
         for before, number in itertools.pairwise(firsts):
-            at = seen.index((outbox._conversions, number))
-            assert seen.index((outbox._conversions, before)) < at
-            assert at < seen.index((outbox.sender, before))
+            at = seen.index((buffers._conversions, number))
+            assert seen.index((buffers._conversions, before)) < at
+            assert at < seen.index((buffers.writer, before))
 
 
 def test_copies_for_other_ranks_come_first() -> None:
-    """A trainer and the generator of its number often share a GPU."""
+    """A trainer and the engine rank of its number often share a GPU."""
     model = dataclasses.replace(SHAPES["qwen3-30b-a3b"], layers=1, experts=8)
-    plan = weight_plan(trainers(model, 2), generators(model, 2, ep=2, tp=2))
+    plan = weight_plan(trainers(model, 2), engine_ranks(model, 2, ep=2, tp=2))
     for rank in (0, 1):
         to = {each.source_tensor: each.target_rank for each in plan.of_source(rank)}
         experts = [to[each.tensor] for each in _in_order([plan], rank) if ".experts." in each.name]
@@ -330,10 +332,10 @@ def test_a_shadow_that_does_not_fit_is_named() -> None:
 def test_copies_in_the_ring_do_not_meet() -> None:
     draw = random.Random(3)
     for _ in range(200):
-        needs = [staging.Need(str(i), *(draw.randint(0, most) for most in (900, 99, 400)))
+        needs = [conversion.Need(str(i), *(draw.randint(0, most) for most in (900, 99, 400)))
                  for i in range(draw.randint(1, 40))]  # fmt: skip
-        most = max(sum(staging.sizes(each)) for each in needs)
-        places, size = staging.ring(needs, draw.choice([None, most, 2 * most, 5 * most]), "t")
+        most = max(sum(conversion.sizes(each)) for each in needs)
+        places, size = conversion.ring(needs, draw.choice([None, most, 2 * most, 5 * most]), "t")
         assert [each.after for each in places] == sorted(each.after for each in places)
         for i, place in enumerate(places):
             assert place.end <= size
@@ -341,7 +343,7 @@ def test_copies_in_the_ring_do_not_meet() -> None:
                 if other.elements < place.end and place.elements < other.end:
                     assert j <= place.after
         chosen = sorted(draw.sample(range(len(needs)), draw.randint(1, len(needs))))
-        made = list(staging.batches(places, chosen, size))
+        made = list(conversion.batches(places, chosen, size))
         assert [number for batch in made for number in batch] == chosen
         for batch in made:
             assert all(places[number].after < batch[0] for number in batch)
@@ -357,7 +359,7 @@ def test_what_is_in_host_memory_is_loaded_into_the_ring(
         for version in (1, 2):
             update(found, version, found.model.values(version))
             check(found, version, found.model.values(version))
-        assert all(each._outbox._conversions._loaded for each in found.trainers)
+        assert all(each._buffers._conversions._loaded for each in found.trainers)
 
 
 def test_a_rank_has_numbers_of_the_blocks_it_touches_alone() -> None:

@@ -20,7 +20,7 @@ from moe_p2p.integrations.weights import verl as verl_weights
 from moe_p2p.integrations.weights import vllm as vllm_weights
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet
 from moe_p2p.integrations.weights.sglang import SglangUpdates
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer, job
 from tests.engines.scenarios import free_port
 from tests.support.weights_fleet import BF16, engine_of
 
@@ -78,13 +78,13 @@ def test_trainers_stay_in_step_when_an_engine_cannot_finish() -> None:
         layout = WeightLayout([Param("w", (8, 8), BF16, (0,))], 1)
         tensors = {"w": torch.zeros(8, 8, dtype=torch.bfloat16)}
         with engine_of("generator", 1) as engine, \
-                WeightGenerator(engine, store, layout, 0, tensors) as generator:  # fmt: skip
+                WeightEngineRank(engine, store, layout, 0, tensors) as engine_rank:  # fmt: skip
             while not over.wait(0.002):
-                generator.step()
-            return generator.version
+                engine_rank.step()
+            return engine_rank.version
 
     with ThreadPoolExecutor(3) as pool:
-        generator = pool.submit(generate)
+        engine_rank = pool.submit(generate)
         trainers = [each.result(LONG_S) for each in [pool.submit(made, rank) for rank in range(2)]]
         for version in (1, 2, 3):
             client.fails = version == 1
@@ -93,7 +93,7 @@ def test_trainers_stay_in_step_when_an_engine_cannot_finish() -> None:
             assert errors == (["503 from the server", "None"] if client.fails else ["None"] * 2)
             assert [each.version for each in trainers] == [version] * 2
         over.set()
-        assert generator.result(LONG_S) in (2, 3)
+        assert engine_rank.result(LONG_S) in (2, 3)
         for each in trainers:
             each.shutdown()
 

@@ -17,11 +17,11 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from moe_p2p import MoeP2pError
 from moe_p2p.fleet import client
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Client, Deadline, StoreError
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer, job
-from moe_p2p.weights.arrivals import Arrivals
+from moe_p2p.fleet.store_keys import StoreKeys
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer, job
 from moe_p2p.weights.attempt import Keys
+from moe_p2p.weights.engine_buffers import Arrivals
 from tests.support import warm
 from tests.support.blocking_store import LONG_S, STEP_CPU_S, STEPS, Blocking
 from tests.support.store_clients import clients_of
@@ -41,29 +41,29 @@ def test_a_rank_adds_one_client_to_the_callers() -> None:
 
 
 class Pair:
-    def __init__(self, trainer: WeightTrainer, generator: WeightGenerator, pool: Any) -> None:
-        self.trainer, self.generator, self.pool = trainer, generator, pool
-        self.live = generator._tensors["w"]
+    def __init__(self, trainer: WeightTrainer, engine_rank: WeightEngineRank, pool: Any) -> None:
+        self.trainer, self.engine_rank, self.pool = trainer, engine_rank, pool
+        self.live = engine_rank._tensors["w"]
 
     def update(self, version: int) -> None:
         self.trainer._tensors["w"].fill_(version)
         running = self.pool.submit(self.trainer.update, version)
         until = time.monotonic() + LONG_S
-        while self.generator.version != version and not running.done():
+        while self.engine_rank.version != version and not running.done():
             assert time.monotonic() < until
-            self.generator.step()
+            self.engine_rank.step()
             time.sleep(0.001)
         running.result(LONG_S)
-        while self.generator.version != version:
+        while self.engine_rank.version != version:
             assert time.monotonic() < until
-            self.generator.step()
+            self.engine_rank.step()
         assert self.live.unique().tolist() == [version]
 
     def steps(self, count: int = STEPS) -> None:
         """None takes more CPU of its thread than a forward pass would notice, or any wait."""
         cpu, began = time.thread_time(), time.monotonic()
         for _ in range(count):
-            self.generator.step()
+            self.engine_rank.step()
         assert time.thread_time() - cpu < count * STEP_CPU_S
         assert time.monotonic() - began < LONG_S
 
@@ -76,13 +76,13 @@ class Pair:
 
 
 @contextmanager
-def pair(store: Any, generators: Any = None, **how: Any) -> Iterator[Pair]:
-    """A trainer and a generator. generators: the store of the second."""
+def pair(store: Any, engine_ranks: Any = None, **how: Any) -> Iterator[Pair]:
+    """A trainer and an engine rank. engine ranks: the store of the second."""
     ours, theirs = ({"w": torch.zeros(4, 4, dtype=torch.bfloat16)} for _ in range(2))
     with ExitStack() as stack:
         engines = [stack.enter_context(engine_of(f"{i}", i)) for i in range(2)]
         pool = stack.enter_context(ThreadPoolExecutor(2))
-        made = pool.submit(WeightGenerator, engines[1], generators or store, LAYOUT, 0, theirs,
+        made = pool.submit(WeightEngineRank, engines[1], engine_ranks or store, LAYOUT, 0, theirs,
                            **LIMITS, **how)  # fmt: skip
         trainer = stack.enter_context(WeightTrainer(engines[0], store, LAYOUT, 0, ours, **LIMITS))
         yield Pair(trainer, stack.enter_context(made.result(LONG_S)), pool)
@@ -95,12 +95,12 @@ def test_steps_touch_no_store() -> None:
         found.update(1)
         blocking.block()
         try:
-            found.generator.step()
+            found.engine_rank.step()
             until = time.monotonic() + LONG_S
             while not blocking.blocked:  # the thread asks
                 assert time.monotonic() < until
             found.steps()
-            assert found.generator.version == 1
+            assert found.engine_rank.version == 1
         finally:
             blocking.go_on()
         found.update(2)
@@ -131,27 +131,27 @@ def test_a_store_that_is_stopped_stops_no_engine() -> None:
             found.steps()
             found.fails(2, "gives no answer within")
             found.steps()
-            assert found.generator.version == 1
+            assert found.engine_rank.version == 1
             os.kill(process, signal.SIGCONT)
             until_it_works(lambda: found.update(3))
 
 
 def test_a_store_that_fails_between_two_words_leaves_no_half_count() -> None:
-    """A generator that took the first trainer's number for all would report, and run `finalize`,
+    """An engine rank that took the first trainer's number for all would report, and run `finalize`,
     before the bytes of the second one are there."""
-    words: list[Any] = [{"generator 0#1": 3}, StoreError("away"), {"generator 0#1": 3}, None]
-    words += [{"generator 0#1": 3}, {"generator 0#1": 4}]
+    answers: list[Any] = [{"generator 0#1": 3}, StoreError("away"), {"generator 0#1": 3}, None]
+    answers += [{"generator 0#1": 3}, {"generator 0#1": 4}]
 
     def get(key: str) -> Any:
-        word = words.pop(0)
+        word = answers.pop(0)
         if isinstance(word, Exception):
             raise word
         return word
 
     nothing: Any = None
-    board: Any = SimpleNamespace(get=get)
+    words: Any = SimpleNamespace(get=get)
     engine: Any = SimpleNamespace(imm_value=lambda imm: 3, wait_imm=lambda *_: None)
-    arrivals = Arrivals(engine, board, nothing, "generator 0#1", [1, 1])
+    arrivals = Arrivals(engine, words, nothing, "generator 0#1", [1, 1])
     write: Any = SimpleNamespace
     arrivals.begin([write(source_rank=rank) for rank in (0, 1)])
     keys = Keys(1, 1)
@@ -159,7 +159,7 @@ def test_a_store_that_fails_between_two_words_leaves_no_half_count() -> None:
         arrivals.counted(keys)
     assert not arrivals.counted(keys)  # the second one has not said its number yet
     assert not arrivals.counted(keys)  # three of seven
-    assert not words
+    assert not answers
 
 
 def test_a_store_that_is_lost_as_trainers_begin_anew_stops_no_engine(
@@ -168,23 +168,23 @@ def test_a_store_that_is_lost_as_trainers_begin_anew_stops_no_engine(
     store, lost = HashStore(), list[str]()
     with pair(store) as found, engine_of("2", 2) as engine:
         found.update(1)
-        generator, get = found.generator, found.generator._board.get
-        before = generator._job.number
+        engine_rank, get = found.engine_rank, found.engine_rank._words.get
+        before = engine_rank._job.number
 
         def forgets(key: str) -> Any:
-            if key == job.NOW and generator._job.number != before and not lost:
+            if key == job.NOW and engine_rank._job.number != before and not lost:
                 lost.append(key)
                 return None
             return get(key)
 
-        monkeypatch.setattr(generator._board, "get", forgets)
+        monkeypatch.setattr(engine_rank._words, "get", forgets)
         found.trainer.close()
         tensors = {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
         begun = found.pool.submit(WeightTrainer, engine, store, LAYOUT, 0, tensors, **LIMITS)
         until = time.monotonic() + LONG_S
         while not begun.done():
             assert time.monotonic() < until
-            generator.step()
+            engine_rank.step()
             time.sleep(0.001)
         with begun.result() as found.trainer:
             found.update(2)
@@ -234,10 +234,10 @@ def test_a_store_that_was_lost_is_found_again_at_its_address(mode: str) -> None:
 
 def in_place(found: Pair, version: int) -> None:
     found.trainer._tensors["w"].fill_(version)
-    found.generator.begin()
+    found.engine_rank.begin()
     running = found.pool.submit(found.trainer.update, version)
     try:
-        found.generator.wait()
+        found.engine_rank.wait()
     finally:
         running.result(LONG_S)
     assert found.live.unique().tolist() == [version]
@@ -248,35 +248,35 @@ def test_a_store_whose_host_is_gone_is_left_behind(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(client, "_PATIENCE_S", 0.2)
     gone, there = Blocking(HashStore()), HashStore()
     found = Client(gone, connect=lambda: there, alone=True)
-    board = Board(found, "fleet")
-    board.put("word", 1)
+    words = StoreKeys(found, "fleet")
+    words.put("word", 1)
     gone.block()
     with found.within(Deadline(0.5)), pytest.raises(StoreError, match="Blocking gives no answer"):
-        board.get("word")
-    assert board.get("word") == 1  # and what the old one has lost is said again
+        words.get("word")
+    assert words.get("word") == 1  # and what the old one has lost is said again
     assert found.returns
     found.close()
     with pytest.raises(MoeP2pError, match="has left its fleet"):
-        board.get("word")
+        words.get("word")
     gone.go_on()
 
 
 LEAVES = """
 import os, signal, sys, time
 from torch.distributed import TCPStore
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.member import Member
+from moe_p2p.fleet.store_keys import StoreKeys
 
 process, port, alone = (int(each) for each in sys.argv[1:])
 store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-board = Board(store, "fleet", alone=bool(alone))
-member = Member(board, "trainer 0", {}, 60.0)
+words = StoreKeys(store, "fleet", alone=bool(alone))
+member = Member(words, "trainer 0", {}, 60.0)
 os.kill(process, signal.SIGSTOP)
 while True:  # one of its threads may still answer
     try:
-        with board.within(Deadline(0.05)):
-            board.get("word")
+        with words.within(Deadline(0.05)):
+            words.get("word")
     except StoreError:
         break
 print("leaves at", time.monotonic())

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from moe_p2p import weights
 from moe_p2p.errors import AbortedError
-from moe_p2p.weights import Blocks, Param, Shard, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Blocks, Param, Shard, WeightEngineRank, WeightLayout, WeightTrainer
 from tests.support import weights_fleet
 from tests.support.ranks import Rank, run_processes
-from tests.support.weights_fleet import BF16, FP8, GENERATORS, MODELS, TRAINERS
+from tests.support.weights_fleet import BF16, ENGINE_RANKS, FP8, MODELS, TRAINERS
 
 
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
@@ -20,19 +20,20 @@ def test_every_byte_of_twenty_updates_equals_the_reference(name: str, mode: str)
     with weights_fleet.fleet(MODELS[name], mode=mode, poison=True) as found:
         for version in range(1, 21 if mode == "shadow" else 6):
             if mode == "in_place":
-                for generator in found.generators:
-                    generator.begin()
+                for engine_rank in found.engine_ranks:
+                    engine_rank.begin()
             found.finish(found.train(version, verify=version % 2 == 0))
             found.check(version)
         assert found.trainers[0].live() == {version: 2}
 
 
 def _of_two_jobs(rank: Rank) -> tuple[int, list[int | None]]:
-    """Trainers and generators in processes of their own; generators are one inference engine."""
+    """Trainers and engine ranks in processes of their own; engine ranks are one inference
+    engine."""
     model, number = MODELS["mixed"], rank.rank - TRAINERS
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", rank.store), rank=rank.rank,
                             world_size=rank.world_size)  # fmt: skip
-    group = dist.new_group(range(TRAINERS, TRAINERS + GENERATORS), backend="gloo")
+    group = dist.new_group(range(TRAINERS, TRAINERS + ENGINE_RANKS), backend="gloo")
     store = dist.PrefixStore("two jobs", rank.store)
     engine = weights_fleet.engine_of(f"rank {rank.rank}", rank.rank)
     layouts, seen = model.layouts, []
@@ -44,18 +45,18 @@ def _of_two_jobs(rank: Rank) -> tuple[int, list[int | None]]:
         dist.destroy_process_group()
         return 2, []
     live = model.empty(number)
-    generator = WeightGenerator(engine, store, layouts[1], number, live,
+    engine_rank = WeightEngineRank(engine, store, layouts[1], number, live,
                                 engine_ranks=(0, 1), agree=weights.agree_in(group))  # fmt: skip
-    while generator.version != 2:
-        seen.append(generator.step())  # a forward pass follows
-        if generator.version is not None:
-            generator.check_equal(model.wanted(number, model.values(generator.version)))
+    while engine_rank.version != 2:
+        seen.append(engine_rank.step())  # a forward pass follows
+        if engine_rank.version is not None:
+            engine_rank.check_equal(model.wanted(number, model.values(engine_rank.version)))
     dist.destroy_process_group()
     return 2, seen
 
 
 def test_two_jobs_with_a_store_between_them() -> None:
-    results = run_processes(TRAINERS + GENERATORS, _of_two_jobs)
+    results = run_processes(TRAINERS + ENGINE_RANKS, _of_two_jobs)
     passes = [seen for _, seen in results[TRAINERS:]]
     assert passes[0] == passes[1]  # of each pass the same version
     assert passes[0][-1] == 2
@@ -75,16 +76,16 @@ def under_a_default_device(rank: Rank) -> int | None:
         with WeightTrainer(engine, store, source, rank.rank, mine) as trainer:
             for version in (1, 2):
                 mine["w"].fill_(version)
-                trainer.update(version, verify=True, changed=True)
+                trainer.update(version, verify=True)
         return trainer.version
     q = torch.zeros(80, dtype=torch.uint8, **host).view(torch.float8_e4m3fn)
     live = {"q": q, "s": torch.zeros(6, dtype=torch.float32, **host)}
-    with WeightGenerator(engine, store, target, 0, live) as generator:
-        while generator.step() != 2:
+    with WeightEngineRank(engine, store, target, 0, live) as engine_rank:
+        while engine_rank.step() != 2:
             pass
         assert live["q"].float().eq(448).all()
         assert torch.equal(live["s"], torch.full((6,), 2 / 448, dtype=torch.float32, **host))
-    return generator.version
+    return engine_rank.version
 
 
 def test_a_default_device_changes_nothing() -> None:
@@ -96,8 +97,8 @@ def test_a_trainer_that_has_no_new_weights_fails_the_update_everywhere(mode: str
     with weights_fleet.fleet(MODELS["fused"], mode=mode) as found:
 
         def begin() -> None:
-            for generator in found.generators if mode == "in_place" else []:
-                generator.begin()
+            for engine_rank in found.engine_ranks if mode == "in_place" else []:
+                engine_rank.begin()
 
         begin()
         found.finish(found.train(1))
@@ -108,7 +109,7 @@ def test_a_trainer_that_has_no_new_weights_fails_the_update_everywhere(mode: str
             found.pool.submit(each.update, 2, its)
             for each, its in zip(others, tensors, strict=True)
         ]
-        waits = [found.pool.submit(each.wait) for each in found.generators]
+        waits = [found.pool.submit(each.wait) for each in found.engine_ranks]
         first.abort("out of memory")
         for each in [*running, *waits]:
             with pytest.raises(AbortedError, match=f"trainer {first.rank}: out of memory"):

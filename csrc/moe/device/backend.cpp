@@ -30,10 +30,16 @@ abi::DevicePtr<T> on_device(T* p) noexcept {
 abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
   const auto words = static_cast<int64_t>(recv.scale_bytes / 4);
   if (!recv.options.column_scales) return {.row = words, .expert = 0, .word = 1};
-  const bool padded = recv.options.padded();
+  const bool apart = recv.options.rows().apart;
   return {.row = 1,
-          .expert = padded ? words * recv.scale_stride - recv.capacity : 0,
+          .expert = apart ? words * recv.scale_stride - recv.capacity : 0,
           .word = recv.scale_stride};
+}
+
+// Rows that are all there is of a sum are copied as they are (rows_stay, combine/bulk_send.cuh).
+bool copies_rows(const CombineSend& send) noexcept {
+  return send.y_dtype == send.out_dtype && !send.row_weights && !send.topk_weights &&
+         !send.row_scalars && send.partials != abi::Partials::kInt10;
 }
 
 }  // namespace
@@ -206,7 +212,7 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
           .variant = {.x_dtype = send.x_dtype,
                       .quantize = send.options.quantize,
                       .scale_format = send.options.scale_format,
-                      .by_rank = send.options.by_rank(),
+                      .layout = send.options.rows().kernel,
                       .x_bytes = send.x_bytes},
           .parts = send_parts(plan_, send),
           .opaque = send.opaque_scales || !send.extras.empty() || send.x_bytes > 0,
@@ -250,7 +256,7 @@ void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.source = on_device(recv.source);
   p.ranges = on_device(recv.ranges);
   p.wait_ticks = on_device(recv.wait_ticks);
-  p.grouped = recv.options.grouped();
+  p.grouped = recv.options.rows().packs_experts();
   p.zero_padding = recv.options.zero_padding;
   p.capacity = recv.capacity;
   p.alignment = recv.options.alignment;
@@ -281,8 +287,10 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
                 "received once");
   OpenCall call = send ? begin_dispatch(*send) : *before;
   if (!recv) check_half(call.num_steps);
-  MOE_P2P_CHECK(!recv || recv->options.by_rank() == call.variant.by_rank, Code::kInvalidArgument,
-                "layout is by_rank for one half and not for the other; give both the same");
+  const abi::RowLayout layout = recv ? recv->options.rows().kernel : call.variant.layout;
+  MOE_P2P_CHECK(layout == call.variant.layout, Code::kInvalidArgument, "layout is ",
+                abi::facts_of(std::max(layout, call.variant.layout)).name,
+                " for one half and not for the other; give both the same");
   MOE_P2P_CHECK(!recv || !recv->scales || recv->options.scale_format == call.variant.scale_format,
                 Code::kInvalidArgument,
                 "scale_format differs from dispatch_send's; give dispatch_recv the same");
@@ -320,7 +328,7 @@ void DeviceBackend::fill(abi::CombineParams& p, const CombineSend& send) {
   p.y = on_device(send.y);
   p.row_weights = on_device(send.row_weights);
   p.row_scalars = on_device(send.row_scalars);
-  p.scalars_by_rank = send.scalars_by_rank;
+  p.topk_scalars = send.topk_scalars;
   p.rows_apart = send.order == SumOrder::kRows;
   p.topk_weights = on_device(send.topk_weights);
   p.num_rows = static_cast<int32_t>(send.num_rows);
@@ -364,10 +372,6 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
     call.order = send->order;
     call.with_scalars = send->row_scalars != nullptr;
   }
-  // Rows of one expert or by rank are copied as they are (rows_stay, combine/bulk_send.cuh).
-  const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
-                      !send->topk_weights && !send->row_scalars &&
-                      send->partials != abi::Partials::kInt10;
   const auto out_dtype = call.sum.out_dtype;
   const auto partials = call.sum.partials;
   const PartialForm form{near_type(out_dtype, partials), call.with_scalars, call.order};
@@ -378,7 +382,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
       !recv || (recv->out_dtype == out_dtype && recv->partials == partials &&
                 recv->order == form.order && (call.with_scalars || recv->out_scalars == nullptr)),
       Code::kInvalidArgument,
-      "out must be of the out_dtype and combine_dtype that combine_send was given, and "
+      "out must be of the out_dtype and partials that combine_send was given, and "
       "scalars come back only where row_scalars were sent");
   abi::CombineParams p{};
   p.comm = comm_;
@@ -393,8 +397,8 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size * kMostShares : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
-                            .copies = copies,
-                            .own_stay = recv && send && send->by_rank,
+                            .copies = send && copies_rows(*send),
+                            .own_stay = recv && send && abi::facts_of(send->layout).per_token,
                             .weights = p.topk_weights.address != 0});
   // `before` stays valid: a call that opens steps has none, or a captured one.
   if (opens) make_room(call.num_steps, place);

@@ -4,9 +4,9 @@
 
 #include <map>
 
-#include "base/status.h"
+#include "base/log.h"
 #include "kernels/abi/params.h"
-#include "moe/device/backend.h"
+#include "moe/device/grid.h"
 
 namespace moe_p2p::moe {
 

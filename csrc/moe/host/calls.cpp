@@ -1,5 +1,6 @@
 #include "moe/host/calls.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/mutation.h"
@@ -106,7 +107,7 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
             .variant = {.x_dtype = send.x_dtype,
                         .quantize = send.options.quantize,
                         .scale_format = send.options.scale_format,
-                        .by_rank = send.options.by_rank(),
+                        .layout = send.options.rows().kernel,
                         .x_bytes = send.x_bytes},
             .num_rows = static_cast<int32_t>(send.num_rows)},
       handle_(HandleView::create(context.plan.shape, send.handle, send.num_rows, call_.num_steps,
@@ -146,8 +147,10 @@ void DispatchCall::check(const DispatchRecv& recv) const {
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  MOE_P2P_CHECK(recv.options.by_rank() == call_.variant.by_rank, Code::kInvalidArgument,
-                "layout by_rank goes with both halves of a dispatch, or with none");
+  const abi::RowLayout layout = recv.options.rows().kernel, given = call_.variant.layout;
+  MOE_P2P_CHECK(layout == given, Code::kInvalidArgument, "layout ",
+                abi::facts_of(std::max(layout, given)).name,
+                " goes with both halves of a dispatch, or with none");
   MOE_P2P_CHECK(recv.capacity >= 0 && recv.options.alignment >= 1, Code::kInvalidArgument,
                 "capacity is ", recv.capacity, " and alignment ", recv.options.alignment,
                 ", must be at least 0 and 1");

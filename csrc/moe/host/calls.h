@@ -39,7 +39,7 @@ class StepRing {
   Step step_of(uint64_t index) const noexcept;
   // This rank has handed in its part of the combine.
   void handed_in(Step step) noexcept { slots_[static_cast<size_t>(step.slot)].handed_in = true; }
-  // Of each slot the last step, where it was: those that neighbours may still have to hand in.
+  // The last combine of each slot, if any: neighbours may still have to hand in their parts.
   std::vector<Step> last_combines() const;
 
  private:

@@ -49,7 +49,7 @@ struct SlotRows {
 
 // Copies the scalars that return with a slot: one of each row, or by rank all K of its only row.
 void copy_scalars(float* out, const CombineSend& call, const int32_t* rows, int topk) noexcept {
-  if (call.scalars_by_rank) {
+  if (call.topk_scalars) {
     const int64_t row = *std::max_element(rows, rows + topk);
     std::memcpy(out, call.row_scalars + row * topk, sizeof(float) * static_cast<size_t>(topk));
   } else {
@@ -274,9 +274,9 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
         found.rows[found.num_rows++] = {
             static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f};
     if (call.order == SumOrder::kRanks) {
-      find_by_rank(step, call, handle.send_slots(token), found);
+      find_in_rank_order(step, call, handle.send_slots(token), found);
     } else {
-      find_by_topk(step, call, token, handle.send_slots(token), found);
+      find_in_topk_order(step, call, token, handle.send_slots(token), found);
     }
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
     sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, call.out_dtype, false, hidden);
@@ -287,8 +287,8 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
 }
 
 // Nodes ascending; of the own one each rank.
-void HostKernels::find_by_rank(Step step, const CombineRecv& call, const int32_t* slots,
-                               Addends& found) const noexcept {
+void HostKernels::find_in_rank_order(Step step, const CombineRecv& call, const int32_t* slots,
+                                     Addends& found) const noexcept {
   const int num_local = shape_.ranks_per_node;
   const auto adder = [&](const PartialForm& form) {
     const uint64_t stride = partial_stride(plan_, form), behind = scalars_offset(plan_, form);
@@ -314,8 +314,8 @@ void HostKernels::find_by_rank(Step step, const CombineRecv& call, const int32_t
 }
 
 // k ascending, on one node: the sum of a rank at the last k of its experts, or each of its rows.
-void HostKernels::find_by_topk(Step step, const CombineRecv& call, int64_t token,
-                               const int32_t* slots, Addends& found) const noexcept {
+void HostKernels::find_in_topk_order(Step step, const CombineRecv& call, int64_t token,
+                                     const int32_t* slots, Addends& found) const noexcept {
   const int topk = shape_.topk;
   const PartialForm form = near_form(call, call.out_scalars != nullptr);
   const uint64_t stride = partial_stride(plan_, form), behind = scalars_offset(plan_, form);

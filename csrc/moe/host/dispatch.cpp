@@ -69,7 +69,7 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
   const int32_t* num_slots =
       &routing.num_slots[static_cast<size_t>(chunk) * static_cast<size_t>(num_columns)];
   const uint32_t flags = abi::dispatch_flags(
-      call.options.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.options.by_rank());
+      call.options.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.options.layout);
   // Column c < L is the inbox of own-node rank c, column L + n the outbox for node n.
   std::vector<std::byte*> slots(static_cast<size_t>(num_columns), nullptr);
   for (int c = 0; c < num_columns; ++c) {
@@ -154,7 +154,7 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
   const auto sources = static_cast<size_t>(shape_.world_size);
   placement.first_row.resize(static_cast<size_t>(num_experts) * sources);
   placement.num_rows.resize(placement.first_row.size());
-  const bool grouped = call.options.grouped();
+  const bool grouped = call.options.rows().packs_experts();
   const int64_t alignment = call.options.alignment;
   int64_t row = 0;
   for (int e = 0; e < num_experts; ++e) {
@@ -188,7 +188,7 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
                                                : std::min(row, call.capacity));
 }
 
-void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const {
+void HostKernels::place_tokens(Step step, const DispatchRecv& call, Placement& placement) const {
   const int num_experts = plan_.num_local_experts(memory_.rank());
   placement.first_row.resize(static_cast<size_t>(shape_.world_size));
   placement.num_rows.resize(placement.first_row.size());
@@ -212,7 +212,7 @@ void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& 
 
 void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                              const HandleView& handle, int64_t chunk, Placement& placement) const {
-  const bool by_rank = call.options.by_rank();
+  const bool per_token = call.options.rows().per_token;
   const int num_local = shape_.ranks_per_node;
   const auto topk = static_cast<size_t>(shape_.topk);
   placement.items.clear();
@@ -240,8 +240,8 @@ void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::Tok
         const int rank = plan_.expert_rank[ids[k]];
         if (rank / num_local != memory_.node()) continue;
         ranks |= uint64_t{1} << (rank % num_local);
-        if (rank != memory_.rank() || (by_rank && mine)) continue;
-        const size_t place = static_cast<size_t>(by_rank ? 0 : plan_.expert_local[ids[k]]) *
+        if (rank != memory_.rank() || (per_token && mine)) continue;
+        const size_t place = static_cast<size_t>(per_token ? 0 : plan_.expert_local[ids[k]]) *
                                  static_cast<size_t>(shape_.world_size) +
                              static_cast<size_t>(s);
         MOE_P2P_CHECK(positions[k] >= 0 && positions[k] < placement.num_rows[place],
@@ -281,7 +281,7 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
       if (call.scales) scales.store(row, slot + parts.offset[1], parts.bytes[1]);
       for (size_t i = 0; i < call.extras.size(); ++i)
         copy(call.extras[i].data, 2 + static_cast<int>(i), row);
-      if (call.options.by_rank()) {
+      if (call.options.rows().per_token) {
         fill_topk(call, slot, row);
       } else {
         call.row_weights[row] = weights[k];
@@ -294,7 +294,7 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
   });
 }
 
-// Writes this rank's experts of a token by rank, and their weights.
+// Writes this rank's experts of a row per token, and their weights.
 void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
                             uint64_t row) const noexcept {
   const auto topk = static_cast<size_t>(shape_.topk);
@@ -309,14 +309,14 @@ void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
 
 // Clears rows without a token: weight 0, source and experts -1 always, zero values when asked for.
 void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
-  const bool by_rank = call.options.by_rank();
-  const auto per_row = static_cast<uint64_t>(by_rank ? shape_.topk : 1);
+  const bool per_token = call.options.rows().per_token;
+  const auto per_row = static_cast<uint64_t>(per_token ? shape_.topk : 1);
   const ScaleRows scales(call);
   const auto clear = [&](int64_t from, int64_t to) {
     if (from >= to) return;
     const auto first = static_cast<uint64_t>(from), rows = static_cast<uint64_t>(to - from);
     std::fill_n(call.row_weights + first * per_row, rows * per_row, 0.0f);
-    for (uint64_t i = first * per_row; by_rank && i < (first + rows) * per_row; ++i)
+    for (uint64_t i = first * per_row; per_token && i < (first + rows) * per_row; ++i)
       store_id(call, i, -1);
     if (call.source) std::fill_n(call.source + 2 * first, 2 * rows, -1);
     if (!call.options.zero_padding) return;
@@ -327,20 +327,20 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
     for (uint64_t row = first; call.scales && row < first + rows; ++row) scales.clear(row);
     for (const auto& extra : call.extras) zero(extra.data, extra.row_bytes);
   };
-  if (by_rank) return clear(call.offsets[shape_.world_size], call.capacity);
+  if (per_token) return clear(call.offsets[shape_.world_size], call.capacity);
   const int num_experts = plan_.num_local_experts(memory_.rank());
   for (int e = 0; e < num_experts; ++e)
     clear(call.offsets[e] + call.counts[e],
           std::min<int64_t>(call.offsets[e + 1],
-                            call.options.padded() ? call.offsets[e + 1] : call.capacity));
-  if (call.options.grouped()) clear(call.offsets[num_experts], call.capacity);
+                            call.options.rows().apart ? call.offsets[e + 1] : call.capacity));
+  if (!call.options.rows().apart) clear(call.offsets[num_experts], call.capacity);
 }
 
 void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
   for (int s = 0; s < shape_.world_size; ++s) {
     const RegionHeader& header = dispatch_region(step, s);
-    check_header(header, step, abi::dispatch_flags(call.x_dtype, call.options.by_rank()),
+    check_header(header, step, abi::dispatch_flags(call.x_dtype, call.options.layout),
                  parts.slot_bytes, s, "dispatch");
     MOE_P2P_CHECK(silent(s) || header.num_tokens <= handle.num_slots(), Code::kProtocol, "rank ",
                   memory_.rank(), ": dispatch of step ", step.index, ": rank ", s, " sent ",
@@ -348,7 +348,8 @@ void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::
                   handle.num_slots(), "; it must be the same on all ranks");
   }
   if (chunk == 0) {
-    call.options.by_rank() ? place_by_rank(step, call, placement) : place(step, call, placement);
+    call.options.rows().per_token ? place_tokens(step, call, placement)
+                                  : place(step, call, placement);
     clear_padding(call);
   }
   read_heads(step, call, parts, handle, chunk, placement);

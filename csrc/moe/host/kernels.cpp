@@ -23,7 +23,7 @@ const char* dtype_name(uint32_t flags) {
 std::string flags_text(uint32_t flags) {
   if (flags & abi::kEmpty) return "an empty half (a solo call or a release)";
   return base::concat(dtype_name(flags), flags & abi::kScalars ? " rows with scalars" : " rows",
-                      flags & abi::kRowsByRank ? " by rank" : "");
+                      flags & abi::kPerToken ? " by rank" : "");
 }
 
 int64_t expert_at(const DispatchSend& call, int64_t i) noexcept {
@@ -106,7 +106,7 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks, const H
       if (last_of_rank[r] != t) ++routing.rank_counts[r];
       last_of_rank[r] = t;
       const int32_t earlier = routing.expert_counts[e]++;
-      routing.positions[i] = call.options.by_rank() ? routing.rank_counts[r] - 1 : earlier;
+      routing.positions[i] = call.options.rows().per_token ? routing.rank_counts[r] - 1 : earlier;
       const int node = rank / num_local;
       const int column = node == memory_.node() ? rank % num_local : num_local + node;
       if (slots[column] < 0) slots[column] = next[column]++;

@@ -67,7 +67,7 @@ class HostKernels {
   void send_empty_combine(Step step);
   void recv_empty_combine(Step step) const;
 
-  // Forgets the masks, and tells the node that this rank will read nothing of earlier rounds.
+  // Clears the masks, and announces to the node that this rank reads nothing more of old rounds.
   void begin_round(uint64_t round) noexcept;
   // Whether a rank of the node has done that, for this round or a later one.
   bool has_cleaned(uint64_t round, int source) const noexcept;
@@ -103,7 +103,7 @@ class HostKernels {
                   int64_t token) const noexcept;
   const int32_t* counts_from(Step step, int source) const noexcept;
   void place(Step step, const DispatchRecv& call, Placement& placement) const;
-  void place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const;
+  void place_tokens(Step step, const DispatchRecv& call, Placement& placement) const;
   void read_heads(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                   const HandleView& handle, int64_t chunk, Placement& placement) const;
   void copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
@@ -111,10 +111,10 @@ class HostKernels {
   void fill_topk(const DispatchRecv& call, const std::byte* slot, uint64_t row) const noexcept;
   void clear_padding(const DispatchRecv& call) const noexcept;
   struct Addends;
-  void find_by_rank(Step step, const CombineRecv& call, const int32_t* slots,
-                    Addends& found) const noexcept;
-  void find_by_topk(Step step, const CombineRecv& call, int64_t token, const int32_t* slots,
-                    Addends& found) const noexcept;
+  void find_in_rank_order(Step step, const CombineRecv& call, const int32_t* slots,
+                          Addends& found) const noexcept;
+  void find_in_topk_order(Step step, const CombineRecv& call, int64_t token, const int32_t* slots,
+                          Addends& found) const noexcept;
   // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
   void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/abi/e4m3.h"
+
 // The loops below are plain so that the compiler can vectorise them; the x86 build carries a
 // version for machines with AVX-512 and AVX2 beside the baseline, chosen when the library is
 // loaded. Sanitizers cannot instrument that choice.
@@ -169,26 +171,8 @@ void store(std::byte* out, DType dtype, size_t length, size_t from, const float*
   }
 }
 
-constexpr float kMaxE4M3 = 448.0f;
-constexpr uint32_t kInfinity = 0x7f800000u;  // as fp32
-constexpr int kMantissaBits = 23;            // of fp32
-constexpr float kSmallestAmax = 1e-4f;       // an all-zero block would divide by zero
-
 MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* out, size_t n) {
-  for (size_t i = 0; i < n; ++i) {
-    const float value = x[i] * multiplier;
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t sign = bits >> 24 & 0x80u;
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    // Below 2^-6 the format is denormal with steps of 2^-9: adding 2^14 leaves the rounded number
-    // of steps in the low mantissa bits.
-    const float shifted = std::bit_cast<float>(magnitude) + 16384.0f;
-    const uint32_t denormal = std::bit_cast<uint32_t>(shifted) - 0x46800000u;
-    const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-    uint32_t code = magnitude < 0x3c800000u ? denormal : normal;
-    code = magnitude > 0x43e00000u ? 0x7eu : code;                               // saturate at 448
-    out[i] = static_cast<uint8_t>(magnitude > kInfinity ? 0x7fu : sign | code);  // NaN has no sign
-  }
+  for (size_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(abi::e4m3_of(x[i] * multiplier));
 }
 
 // Returns inf for a NaN.
@@ -196,13 +180,7 @@ MOE_P2P_VECTOR float absolute_max(const float* x, size_t n) {
   uint32_t largest = 0;  // magnitudes order like their bits, NaN above inf
   for (size_t i = 0; i < n; ++i)
     largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
-  return std::bit_cast<float>(std::min(largest, kInfinity));
-}
-
-// x is positive and normal, or inf.
-float round_up_to_power_of_two(float x) noexcept {
-  constexpr uint32_t kMantissa = (1u << kMantissaBits) - 1;
-  return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + kMantissa) & ~kMantissa);
+  return std::bit_cast<float>(std::min(largest, abi::kInfinity));
 }
 
 }  // namespace
@@ -228,11 +206,12 @@ void quantize_row(const std::byte* row, DType dtype, bool power_of_two, std::byt
     std::fill_n(x, n,
                 -0.0f);  // the one number whose sum with any x is x: with 0.0f, -0.0 would turn
     add(x, row, dtype, length, from, 1.0f, false, n);
-    const float amax = std::max(absolute_max(x, n), kSmallestAmax);
-    float scale = amax / kMaxE4M3, multiplier = kMaxE4M3 / amax;
+    const float amax = std::max(absolute_max(x, n), abi::kLeastAmax);
+    float scale = abi::quotient(amax, abi::kMaxE4M3);
+    float multiplier = abi::quotient(abi::kMaxE4M3, amax);
     if (power_of_two) {
-      scale = round_up_to_power_of_two(scale);
-      multiplier = 1.0f / scale;
+      scale = abi::power_of_two_from(scale);
+      multiplier = abi::inverse_of_power_of_two(scale);
     }
     scales[from / abi::kScaleBlock] = scale;
     quantize_block(x, multiplier, reinterpret_cast<uint8_t*>(values) + from, n);
@@ -241,8 +220,7 @@ void quantize_row(const std::byte* row, DType dtype, bool power_of_two, std::byt
 
 uint32_t pack_ue8m0(const float* scales, size_t count) noexcept {
   uint32_t word = 0;
-  for (size_t i = 0; i < count; ++i)
-    word |= std::bit_cast<uint32_t>(scales[i]) >> kMantissaBits << (8 * i);
+  for (size_t i = 0; i < count; ++i) word |= std::bit_cast<uint32_t>(scales[i]) >> 23 << (8 * i);
   return word;
 }
 

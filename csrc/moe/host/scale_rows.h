@@ -19,7 +19,7 @@ class ScaleRows {
         packed_(call.options.scale_format == abi::ScaleFormat::kUe8m0) {
     const auto stride = static_cast<uint64_t>(call.scale_stride);
     const auto capacity = static_cast<uint64_t>(call.capacity);
-    if (call.options.padded()) rows_of_expert_ = capacity;
+    if (call.options.rows().apart) rows_of_expert_ = capacity;
     row_step_ = call.options.column_scales ? 1 : num_words_;
     word_step_ = call.options.column_scales ? stride : 1;
     expert_step_ = num_words_ * (call.options.column_scales ? stride : capacity);

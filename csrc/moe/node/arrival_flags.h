@@ -1,4 +1,4 @@
-// Arrival flags (docs/protocol.md, section 7): which way they take, and those that a proxy stores.
+// Arrival flags (docs/protocol.md, section 7): which way is used, and flags that a proxy stores.
 #pragma once
 
 #include <memory>

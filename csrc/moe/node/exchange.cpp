@@ -162,10 +162,10 @@ bool Exchange::take(Lane& lane, int index) noexcept {
   return true;
 }
 
-// A kernel that sees flags may be ahead of the immediates that came with them. What it sends lets
-// the partner use the slot again, and immediates of two uses must not mix: so it leaves once those
-// that it answers are counted. In combine those of this step's dispatch, in dispatch those of the
-// slot's last combine.
+// A kernel that sees flags may be ahead of the immediates that belong to them. Its answer lets the
+// partner use the slot again, and immediates of two uses of a slot must not mix. Hence a write is
+// posted only after the immediates it answers are counted: a combine after the immediates of this
+// step's dispatch, a dispatch after the immediates of the slot's last combine.
 bool Exchange::may_answer(const Lane& lane, uint64_t step) const noexcept {
   if (!writes_flags_ || lane.phase == Phase::kWeights) return true;
   if (masks_.has(rank_of(lane.node)) || partner_of(lane.node).left) return true;

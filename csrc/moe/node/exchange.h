@@ -1,20 +1,21 @@
 // The network half of the protocol: doorbells in, writes out; immediates in, arrivals out. Runs on
 // the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
 //
-// Sending: a doorbell word of step e means that a part of the outbox of a phase for a node is
-// complete; one Write takes the bytes described beside the word to the landing of the rank with the
-// same local index there, cut over all NICs, with an immediate on each piece. A turn looks at one
-// word of each phase and step slot, however many nodes there are. Once that names a new step, it
-// looks at the tags of the nodes until all their bells are taken, and at the other parts and the
-// write of a lane as long as there are any. Receiving: when as many immediates of a (phase, step
-// slot, source, part) have arrived as the source has NICs, all pieces of the part are visible. The
-// flag counts the parts from the first on; with the last, which its immediates mark as such, it
-// goes up to the step's value. Probes: a partner that is waited for, and to which nothing is under
-// way, may be gone without any write failing. So now and then this rank sends it immediates that it
-// ignores. Farewells: a rank that closes waits, partner by partner, until all that it has for one
-// has arrived there, and then sends it one word: how many writes it made, and whether it closes in
-// order. From then on that partner needs nothing more: a write to it that fails is no failure. A
-// wait for anything beyond these writes fails once all of them have arrived.
+// Sending. A doorbell word of step e means: a part of the outbox of a phase for a node is complete.
+// One Write takes the bytes described beside the word to the landing of the rank with the same
+// local index there, cut over all NICs, with an immediate on each piece. A turn reads one word of
+// each phase and step slot, however many nodes there are. When that word names a new step:
+//   1. it scans the tags of the nodes until every doorbell is taken;
+//   2. it posts the other parts and the write of each lane until none is left.
+// Receiving. When a (phase, step slot, source, part) has as many immediates as the source has NICs,
+// all pieces of the part are visible. The flag counts the parts from the first on; with the last,
+// which its immediates mark as such, it goes up to the step's value.
+// Probes. If a rank waits for a partner to which no write is under way, no write can fail when the
+// partner dies. So now and then the rank sends it immediates that the partner ignores.
+// Farewells. A rank that closes waits, partner by partner, until all its writes have arrived there,
+// and then sends one word: how many writes it made, and whether it closes in order. From then on a
+// failed write to this rank is no failure, and a wait for anything beyond its writes fails once
+// all of them have arrived.
 #pragma once
 
 #include <atomic>

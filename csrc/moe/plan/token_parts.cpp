@@ -94,10 +94,10 @@ void check_partial(const Plan& plan, const PartialForm& form) {
                 shape.num_nodes(), " nodes, each of which adds up before it sends");
   if (form.dtype == DType::kInt10) {
     MOE_P2P_CHECK(plan.hidden_dim % abi::kInt10Block == 0, Code::kInvalidArgument,
-                  "combine_dtype is int10 and hidden_dim ", plan.hidden_dim,
+                  "partials is int10 and hidden_dim ", plan.hidden_dim,
                   ", must be a multiple of ", abi::kInt10Block, ", the values that share a scale");
     MOE_P2P_CHECK(form.order == SumOrder::kRanks, Code::kInvalidArgument,
-                  "combine_dtype is int10, which takes sums in order='ranks' only");
+                  "partials is int10, which takes sums in order='ranks' only");
   }
   const uint64_t bytes = partial_stride(plan, form);
   MOE_P2P_CHECK(bytes <= abi::align_up(shape.max_partial_bytes, abi::kLine), Code::kInvalidArgument,

@@ -20,7 +20,7 @@ struct PartialForm {
   abi::SumOrder order{};
 };
 uint64_t scalars_offset(const Plan& plan, const PartialForm& form) noexcept;
-// Forms within a node, and of what goes from node to node.
+// Forms of partial sums within a node, and from node to node.
 template <typename Call>  // CombineSend or CombineRecv
 PartialForm near_form(const Call& call, bool scalars) noexcept {
   return {abi::near_type(call.out_dtype, call.partials), scalars, call.order};

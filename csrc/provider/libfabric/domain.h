@@ -8,9 +8,9 @@
 // wakes a thread, so a Domain that has a waker is never idle.
 //
 // After a refused write tcp, net and shm, unlike a NIC, drop the whole connection: other writes to
-// that peer fail too (kPeerDead), and the next one connects again. What has been received in part
-// when its memory is given back is still completed there, without a look at its key. So over tcp
-// each peer that may write to the memory is asked whether it has (end_half_writes):
+// that peer fail too (kPeerDead), and the next one connects again. If a write was received in
+// part when its memory is given back, it is still completed there, without a check of its key. So
+// over tcp each peer that may write to the memory is asked about such writes (end_half_writes):
 // unregister_memory throws while one leaves that open, and while a read into the memory is under
 // way. fence.h has the other providers.
 //
@@ -91,7 +91,7 @@ class LibfabricDomain final : public Domain {
   Peers peers_;
   Writes writes_;
   base::Bytes address_;
-  WriterName own_writer_ = 0;  // 0: peers are not told who writes
+  WriterName own_writer_ = 0;  // 0: writes do not name their writer
   Writers writers_;
   std::map<WriterName, PeerId> probed_;  // writers that have answered, or are asked
   std::set<WriterName> down_;            // not connected when they were asked last

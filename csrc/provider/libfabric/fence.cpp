@@ -28,7 +28,7 @@ bool may_trace_all() {
 }
 
 // Why shm copies without cross-memory attach. libfabric asks the kernel the same of each pair of
-// processes, and tells nobody what it found (util_shm.c, smr_cma_check).
+// processes, and does not report what it found (util_shm.c, smr_cma_check).
 std::string why_no_cross_memory_attach() {
   const char* off = std::getenv("FI_SHM_DISABLE_CMA");
   if (off != nullptr) {

@@ -86,9 +86,9 @@ void Peers::disconnect(PeerId id) {
   peer.num_announced = 0;
   const auto entry = entries_.find(peer.address.name);
   if (--entry->second.num_peers != 0) return;
-  // shm unmaps a peer's memory at once, and then still looks there for writes in flight in either
-  // direction (libfabric 1.17, smr_progress.c). So its entries stay, and the same name finds its
-  // entry again.
+  // Bug in libfabric 1.17's shm: it unmaps a peer's memory at once, and then still reads there for
+  // writes in flight in either direction (smr_progress.c). Workaround: entries are never removed,
+  // and the same name finds its entry again.
   if (std::string_view(session_.info->fabric_attr->prov_name) == "shm") return;
   AddressVector& av = *session_.av;
   const int error = av.ops->remove(&av, &entry->second.fi_addr, 1, 0);

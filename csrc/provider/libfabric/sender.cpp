@@ -192,17 +192,23 @@ void Writes::pump() noexcept {
   if (shares_queue_ && chain_length_ > 0) ring();
 }
 
+// Posts what the peer is to be announced. Returns what push() returns where that fails.
+std::optional<bool> Writes::announce(Peer& peer) noexcept {
+  if (peer.num_announced == peer.announced.size()) return std::nullopt;
+  const ssize_t result = post_announced(peer);
+  if (result == 0) {
+    peer.refused_since.reset();
+    return std::nullopt;
+  }
+  const bool busy = result == -EAGAIN;
+  if (!has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect))) return false;
+  fail(peer, busy ? Status{Code::kPeerDead, ETIMEDOUT} : status_of(static_cast<int>(-result)));
+  return true;
+}
+
 // True when nothing of the peer waits any more.
 bool Writes::push(Peer& peer) noexcept {
-  if (peer.num_announced < peer.announced.size()) {
-    if (const ssize_t result = post_announced(peer); result != 0) {
-      const bool busy = result == -EAGAIN;
-      if (!has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect))) return false;
-      fail(peer, busy ? Status{Code::kPeerDead, ETIMEDOUT} : status_of(static_cast<int>(-result)));
-      return true;
-    }
-    peer.refused_since.reset();
-  }
+  if (const auto ended = announce(peer)) return *ended;
   while (Slot* slot = peer.first) {
     if (slot->is_read && shares_queue_ && chain_length_ > 0) ring();
     if (slot->is_read && shares_queue_ && chain_length_ > 0)

@@ -96,6 +96,7 @@ class Writes {
   void accept(const WorkRequest& request, Slot& slot) noexcept;
   void enqueue(Slot& slot, Peer& peer) noexcept;
   void list(Peer& peer) noexcept;
+  std::optional<bool> announce(Peer& peer) noexcept;
   bool push(Peer& peer) noexcept;
   ssize_t post(Slot& slot, const Peer& peer, uint64_t flags, uint64_t data) noexcept;
   ssize_t post_empty(const Peer& peer, Slot::State state, std::optional<uint64_t> data) noexcept;

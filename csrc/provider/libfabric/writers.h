@@ -1,5 +1,5 @@
 // Which peers may write to which memory of this NIC, as they announced it themselves
-// (Domain::announce): libfabric does not tell who writes. Of tcp (fence.h). An announcement is an
+// (Domain::announce): libfabric does not report who writes. Of tcp (fence.h). An announcement is an
 // immediate of 64 bits: the peer's IPv4 address and port, and the low bits of the memory's key;
 // the engine's immediates have 32. Two memories whose low bits are alike share their writers: more
 // peers are asked than needed, and none is missed.

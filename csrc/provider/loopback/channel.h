@@ -9,7 +9,7 @@
 // memory of the peer that the sender has mapped, the ring carries no payload: the sender copies it
 // into place before it puts the fragment into the ring. A read asks with a fragment whose payload
 // the receiver fills in place; the sender copies it out before it uses that part of the ring again.
-// What a peer lends is read as it is written: the fragment follows once the bytes are here.
+// Memory that a peer lends is read by our GPU: the fragment follows once the bytes are here.
 #pragma once
 
 #include <atomic>

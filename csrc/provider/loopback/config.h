@@ -16,7 +16,7 @@
 //   copy_kernel=0      CUfunction of moe_p2p_copy on the one GPU (platform/copy_kernel.h); 0: its
 //                      copy engines carry all writes of GPU memory
 //   row_kernel=0       CUfunction of moe_p2p_rows, likewise (platform/row_copies.h): carries writes
-//                      of up to 512 KiB to memory that peers lend; 0: its copy engines do
+//                      of up to 4 MiB to memory that peers lend; 0: its copy engines do
 //   addressing=virtual offset: peers count from the start of the region, as with some fabrics
 //   trace=             PATH: the order of posts and ends, to PATH.<nic> (trace.h)
 #pragma once

@@ -33,8 +33,8 @@ class RegionTable {
   // When it returns the polling thread does not use the region any more. Returns the region's kind.
   // Throws Error{kInvalidArgument} for an unknown key.
   MemoryKind remove(const MemoryKey& key);
-  // GPU memory is no longer lent to peers. Their NICs either have told by then that they copy, or
-  // see it before they do.
+  // GPU memory is no longer lent to peers. Their NICs either have announced a copy by then, or see
+  // this before they begin one.
   void close() noexcept;
   // Likewise for windows, by the peer's key. lent: its owner may take it back at any time. unmap()
   // returns false for an unknown key.

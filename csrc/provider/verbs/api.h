@@ -381,7 +381,7 @@ struct Api {
   void (*ack_async_event)(AsyncEvent*);
 };
 
-// Opened once per name and kept. Throws Error{kUnavailable} that tells what to install.
+// Opened once per name and kept. Throws Error{kUnavailable} that names what to install.
 const Api& load_api(const std::string& library);
 
 #if defined(MOE_P2P_TESTING)

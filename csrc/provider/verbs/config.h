@@ -20,8 +20,8 @@
 //   inline_bytes=64     writes from host memory up to this size travel inside their work request
 //   relaxed_ordering=1  lets PCIe reorder payload (never after its own completion)
 //   ordered_writes=0    1: writes of one queue pair reach the peer's memory in the order in which
-//                       they were posted, so that arrival flags may follow them. RC says so, but a
-//                       fabric with adaptive routing does not keep to it, and no driver tells
+//                       they were posted, so that arrival flags may follow them. RC has that
+//                       order, a fabric with adaptive routing may not, and no driver reports it
 //                       (ibv_query_qp_data_in_order is about the bytes of one write)
 //   dmabuf=1            0: GPU memory through the peer memory module only
 //   host=               IP address or name at which peers reach this process; not given: all

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-_BLOCK = 128
-_MOST = 448.0  # largest float8_e4m3fn
-_LEAST_AMAX = 1e-4
+from moe_p2p.machine import fp8
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -40,10 +37,7 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, H] -> float8_e4m3fn [T, H] and float32 scales [T, P], which give x when multiplied."""
-    blocks = _blocks(x).float()  # [T, P, 128]
-    amax = blocks.abs().amax(2, keepdim=True).clamp(min=_LEAST_AMAX)
-    values = (blocks * (_MOST / amax)).to(torch.float8_e4m3fn)
-    return values.flatten(1)[:, : x.shape[1]].contiguous(), amax.squeeze(2) / _MOST
+    return fp8.quantize(x)
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
@@ -54,15 +48,9 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     if x_scales.dtype == torch.int32:
         exponents = x_scales.contiguous().view(torch.uint8).to(torch.int32)
         x_scales = (exponents << 23).view(torch.float32)
-    blocks = _blocks(x_fp8.float())
+    blocks = fp8.in_blocks(x_fp8)
     scales = x_scales.reshape(num_tokens, -1)[:, : blocks.shape[1], None]
     return (blocks * scales).flatten(1)[:, :hidden].to(torch.bfloat16).contiguous()
-
-
-def _blocks(x: Tensor) -> Tensor:
-    """[T, H] -> [T, P, 128], zeros at the end."""
-    padded = functional.pad(x, (0, -x.shape[1] % _BLOCK))
-    return padded.view(x.shape[0], padded.shape[1] // _BLOCK, _BLOCK)
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:

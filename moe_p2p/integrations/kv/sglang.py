@@ -30,10 +30,9 @@ from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv.worker import EngineWorker, KVReceiver, KVSender, serve_store
 from moe_p2p.kv.layout import KVGroup, KVLayout
-from moe_p2p.kv.memory import Place
-from moe_p2p.kv.pair import KVCache
-from moe_p2p.kv.reservation import KVReservation
-from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.memory import KVCache, Place
+from moe_p2p.kv.receiver import KVReservation
+from moe_p2p.kv.sender import KVSending
 from moe_p2p.mooncake.memory import tensor_at
 
 _COMMON = "sglang.srt.disaggregation.common.conn"
@@ -78,8 +77,8 @@ def layers_in(args: Any, mla: bool) -> int:
 def sglang_cache(
     args: Any, *, tp: int, rank: int, mla: bool, stages: Sequence[int] = (), stage: int = 0
 ) -> KVCache:
-    """From KVArgs. stages: layers of each pipeline stage; (): there is one. The last stage has the
-    first token, and so aux."""
+    """Makes it from KVArgs. stages: layers of each pipeline stage; (): there is one. The last stage
+    computes the first token, so it has aux."""
     items, page, count = args.kv_item_lens, args.page_size, layers_in(args, mla)
     stages = stages or (count,)
     total, is_last = sum(stages), stage == len(stages) - 1
@@ -120,7 +119,7 @@ def sglang_cache(
 
 
 def _heads_of(args: Any) -> tuple[int, int]:
-    """Of a rank, and of the model. Only prefillers have them in KVArgs."""
+    """Returns heads of a rank, and of the model. Only prefillers have them in KVArgs."""
     known = _heads.get()
     if known is None and hasattr(args, "kv_head_num"):
         known = args.kv_head_num, args.total_kv_head_num
@@ -152,7 +151,7 @@ def _hand_over_heads(queue: Any) -> None:
 
 
 def instance_of(host: str, port: int, dp_rank: int, own_ip: str) -> str:
-    """Of a prefiller, by its bootstrap server's address, as its own ranks and decoders see it."""
+    """Names a prefiller by its bootstrap server's address, as its ranks and decoders see it."""
     try:
         ip = socket.gethostbyname(host)
     except OSError as error:
@@ -260,9 +259,9 @@ class Manager:
 class Rooms:
     """Numbers the requests of a room as they come.
 
-    Both servers, and all ranks of each, have them in one order: equal numbers meet. A room is
-    forgotten when none of its requests has begun or ended for a while: until then a room that only
-    one of the servers has seen cannot be used again.
+    All ranks of both servers get them in one order, so equal numbers are the same request. A room
+    is forgotten when none of its requests has begun or ended for a while. Until then a room that
+    only one of the servers has seen cannot be used again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -433,7 +432,7 @@ class Sender(Sample):
         self._sending.cancel("aborted at the prefiller")
         try:
             self._sending.wait_reusable()
-        except MoeP2pError as error:  # its decoder has heard: what is read later is used by nobody
+        except MoeP2pError as error:  # its decoder knows: bytes that it reads later are not used
             log.warning(f"{worker.name}: pages are used again, {error}")
 
 
@@ -445,7 +444,7 @@ class Receiver(Sample):
     _until = 0.0
 
     def _register_kv_args(self) -> bool:
-        return True  # workers tell each other when they meet
+        return True  # workers exchange it when they meet
 
     @property
     def _source(self) -> str:

@@ -4,10 +4,10 @@
         "kv_connector_module_path": "moe_p2p.integrations.kv.vllm", "kv_role": "kv_producer",
         "kv_connector_extra_config": {"store": "HOST:PORT"}}'
 
-decode: "kv_consumer"; "kv_both": requests say by their kv_transfer_params which of both they want.
+decode: "kv_consumer"; "kv_both": the kv_transfer_params of a request name its role.
 
 Other fields of kv_connector_extra_config: "host", the address under which others reach this engine;
-"verify" of KVReceiver; fields of KVTimeouts. docs/kv.md says what is carried and what is not.
+"verify" of KVReceiver, "fence", fields of KVTimeouts. docs/kv.md lists what is carried.
 """
 
 from __future__ import annotations

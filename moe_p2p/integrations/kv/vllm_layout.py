@@ -19,7 +19,7 @@ from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv.worker import regions_of
 from moe_p2p.kv.layout import KVGroup, KVLayout
-from moe_p2p.kv.pair import KVCache
+from moe_p2p.kv.memory import KVCache
 
 _PARALLEL = {  # that moves tokens to other ranks
     "decode_context_parallel_size": "--decode-context-parallel-size 1",

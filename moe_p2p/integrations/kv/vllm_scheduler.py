@@ -44,8 +44,8 @@ class Load:
 
 @dataclass
 class StepMeta:
-    """What workers have to know of a step. By the request's id here; names are those that prefiller
-    and decoder have in common."""
+    """What workers have to know of a step, by the request's id here. A name is the one that
+    prefiller and decoder both use for a request."""
 
     sends: dict[str, SendStep] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
@@ -187,7 +187,7 @@ class KVScheduler:
         return meta
 
     def has_news(self) -> bool:
-        """Workers have to hear of something although no request may be running."""
+        """Whether workers must get a step's news although no request may be running."""
         meta = self._meta
         return bool(meta.aborted or meta.declined or meta.preempted)
 
@@ -196,7 +196,7 @@ class KVScheduler:
         self._ended.difference_update(sent)
 
     def about_to_free(self) -> set[str]:
-        """Not those that no decoder has opened: that may take open_s, and vLLM would wait."""
+        """Leaves out requests that no decoder has opened: vLLM would wait for open_s."""
         return self._ended & self._moving
 
     def finished(

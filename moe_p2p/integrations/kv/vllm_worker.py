@@ -1,15 +1,15 @@
-"""A worker's half of MoeP2pConnector: sends layers, awaits them, and says when blocks are free.
+"""A worker's half of MoeP2pConnector: sends layers, awaits them, and reports when blocks are free.
 
-vLLM may give blocks to another request once it is told that a transfer is over. So nothing is
-reported before the pages are reusable, whatever became of the transfer: after a failure or an abort
-that takes a round trip, or drain_s and a fence (docs/kv.md).
+vLLM may give blocks to another request after a transfer is reported as over. So nothing is reported
+before the pages are reusable, however the transfer ended: after a failure or an abort that takes a
+round trip, or drain_s and a fence (docs/kv.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,11 +19,13 @@ from moe_p2p.integrations import required
 from moe_p2p.integrations.kv.vllm_layout import VllmCache, vllm_cache
 from moe_p2p.integrations.kv.vllm_scheduler import Load, SendStep, StepMeta, attempt_name
 from moe_p2p.integrations.kv.worker import EngineWorker, KVReceiver, KVSender
-from moe_p2p.kv.reservation import KVReservation
-from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.receiver import KVReservation
+from moe_p2p.kv.sender import KVSending
 from moe_p2p.kv.signals import KVSignals
-from moe_p2p.kv.stats import KVTotals
+from moe_p2p.kv.stats import KVTotals, TransferState
 from moe_p2p.kv.worker import KVWorker
+
+_Worker = TypeVar("_Worker", bound=KVWorker)
 
 PREEMPTED = "preempted at the prefiller, which begins anew"
 ABORTED = "aborted at the prefiller"
@@ -53,7 +55,7 @@ class KVWorkerHalf:
         self._config, self._caches = config, caches
         self._engine_id, self._store = engine_id, store
         self._transfer = config.kv_transfer_config
-        self._own: list[EngineWorker] = []  # of each role, with an Engine of its own
+        self._own: list[EngineWorker[Any]] = []  # of each role, with an Engine of its own
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
         self._cache: VllmCache | None = None
@@ -78,11 +80,12 @@ class KVWorkerHalf:
         )
         self._tensors = {number: tensors[name] for name, number in self._cache.layers.items()}
 
-        def worker(kind: type[KVWorker]) -> Any:
+        def worker(kind: type[_Worker]) -> _Worker:
             settings = self._transfer.kv_connector_extra_config
             given = self.cache.cache, self._engine_id, self._store
-            self._own.append(EngineWorker(kind, *given, settings, limit_s))
-            return self._own[-1].worker
+            made = EngineWorker(kind, *given, settings, limit_s)
+            self._own.append(made)
+            return made.worker
 
         if self._transfer.is_kv_producer:
             self._sender = worker(KVSender)
@@ -164,7 +167,7 @@ class KVWorkerHalf:
         self._step[request] = (sending, step)
 
     def _take_back(self, sending: KVSending) -> None:
-        """Its receiver has heard that it failed, so later reads give wrong bytes to nobody: the
+        """Its receiver knows that it failed, so later reads give wrong bytes to nobody: the
         engine goes on where the fence does not succeed in time."""
         try:
             sending.wait_reusable()
@@ -172,7 +175,7 @@ class KVWorkerHalf:
             log.warning(f"{self.sender.name}: pages are used again, {error}")
 
     def _give_up(self, why: str) -> None:
-        """The requests of this step go on being computed; their decoders know why they failed."""
+        """Requests of this step are still computed here; their decoders get the error."""
         log.warning(f"{self.sender.name}: {why}")
         for sending, _ in self._step.values():
             sending.cancel(why)
@@ -316,11 +319,11 @@ class KVWorkerHalf:
 
     def take_moving(self) -> set[str] | None:
         """Sends that end soon: all their receivers have opened them, or they have failed and drain.
-        None: there are none, as before."""
+        None: there are still none."""
         found = set()
         for request, sending in self._sends.items():
-            states = [flight.state for flight in sending.flights]
-            if sending.error is not None or (states and "waiting" not in states):
+            states = [each.state for each in sending.transfers]
+            if sending.error is not None or (states and TransferState.WAITING not in states):
                 found.add(request)
         before, self._moving = self._moving, found
         return found if found or before else None

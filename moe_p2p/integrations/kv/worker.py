@@ -1,7 +1,7 @@
 """What engines' KV adapters share: a worker of moe_p2p.kv that finds others in the engines' store.
 
 All engines of a deployment name one store, HOST:PORT: workers find each other there. The first one
-on HOST serves it, and another one there once that has ended; `python -m moe_p2p store HOST:PORT`
+on HOST serves it; when that one ends, another one on HOST does. `python -m moe_p2p store HOST:PORT`
 serves it apart from any engine.
 """
 
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,10 @@ from moe_p2p import env
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
 from moe_p2p.fleet.client import Client
+from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.listener import warn_of_strangers
-from moe_p2p.kv.leases import TorchLeases
-from moe_p2p.kv.membership import Membership
-from moe_p2p.kv.memory import Place
-from moe_p2p.kv.pair import KVCache
+from moe_p2p.kv.lease_keeper import LeaseKeeper
+from moe_p2p.kv.memory import KVCache, Place
 from moe_p2p.kv.receiver import KVReceiver
 from moe_p2p.kv.sender import KVSender
 from moe_p2p.kv.worker import KVTimeouts, KVWorker
@@ -47,7 +46,7 @@ def serve_store(address: str) -> TCPStore | None:
     """Serves it unless somebody does; None where HOST is not this machine, or it is served."""
     host, port = split_address(address)
     with suppress(OSError):
-        # torch reports a port in use only after a wait; a socket tells at once.
+        # torch reports a port in use only after a wait; a socket reports it at once.
         socket.create_server((host, port)).close()
         with suppress(RuntimeError):
             store = TCPStore(host, port, is_master=True, wait_for_workers=False)
@@ -125,8 +124,11 @@ def timeouts_of(settings: Mapping[str, Any], limit_s: float | None) -> KVTimeout
     return KVTimeouts(**found | {name: settings[name] for name in known if name in settings})
 
 
-class EngineWorker:
-    """A KVSender or KVReceiver of one rank of an engine, with its membership.
+_Worker = TypeVar("_Worker", bound=KVWorker)
+
+
+class EngineWorker(Generic[_Worker]):
+    """A KVSender or KVReceiver of one rank of an engine, with its lease.
 
     settings: "verify" (decode), "host", "fence", and fields of KVTimeouts; before the environment's
     MOE_P2P_KV_VERIFY, MOE_P2P_KV_HOST, MOE_P2P_KV_FENCE and MOE_P2P_KV_TIMEOUTS. limit_s: after
@@ -135,7 +137,7 @@ class EngineWorker:
 
     def __init__(
         self,
-        kind: type[KVWorker],
+        kind: type[_Worker],
         cache: KVCache,
         instance: str,
         store: str,
@@ -149,29 +151,29 @@ class EngineWorker:
         more = {name: settings[name] for name in wanted if name in settings}
         device = cache.tensors[0].device
         self.engine = Engine(label=instance, gpu=device.index if device.type == "cuda" else None)
-        self.worker: Any = kind(
+        self.worker = kind(
             self.engine, cache, instance=instance, timeouts=timeouts, max_requests=1024, **more
         )
         self._leases = TorchLeases(leases_store(store), timeouts.lease_s)
         self._host = settings.get("host") or own_host(store)
-        self.membership = Membership(self.worker, self._leases, host=self._host)
+        self.keeper = LeaseKeeper(self.worker, self._leases, host=self._host)
         self._away = False
 
     def leave(self) -> None:
         """When it returns, no memory of the cache is registered, and nothing lands in it. Raises
         TimeoutError where that cannot be said; to be called again."""
         self._away = True
-        self.membership.close()
+        self.keeper.close()
         self.worker.check_withdrawn()
 
     def join(self) -> None:
         """After `leave`: it meets the others again."""
         if self._away:
-            self.membership = Membership(self.worker, self._leases, host=self._host)
+            self.keeper = LeaseKeeper(self.worker, self._leases, host=self._host)
             self._away = False
 
     def close(self) -> None:
-        self.membership.close()
+        self.keeper.close()
         self.engine.close()
 
 

@@ -115,7 +115,8 @@ class Manager:
         """[R, H] -> [T, H]: the sum of each token's rows."""
         assert self._received is not None, "combine follows dispatch"
         (all_to_all, got), self._received, self.dispatched_probs = self._received, None, None
-        return all_to_all.combine(hidden_states, got, weighted=False)
+        sums: Tensor = all_to_all.combine(hidden_states, got, weighted=False)
+        return sums
 
     def check(self) -> None:
         """Raises the error that broke a communicator of the group, with its whole text.

@@ -27,7 +27,8 @@ from moe_p2p.integrations.moe import pool_of
 from moe_p2p.integrations.weights import sglang as sglang_weights
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched, PendingDispatch
-from moe_p2p.moe.options import DispatchOptions, RowLayout
+from moe_p2p.moe.layouts import RowLayout
+from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.moe.routing_counts import count_routing
 from moe_p2p.moe.row_counts import SizeExchange

@@ -30,7 +30,8 @@ from moe_p2p.integrations.moe.vllm_managers import Handle, manager_classes
 from moe_p2p.integrations.weights import vllm as vllm_weights
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched
-from moe_p2p.moe.options import DispatchOptions, RowLayout, ScaleFormat
+from moe_p2p.moe.layouts import RowLayout
+from moe_p2p.moe.options import DispatchOptions, ScaleFormat
 from moe_p2p.moe.row_counts import capturing
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -320,7 +321,7 @@ def _micro_batch() -> int:
 
 
 def _run_hook_of_the_other_micro_batch() -> None:
-    """Receives its rows: it goes on once this one has sent."""
+    """Receives rows of the other micro-batch, which goes on once this one has sent."""
     if (batching := optional("vllm.v1.worker.ubatching")) is not None:
         batching.dbo_maybe_run_recv_hook()
 
@@ -346,7 +347,7 @@ def _communicating(*used: Tensor | None) -> Iterator[list[Tensor | None]]:
 
 
 def _record(tensors: Iterable[Tensor | None]) -> None:
-    """The current stream uses them, so their memory stays theirs until it is done."""
+    """Keeps the memory of these tensors until the current stream has used them."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())

@@ -34,6 +34,10 @@ class Masks:
         self._in_use = False
         self.captured = False  # a CUDA graph holds calls that mask
 
+    def called(self, *, capturing: bool) -> None:
+        """By a call that masks."""
+        self.captured |= capturing
+
     def masked(self, device: torch.device | None = None) -> Tensor:
         """Returns int32 [W]; 1: the rank is masked, 0: it lives (vLLM's polarity too)."""
         if device is not None and not self._in_use:
@@ -89,8 +93,11 @@ class Handle:
         )
         if self._masks is None:
             return self._pool.get(config)
-        self._masks.captured |= capturing(x)
+        self._masks.called(capturing=capturing(x))
         return self._pool.get(config, masked=self._masks.masked(x.device))
+
+    def limit_sms(self, num_sms: int | None) -> None:
+        self.num_sms = num_sms
 
     @property
     def keeps_masking(self) -> bool:
@@ -131,7 +138,7 @@ class All2AllManager:
         )
         if max_tokens not in self._handles:
             made = Handle(self.cpu_group, max_tokens, check=self.check, masks=self._masks)
-            made.num_sms = self._num_sms
+            made.limit_sms(self._num_sms)
             self._handles[max_tokens] = made
         return self._handles[max_tokens]
 
@@ -143,7 +150,7 @@ class All2AllManager:
         """
         self._num_sms = min(num_sms, self._num_sms or num_sms)
         for handle in self._handles.values():
-            handle.num_sms = self._num_sms
+            handle.limit_sms(self._num_sms)
 
     def max_sms_used(self) -> int | None:
         """Returns the limit of set_num_sms; None: no limit."""

@@ -39,15 +39,15 @@ from moe_p2p.errors import (
     make,
     require,
 )
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
+from moe_p2p.fleet.member import LEAVE_S
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.machine.driver import relaxed_captures
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, dtype_name, record
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, dtype_name, record
 from moe_p2p.weights.job import SetUp, prefix_of, source_of
 
 Load = Callable[[list[tuple[str, Tensor]]], Any]
-_LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 _NOT_LOADED = "the engine's loader has not ended"
 _SAY_S = 0.25  # until a refusal is said again
 
@@ -88,7 +88,7 @@ class Fleet:
 
 @contextmanager
 def beside(
-    who: str, board: Callable[[], Board], set_up: Callable[[], object], timeout_s: float
+    who: str, words: Callable[[], StoreKeys], set_up: Callable[[], object], timeout_s: float
 ) -> Iterator[None]:
     """Around the set-up of this process's trainer: engines set up meanwhile, by `set_up`, which a
     thread calls. What that raises is raised at the end, and all trainers that wait hear it, also
@@ -105,7 +105,7 @@ def beside(
             failed.append(error)
             while not over.is_set():
                 with suppress(MoeP2pError):
-                    SetUp(board(), who).say(str(error) or repr(error))
+                    SetUp(words(), who).say(str(error) or repr(error))
                 over.wait(_SAY_S)
 
     thread = threading.Thread(target=run, name=f"set-up of {who}", daemon=True)
@@ -125,22 +125,22 @@ def beside(
 
 @contextmanager
 def heard(store: Any, name: str, who: str) -> Iterator[None]:
-    """Around what an adapter does before it makes its trainer or generator, which others wait for:
-    they hear why it failed, and it hears who failed meanwhile. store: or a client of it. name: of
-    the fleet."""
-    board = Board(store, prefix_of(name))
+    """Around what an adapter does before it makes its trainer or engine rank, which others wait
+    for: they hear why it failed, and it hears who failed meanwhile. store: or a client of it. name:
+    of the fleet."""
+    words = StoreKeys(store, prefix_of(name))
     try:
-        set_up = SetUp(board, who)
+        set_up = SetUp(words, who)
         with set_up.heard(lambda: None):
             yield
             set_up.listen()
     finally:
-        if board.client is not store:
-            board.client.close()
+        if words.client is not store:
+            words.client.close()
 
 
 def own_address() -> str:
-    """Returns this host's address: Ray's, where Ray is installed."""
+    """Returns this host's address, by Ray if it is installed."""
     try:
         return str(importlib.import_module("ray").util.get_node_ip_address())
     except Exception:
@@ -173,13 +173,13 @@ class EngineWeights:
     ) -> None:
         self._load, self.fleet, self.device = load, fleet, torch.device(device)
         store = fleet.store() if store is None else store
-        board = Board(store, prefix_of(fleet.name), alone=True)
+        words = StoreKeys(store, prefix_of(fleet.name), alone=True)
         deadline, at = Deadline(fleet.timeout_s), f"{fleet.replica}/set-up {set_up}"
-        others = SetUp(board, f"generator {rank}", heard=not fleet.replica)
-        with others.heard(board.client.close):
+        others = SetUp(words, f"generator {rank}", heard=not fleet.replica)
+        with others.heard(words.client.close):
             if rank == 0:
-                _sweep(board, fleet.replica, at)
-            source = source_of(board, deadline)
+                _sweep(words, fleet.replica, at)
+            source = source_of(words, deadline)
             shapes = {name: (each[0].elements, getattr(torch, each[0].dtype))
                       for name, each in source.by_name.items()}  # fmt: skip
             why = "the engine loads all of its parameters by itself"
@@ -188,7 +188,7 @@ class EngineWeights:
             padding: set[str] = set()
             if direct:
                 params, padding = recorded(model, load, shapes, rank)
-            layout = together(board, at, rank, world_size, params, deadline, others.listen)
+            layout = together(words, at, rank, world_size, params, deadline, others.listen)
             nowhere = sorted(shapes.keys() - layout.by_name.keys())
             require(
                 not nowhere,
@@ -210,9 +210,9 @@ class EngineWeights:
         self._session: threading.Thread | None = None
         self._error: Exception | None = None
         self._broken = ""
-        self._set_up = board  # what workers said in it; only they read that
-        agree = _Agreement(board, at, rank, world_size, deadline)
-        self.generator = WeightGenerator(
+        self._set_up = words  # what workers said in it; only they read that
+        agree = _Agreement(words, at, rank, world_size, deadline)
+        self.engine_rank = WeightEngineRank(
             self.engine,
             store,
             layout,
@@ -231,16 +231,16 @@ class EngineWeights:
 
     @property
     def version(self) -> int | None:
-        return self.generator.version
+        return self.engine_rank.version
 
     def _keep(self, received: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._received = received
         if received and self.fleet.mode == "in_place":  # a mix, from here on until `commit`
             self._broken = _NOT_LOADED
-            self.generator.set_usable(False)
+            self.engine_rank.set_usable(False)
 
     def _agree(self, committed: int) -> int:
-        """Workers go to a version in `commit`, which the engine calls on all of them at once."""
+        """Workers switch to a version in `commit`, which the engine calls on all at once."""
         self._seen = committed
         return committed if self._may_commit else 0
 
@@ -249,7 +249,7 @@ class EngineWeights:
     def begin(self) -> None:
         require(self._session is None, "begin: an update is under way; commit it, or settle")
         if self.fleet.mode == "in_place":
-            self.generator.begin()
+            self.engine_rank.begin()
         self._error = None
         self._session = threading.Thread(target=self._run, daemon=True, name="weight update")
         self._session.start()
@@ -259,7 +259,7 @@ class EngineWeights:
         try:
             with relaxed_captures():
                 if self.fleet.mode == "in_place":
-                    self.generator.wait(self.fleet.timeout_s)
+                    self.engine_rank.wait(self.fleet.timeout_s)
                 else:
                     self._watch()
         except Exception as error:
@@ -267,14 +267,14 @@ class EngineWeights:
 
     def _watch(self) -> None:
         """Runs until the fleet has decided; the engine generates meanwhile."""
-        generator, deadline = self.generator, Deadline(self.fleet.timeout_s)
-        before, failed = self._seen, generator.totals["failed"]
+        engine_rank, deadline = self.engine_rank, Deadline(self.fleet.timeout_s)
+        before, failed = self._seen, engine_rank.totals["failed"]
         while self._seen <= before:
-            generator.step()
-            if generator.totals["failed"] > failed and not generator.retrying:
-                raise make(AbortedError, f"the weight update failed: {generator.failure}")
+            engine_rank.step()
+            if engine_rank.totals["failed"] > failed and not engine_rank.retrying:
+                raise make(AbortedError, f"the weight update failed: {engine_rank.failure}")
             if not deadline.left:
-                text = f"{generator.name}: no update was over within {deadline.timeout_s:g} s"
+                text = f"{engine_rank.name}: no update was over within {deadline.timeout_s:g} s"
                 raise make(TimeoutError, text)
             time.sleep(0.001)
 
@@ -285,7 +285,7 @@ class EngineWeights:
         limit_s = 2 * self.fleet.timeout_s
         self._session.join(limit_s)
         if self._session.is_alive():
-            text = f"{self.generator.name}: the session was not over within {limit_s:g} s"
+            text = f"{self.engine_rank.name}: the session was not over within {limit_s:g} s"
             raise make(TimeoutError, text)
         if self._error is not None:
             self._session = None
@@ -299,33 +299,33 @@ class EngineWeights:
                  if self._addresses.get(name, each.data_ptr()) != each.data_ptr()]  # fmt: skip
         self._synchronize()
         # Until the loader has ended, this worker counts as one without a version.
-        self.generator.set_usable(not moved and not self._received)
+        self.engine_rank.set_usable(not moved and not self._received)
         if moved:
             self._broken = f"the engine moved {', '.join(moved[:3])}"
         else:
             self._take()
         self._synchronize()
         self.require_clean()
-        return self.generator.version
+        return self.engine_rank.version
 
     def _take(self) -> None:
-        before = self.generator.totals["updates"]
+        before = self.engine_rank.totals["updates"]
         if self.fleet.mode == "shadow":
             self._may_commit = True
             try:
-                self.generator.step()
+                self.engine_rank.step()
             finally:
                 self._may_commit = False
-            if self.generator.totals["updates"] == before:
-                self.generator.set_usable(not self._broken)
+            if self.engine_rank.totals["updates"] == before:
+                self.engine_rank.set_usable(not self._broken)
                 text = "what was decided is given up: its trainers were replaced meanwhile"
-                raise make(AbortedError, f"{self.generator.name}: {text}")
+                raise make(AbortedError, f"{self.engine_rank.name}: {text}")
         self._broken = _NOT_LOADED if self._received else ""
         if self._received:
             try:
                 self._load(list(self._received.items()))
                 self._broken = ""
-                self.generator.set_usable(True)
+                self.engine_rank.set_usable(True)
             except Exception as error:
                 self._broken = f"the engine's loader failed: {error!r}"
 
@@ -336,20 +336,20 @@ class EngineWeights:
     def require_clean(self) -> None:
         """Called before the engine continues, with the weights that it loaded by itself too.
         Raises ProtocolError while its tensors are a mix."""
-        self.generator.require_not_dirty()
+        self.engine_rank.require_not_dirty()
         if self._broken:
-            text = f"{self.generator.name}: its tensors are dirty: {self._broken}"
+            text = f"{self.engine_rank.name}: its tensors are dirty: {self._broken}"
             raise make(ProtocolError, text)
 
     def close(self) -> None:
-        with suppress(MoeP2pError), self._set_up.within(Deadline(_LEAVE_S)):
+        with suppress(MoeP2pError), self._set_up.within(Deadline(LEAVE_S)):
             self._set_up.withdraw(leaves=True)
         self._set_up.client.close()
-        self.generator.close()
+        self.engine_rank.close()
         self.engine.close()
 
 
-def _sweep(board: Board, replica: str, at: str) -> None:
+def _sweep(words: StoreKeys, replica: str, at: str) -> None:
     """Words of set-ups but for `at`: of workers that were killed."""
 
     def over(key: str) -> bool:
@@ -357,28 +357,28 @@ def _sweep(board: Board, replica: str, at: str) -> None:
         ours = what in ("params", "agree") and of.startswith(f"{replica}/set-up ")
         return ours and not of.startswith((f"{at}/", f"{at} "))
 
-    board.sweep(over)
+    words.sweep(over)
 
 
 class _Agreement:
     """Returns the smallest of all workers' numbers, by way of the store. Used during set-up."""
 
     def __init__(
-        self, board: Board, name: str, rank: int, world_size: int, deadline: Deadline
+        self, words: StoreKeys, name: str, rank: int, world_size: int, deadline: Deadline
     ) -> None:
-        self._board, self._name, self._rank = board, name, rank
+        self._words, self._name, self._rank = words, name, rank
         self._world_size, self._deadline = world_size, deadline
         self._calls = itertools.count()
 
     def __call__(self, number: int) -> int:
         at = f"agree {self._name} {next(self._calls)}"
-        self._board.put(f"{at} {self._rank}", number)
+        self._words.put(f"{at} {self._rank}", number)
         keys = {f"{at} {i}": f"generator {i}" for i in range(self._world_size)}
-        return int(min(self._board.wait(keys, self._deadline).values()))
+        return int(min(self._words.wait(keys, self._deadline).values()))
 
 
 def together(
-    board: Board,
+    words: StoreKeys,
     name: str,
     rank: int,
     world_size: int,
@@ -388,9 +388,9 @@ def together(
 ) -> WeightLayout:
     """Returns the layout of all workers, each of which passes its own parameters."""
     mine = WeightLayout(tuple(params), world_size)
-    board.put(f"params {name}/{rank}", mine.to_bytes().hex())
+    words.put(f"params {name}/{rank}", mine.to_bytes().hex())
     keys = {f"params {name}/{i}": f"generator {i}" for i in range(world_size)}
-    found = board.wait(keys, deadline, listen)
+    found = words.wait(keys, deadline, listen)
     parts = [WeightLayout.from_bytes(bytes.fromhex(found[key])).params for key in keys]
     return WeightLayout(tuple(itertools.chain(*parts)), world_size)
 
@@ -407,8 +407,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class Recorded(NamedTuple):
-    """params: where this worker's loader puts parameters. One that lands nowhere, an expert or a
-    layer of other workers, is not there. padding: names of tensors that it leaves a part of."""
+    """params: where this worker's loader puts parameters, without those of other workers (experts,
+    layers). padding: names of tensors of which the loader leaves a part as it is."""
 
     params: list[Param]
     padding: set[str]

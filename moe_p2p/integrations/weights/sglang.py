@@ -30,8 +30,9 @@ from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.errors import MoeP2pError, ProtocolError, TimeoutError, make, require
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.member import LEAVE_S
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet, beside
 from moe_p2p.integrations.weights.sglang_calls import Call, in_process, over_http, payload
 from moe_p2p.weights.job import prefix_of
@@ -42,7 +43,6 @@ Requests = Literal["keep", "retract", "abort"]
 PAUSES: dict[str, str] = {"keep": "in_place", "retract": "retract", "abort": "abort"}
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _LOOK_S = 0.002
-_LEAVE_S = 1.0  # for a store that is gone
 
 
 # --- in each scheduler process ---
@@ -50,11 +50,11 @@ _LEAVE_S = 1.0  # for a store that is gone
 # By model; one of each, unless tests have several ranks.
 _workers: dict[int, EngineWeights] = {}
 _stores: dict[int, Any] = {}
-_answers: dict[int, Board] = {}
+_answers: dict[int, StoreKeys] = {}
 
 
-def _board(fleet: Fleet, store: Any) -> Board:
-    return Board(store, f"{prefix_of(fleet.name)}/sglang")
+def _words(fleet: Fleet, store: Any) -> StoreKeys:
+    return StoreKeys(store, f"{prefix_of(fleet.name)}/sglang")
 
 
 def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
@@ -71,7 +71,7 @@ def _answer(model: Any, call: dict[str, Any]) -> None:
     if call["do"] == "open" or id(model) not in _stores:  # trainers may have begun anew
         _forget(model)
         _stores[id(model)] = fleet.store()
-        _answers[id(model)] = _board(fleet, _stores[id(model)])
+        _answers[id(model)] = _words(fleet, _stores[id(model)])
     store = _stores[id(model)]
     try:
         _do(model, call, fleet, store)
@@ -87,7 +87,7 @@ def _forget(model: Any) -> None:
     """What was answered to who called before."""
     before = _answers.pop(id(model), None)
     if before is not None:
-        with contextlib.suppress(MoeP2pError), before.within(Deadline(_LEAVE_S)):
+        with contextlib.suppress(MoeP2pError), before.within(Deadline(LEAVE_S)):
             before.withdraw(leaves=True)
         before.client.close()
 
@@ -159,7 +159,7 @@ class SglangUpdates:
     """One SGLang engine. engine: has `loop` and `tokenizer_manager`, as sglang.Engine; or a str:
     where its server is, http://host:port. api_key: the server's admin key, where it has one.
 
-    tp: its ranks. first, world_size: where they are among generators of the fleet. direct: False
+    tp: its ranks. first, world_size: where they are among engine ranks of the fleet. direct: False
     where layers are quantized: SGLang's session restores and repacks them, and so loads all.
     """
 
@@ -188,10 +188,10 @@ class SglangUpdates:
         """Around the set-up of this process's trainer. At its end trainers and all ranks of the
         engine are connected; or it raises why SGLang refused, which all trainers have heard."""
 
-        def board() -> Board:
-            return Board(self._answers.client, prefix_of(self.fleet.name))
+        def words() -> StoreKeys:
+            return StoreKeys(self._answers.client, prefix_of(self.fleet.name))
 
-        return beside("SGLang", board, lambda: self._paused("open"), 2 * self.fleet.timeout_s)
+        return beside("SGLang", words, lambda: self._paused("open"), 2 * self.fleet.timeout_s)
 
     def send(
         self, version: int, update: Callable[[], object], *, requests: Requests = "keep"
@@ -227,8 +227,8 @@ class SglangUpdates:
         self._call("continue_generation", torch_empty_cache=False)
 
     @functools.cached_property
-    def _answers(self) -> Board:
-        return _board(self.fleet, self.fleet.store())
+    def _answers(self) -> StoreKeys:
+        return _words(self.fleet, self.fleet.store())
 
     def _pause(self, requests: Requests) -> None:
         self._call("pause_generation", mode=PAUSES[requests])

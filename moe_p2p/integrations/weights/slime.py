@@ -6,7 +6,7 @@
 slime gathers parameters over tensor and expert parallelism, and names them as the checkpoint does,
 on one rank of each pipeline stage: these ranks are the trainers. What they gathered stays in host
 memory, and is written from there into the tensors of all SGLang engines, while those generate;
-slime's own updater pauses them before it gathers. What this cannot do is avoid slime's gather.
+slime's own updater pauses them before it gathers. slime's gather cannot be avoided this way.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Updater:
         engine_gpu_offsets: Sequence[int] | None = None,
         engine_parallel_configs: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Also where some of them have begun anew. The next update sets up all of them."""
+        """Called again if engines were restarted. The next update sets up all of them."""
         self.disconnect_rollout_engines()
         this: Any = self
         for config in engine_parallel_configs or ():

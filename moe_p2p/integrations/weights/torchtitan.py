@@ -27,13 +27,13 @@ from torch import Tensor
 from moe_p2p import env
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import TimeoutError, UnavailableError, make, require
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations import optional, required
 from moe_p2p.integrations.kv.worker import split_address
 from moe_p2p.integrations.weights.engine import Fleet, heard
-from moe_p2p.weights import WeightGenerator, WeightTrainer, layout_of
-from moe_p2p.weights.given import plain
+from moe_p2p.weights import WeightEngineRank, WeightTrainer, layout_of
+from moe_p2p.weights.checks import plain
 from moe_p2p.weights.job import prefix_of, source_of
 from moe_p2p.weights.layout import everyones
 
@@ -122,13 +122,13 @@ class Pushes:
 
 
 class Pulls:
-    """Of a rank of the generator. TorchTitan's state dict has copies of fused parameters, other
-    ones each time; bytes land in tensors of this and are copied, so that a failed update leaves the
-    model as it was."""
+    """Pulls of one rank of the generator. TorchTitan's state dict has new copies of fused
+    parameters each time, so bytes land in tensors of this object and are copied then. A failed
+    update leaves the model as it was."""
 
     def __init__(self) -> None:
         self._landed = dict[str, Tensor]()
-        self._generator: WeightGenerator | None = None
+        self._generator: WeightEngineRank | None = None
 
     def get(self, state_dict: dict[str, Any], strict: bool) -> None:
         given = _tensors_in(state_dict)
@@ -140,23 +140,23 @@ class Pulls:
         for name, each in self._landed.items():
             plain(state_dict[name]).copy_(each)
 
-    def _set_up(self, given: dict[str, Tensor]) -> WeightGenerator:
+    def _set_up(self, given: dict[str, Tensor]) -> WeightEngineRank:
         fleet = _fleet()
         store = fleet.store()
-        board = Board(store, prefix_of(fleet.name), alone=True)
+        words = StoreKeys(store, prefix_of(fleet.name), alone=True)
         deadline = Deadline(fleet.timeout_s)
         mine = everyones(secrets.token_bytes(8))[0].hex()
-        if board.decide("generator", mine) != mine:
+        if words.decide("generator", mine) != mine:
             text = "another generator has the trainers' weights: moe_p2p serves one"
             raise make(UnavailableError, f"{text}; start TorchTitan with one generator")
         rank = dist.get_rank()
-        with heard(board.client, fleet.name, f"generator {rank}"):
-            theirs = source_of(board, deadline).by_name
+        with heard(words.client, fleet.name, f"generator {rank}"):
+            theirs = source_of(words, deadline).by_name
             given = {name: each for name, each in given.items() if name in theirs}
             self._landed = {name: torch.empty_like(plain(each)) for name, each in given.items()}
             layout = layout_of(given)
             engine = Engine(label=f"generator {rank}", gpu=_gpu())
-        self._generator = WeightGenerator(
+        self._generator = WeightEngineRank(
             engine,
             store,
             layout,
@@ -170,7 +170,7 @@ class Pulls:
 
 
 class Store:
-    """What the actors call of `torchstore`. Their one key is of the model's state dict."""
+    """The calls of `torchstore` that actors make. Their only key names the model's state dict."""
 
     def __init__(self) -> None:
         self._pushes, self._pulls = Pushes(), Pulls()

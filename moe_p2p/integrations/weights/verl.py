@@ -24,12 +24,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import require
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations import derived, required
 from moe_p2p.integrations.weights.engine import heard, own_address
-from moe_p2p.weights import Param, WeightGenerator, WeightLayout, WeightTrainer
+from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
 
 NAME = "moe_p2p"
@@ -57,12 +57,12 @@ class Checkpoint:
         self._topology: dict[str, Any] = {}
         self.engine: Engine | None = None
         self._side: Any = None
-        self._board: Any = None
+        self._words: Any = None
         self._count = 0
 
     def prepare(self) -> dict[str, Any]:
         """Returns where all ranks meet: at the first worker, as long as the group lives. verl makes
-        a group for each update: what one has said ends with its store."""
+        a group for each update; its words end with its store."""
         self.finalize()
         limit = timedelta(seconds=self.timeout_s)
         if self._served is None:
@@ -96,14 +96,14 @@ class Checkpoint:
         limit = timedelta(seconds=self.timeout_s)
         store = TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=limit)
         name = f"verl {meeting['token']}"
-        self._board = Board(store, name)
-        with heard(self._board.client, name, f"{side} {rank}"):
+        self._words = StoreKeys(store, name)
+        with heard(self._words.client, name, f"{side} {rank}"):
             bucket = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
             gpu = self.device.index if self.device.type == "cuda" else None
             self.engine = Engine(label=f"{side} {rank}", gpu=gpu)
             count = actors if side == "actor" else workers
             layout = WeightLayout((Param("bucket", (self.size,), "uint8", range(count)),), count)
-        make: Any = WeightTrainer if side == "actor" else WeightGenerator
+        make: Any = WeightTrainer if side == "actor" else WeightEngineRank
         self._bucket = bucket
         self._side = make(self.engine, store, layout, rank, {"bucket": bucket}, name=name,
                           timeout_s=self.timeout_s)  # fmt: skip
@@ -116,9 +116,9 @@ class Checkpoint:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-        if self._board is not None:
-            self._board.client.close()
-            self._board = None
+        if self._words is not None:
+            self._words.client.close()
+            self._words = None
 
     # --- actors ---
 
@@ -157,10 +157,10 @@ class Checkpoint:
     def _update(self, bucket: dict[str, Any]) -> None:
         """In a thread: the event loop of verl goes on where the store does not answer."""
         if self._rank == 0:
-            with self._board.within(Deadline(self.timeout_s)):
-                self._board.put(f"bucket {self._count}", bucket)
+            with self._words.within(Deadline(self.timeout_s)):
+                self._words.put(f"bucket {self._count}", bucket)
                 # Workers have read it: else the bucket after the next would not have arrived.
-                self._board.drop(f"bucket {self._count - 3}")
+                self._words.drop(f"bucket {self._count - 3}")
         self._side.update(self._count)
 
     # --- rollout workers ---
@@ -182,8 +182,8 @@ class Checkpoint:
 
     def _next(self) -> dict[str, Any]:
         self._side.wait(self.timeout_s)
-        with self._board.within(Deadline(self.timeout_s)):
-            found: dict[str, Any] = self._board.get(f"bucket {self._count}")
+        with self._words.within(Deadline(self.timeout_s)):
+            found: dict[str, Any] = self._words.get(f"bucket {self._count}")
         return found
 
     def _whole(self, meta: Meta, found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -35,8 +35,8 @@ from moe_p2p.errors import (
     make,
     require,
 )
-from moe_p2p.fleet.board import Board
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations import derived, optional, required
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet, beside, heard
 from moe_p2p.weights import Param, Placement, Replicate, Shard, WeightLayout, WeightTrainer
@@ -154,10 +154,10 @@ class Receiver:
     def _place(self, fleet: Fleet, engines: int) -> int:
         """Number of this worker's engine: engines that get the same call are told apart by the id
         that vLLM gives each."""
-        board = Board(fleet.store(), prefix_of(fleet.name), alone=True)
+        words = StoreKeys(fleet.store(), prefix_of(fleet.name), alone=True)
         mine = self.vllm_config.instance_id
         for place in range(engines):
-            if board.decide(f"vllm engine {place}", mine) == mine:
+            if words.decide(f"vllm engine {place}", mine) == mine:
                 return place
         text = f"the trainers' client has {engines} engines, and all of them are there already"
         raise make(ProtocolError, f"{text}: pass another one a replica's name")
@@ -221,8 +221,8 @@ class Sender:
         }
         self._fleet, self.version, self._session = Fleet(**given), 0, 0
         self._store = self._fleet.store(serves=self.is_sender)
-        self._board = Board(self._store, f"moe_p2p vllm/{init.name}")
-        with heard(self._board.client, init.name, f"trainer {self.rank}"):
+        self._words = StoreKeys(self._store, f"moe_p2p vllm/{init.name}")
+        with heard(self._words.client, init.name, f"trainer {self.rank}"):
             self._tensors = {name: tensor.detach().contiguous() for name, tensor in self._parts()}
             layout = layout_of(self.source, init.world_size)
             first = next(iter(self._tensors.values()))
@@ -253,8 +253,8 @@ class Sender:
             }
             self.client.init_weight_transfer_engine(given | more)
 
-        board = Board(self._board.client, prefix_of(self._fleet.name))
-        return beside("vLLM's client", lambda: board, init, self._fleet.timeout_s)
+        words = StoreKeys(self._words.client, prefix_of(self._fleet.name))
+        return beside("vLLM's client", lambda: words, init, self._fleet.timeout_s)
 
     def _parts(self) -> Iterator[tuple[str, Tensor]]:
         local = self.source.implements_iter_local()
@@ -294,12 +294,12 @@ class Sender:
                 word["failed"] = f"start_weight_update failed: {error!r}"
                 raise
             finally:
-                self._board.put("session", word)
+                self._words.put("session", word)
             return self.version + 1
         deadline = Deadline(self._fleet.timeout_s)
-        with self._board.within(deadline):
+        with self._words.within(deadline):
             while True:
-                found = self._board.get("session")
+                found = self._words.get("session")
                 if found is not None and found["number"] > self._session:
                     break
                 if not deadline.left:

@@ -177,7 +177,7 @@ class _Exchange:
     def _refuse(self, why: str) -> None:
         self._num_refused += 1
         if self._meeting is not None:
-            self._meeting.num_refused += 1
+            self._meeting.refused()
         self._refusal = why
 
     def _refused(self) -> str:

@@ -47,9 +47,10 @@ from moe_p2p.moe.gpu.prepared import (
     variants_of,
 )
 from moe_p2p.moe.gpu.shape_macros import of_any_length, of_arrivals, shape_macros
-from moe_p2p.moe.options import BY_RANK, QUANTIZE, layout_of, scale_format_of, variant_of
+from moe_p2p.moe.layouts import LAYOUTS
+from moe_p2p.moe.options import QUANTIZE, rows_of, scale_format_of, variant_of
 from moe_p2p.moe.rendezvous.mirror import sharing_of
-from moe_p2p.moe.shape import layout
+from moe_p2p.moe.shape import layout as numbers
 
 if TYPE_CHECKING:
     from moe_p2p.fleet.bootstrap import Bootstrap
@@ -69,7 +70,7 @@ def dispatch_kernel(
     *,
     quantize: bool,
     scale_format: int = 0,
-    by_rank: bool = False,
+    layout: int = 0,
     x_bytes: int = 0,
     num_sms: int | None = None,
     tuned: Sequence[TunedLaunch] = (),
@@ -78,25 +79,27 @@ def dispatch_kernel(
 
     x_dtype: type of the caller's x. x_bytes: of a row of x that is bytes; 0: H values.
     scale_format: of the scales when `quantize` (kernels/abi/shape.h, ScaleFormat).
+    layout: LayoutFacts.kernel.
     tuned: shapes that go before the shipped ones.
     """
     if x_bytes:
         shape, x_dtype = shape | {"MOE_P2P_HIDDEN_DIM": x_bytes}, torch.float8_e4m3fn
     hidden = shape["MOE_P2P_HIDDEN_DIM"]
     row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
+    per_token = LAYOUTS[layout].per_token
     bulk = None
     if goes_in_bulk(shape, num_sms):
         bulk = bulk_dispatch(
             shape,
-            by_rank=by_rank,
+            per_token=per_token,
             x_bytes=hidden * x_dtype.itemsize,
             row_bytes=row_bytes,
             quantize=quantize,
         )
     if bulk is None:
         shape = of_any_length(shape)
-        shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
-        job = job_of(shape, adds=False, by_rank=by_rank)
+        shared = functools.partial(dispatch_shared_bytes, shape, per_token)
+        job = job_of(shape, adds=False, per_token=per_token)
         launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared, tuned)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
@@ -105,7 +108,7 @@ def dispatch_kernel(
         "MOE_P2P_QUANTIZE": int(quantize),
         "MOE_P2P_OPAQUE_X": int(x_bytes > 0),
         "MOE_P2P_SCALE_FORMAT": scale_format,
-        "MOE_P2P_BY_RANK": int(by_rank),
+        "MOE_P2P_LAYOUT": layout,
         "MOE_P2P_PLAIN": 0,
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
@@ -278,10 +281,10 @@ class DeviceSide:
         self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
         self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
         if self._masks is not None:
-            self._state[layout().masks_word] = self._masks[0].data_ptr()
+            self._state[numbers().masks_word] = self._masks[0].data_ptr()
         pinned = on_device.type == "cuda"
         self._fault = torch.zeros(
-            layout().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+            numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
         self._wait()
         call(
@@ -377,7 +380,7 @@ class DeviceSide:
             x_dtype,
             quantize=quantize,
             scale_format=scale_format_of(variant),
-            by_rank=layout_of(variant) == BY_RANK,
+            layout=rows_of(variant).kernel,
             x_bytes=x_bytes,
             num_sms=self._num_sms,
             tuned=self._tuned,

@@ -66,23 +66,23 @@ def up(value: int, step: int) -> int:
 class Job(NamedTuple):
     """What a kernel does.
 
-    adds: it combines. by_rank: it dispatches, in that layout. splits_rows: workers share the rows
-        of tiny steps. many_ranks: of a node. ranks: of the only node; 0: there are several.
+    adds: it combines. per_token: it dispatches, in such a layout. splits_rows: workers share the
+        rows of tiny steps. many_ranks: of a node. ranks: of the only node; 0: there are several.
     """
 
     adds: bool
-    by_rank: bool
+    per_token: bool
     splits_rows: bool
     many_ranks: bool
     ranks: int = 0
 
 
-def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
+def job_of(macros: dict[str, int], *, adds: bool, per_token: bool = False) -> Job:
     """Returns the Job of a dispatch or a combine of this shape."""
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
     splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
-    return Job(adds, by_rank, splits_rows, ranks > _MANY_RANKS, ranks if one_node else 0)
+    return Job(adds, per_token, splits_rows, ranks > _MANY_RANKS, ranks if one_node else 0)
 
 
 def candidates(
@@ -92,9 +92,9 @@ def candidates(
     threads, tiny = num_threads(row_bytes), step_tokens <= _TINY_STEP
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if few(num_sms):
-        # Workers whose rounds over a row are full, as many as a block holds. Rows by rank take
-        # registers.
-        wide, block = (128, _SPARE_THREADS) if job.by_rank and not tiny else (256, _MOST_THREADS)
+        # Workers whose rounds over a row are full, as many as a block holds. Rows per token
+        # take registers.
+        wide, block = (128, _SPARE_THREADS) if job.per_token and not tiny else (256, _MOST_THREADS)
         worker, slots = num_threads(row_bytes, most=wide, step=32), _SMS if job.adds else 2 * _SMS
         most = block // worker
         shapes = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
@@ -158,13 +158,13 @@ def choose(
     return last
 
 
-def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchShape) -> int:
+def dispatch_shared_bytes(macros: dict[str, int], per_token: bool, launch: LaunchShape) -> int:
     """Upper bound of dispatch.cu's shared memory; SendShared and RecvShared are checked with it."""
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
     head = layout(topk).slot_head_bytes
     scales = 4 * num_scales(macros["MOE_P2P_HIDDEN_DIM"])
-    ranks = world if by_rank else 0  # by_rank keeps words for each rank
+    ranks = world if per_token else 0  # it keeps words for each rank
     words = 4 * (columns + ranks) * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32) + 4 * ranks
     counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
     send = words + launch.token_workers * (counts + head + scales + 16 * columns + 256)
@@ -221,7 +221,7 @@ def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
 
 
 def bulk_dispatch(
-    macros: dict[str, int], *, by_rank: bool, x_bytes: int, row_bytes: int, quantize: bool
+    macros: dict[str, int], *, per_token: bool, x_bytes: int, row_bytes: int, quantize: bool
 ) -> Bulk | None:
     """x_bytes: bytes of the caller's row; row_bytes: as it travels. None: it does not fit."""
     topk = macros["MOE_P2P_TOPK"]
@@ -229,20 +229,20 @@ def bulk_dispatch(
     head = layout(topk).slot_head_bytes
     token = up(row_bytes, 16) + up(scales, 16) + macros["MOE_P2P_EXTRA_BYTES"]
     image = up(head + min(token, macros["MOE_P2P_MAX_TOKEN_BYTES"]), 128)
-    ring_images = 3 if by_rank else 4
+    ring_images = 3 if per_token else 4
     ring = up(ring_images * (image + 16) + 32 * topk + 128, 128)
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 384 + (2 * x_bytes if quantize else 0)
-    send, recv = (5, 6) if quantize or by_rank else (2, 3)
-    if ranks == _OWN_STAY_RANKS and by_rank and not quantize:
+    send, recv = (5, 6) if quantize or per_token else (2, 3)
+    if ranks == _OWN_STAY_RANKS and per_token and not quantize:
         send, recv = 3, 5  # half of the slots are heads alone
     # Rows that are not quantized leave one warp of a worker little to do.
     pipe, most = (_CARRY_THREADS + _COMPUTE_THREADS, 3) if quantize else (_CARRY_THREADS + 32, 6)
     for workers in range(most, 0, -1):
         threads = pipe * workers + _FLAG_THREADS + 32 * _ROUTE_WARPS
         launch = LaunchShape(threads, workers, 1, 1, send * _SMS, recv * _SMS)
-        base = dispatch_shared_bytes(macros, by_rank, launch)
+        base = dispatch_shared_bytes(macros, per_token, launch)
         room = _MAX_SHARED_BYTES - base
         rings = min(room // ring, launch.block_threads // 32)
         images = min((room // workers - rest) // place, _MOST_IMAGES)

@@ -12,18 +12,18 @@ from moe_p2p.library import settings_text
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.options import (
-    BY_RANK,
-    COMBINE_DTYPES,
     DEFAULT,
     INT10_BLOCK,
     INT10_NODES,
+    PARTIALS,
     QUANTIZE,
     SCALE_FORMATS,
+    CombineOptions,
     DispatchOptions,
-    layout_of,
-    partials_of,
+    partials_from,
+    rows_of,
     scale_format_of,
-    sum_order_bits,
+    sum_order_of,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -70,16 +70,13 @@ def dispatches_of(
 
 
 def combines_of(
-    config: AllToAllConfig,
-    y_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-    order: str,
-    combine_dtype: str | None,
+    config: AllToAllConfig, y_dtype: torch.dtype | None, options: CombineOptions
 ) -> Combines:
     """Likewise."""
     y_dtype = config.widest_combine_dtype if y_dtype is None else y_dtype
-    out_dtype = y_dtype if out_dtype is None else out_dtype
-    return [(y_dtype, out_dtype, sum_order_bits(order) > 0, partials_of(combine_dtype))]
+    out_dtype = y_dtype if options.out_dtype is None else options.out_dtype
+    by_topk = sum_order_of(options.number) > 0
+    return [(y_dtype, out_dtype, by_topk, partials_from(options.number))]
 
 
 def partials_among(shape: Mapping[str, int], by_topk: bool, partials: int) -> int:
@@ -92,7 +89,7 @@ def partials_among(shape: Mapping[str, int], by_topk: bool, partials: int) -> in
     hidden = shape["MOE_P2P_HIDDEN_DIM"]
     errors.require(
         hidden % INT10_BLOCK == 0 and not by_topk,
-        f"combine_dtype is int10 with hidden_dim {hidden}"
+        f"partials is int10 with hidden_dim {hidden}"
         + (" and order='topk'" if by_topk else "")
         + f"; hidden_dim must be a multiple of {INT10_BLOCK}, and it takes order='ranks' only",
     )
@@ -119,9 +116,9 @@ def refuse_capture(missing: str) -> None:
 
 def missing_dispatch(x_dtype: torch.dtype, variant: int) -> str:
     """For refuse_capture."""
-    scale_format = SCALE_FORMATS[scale_format_of(variant)]
+    layout, scale_format = rows_of(variant), SCALE_FORMATS[scale_format_of(variant)]
     options = {
-        "layout='by_rank'": layout_of(variant) == BY_RANK,
+        f"layout={layout.name!r}": layout.kernel,
         "quantize=True": variant & QUANTIZE,
         f"scale_format={scale_format!r}": scale_format_of(variant),
     }
@@ -137,10 +134,10 @@ def missing_combine(
 ) -> str:
     """For refuse_capture."""
     more = ", order='topk'" if by_topk else ""
-    more += f", combine_dtype={COMBINE_DTYPES[partials - 1]!r}" if partials else ""
+    more += f", partials={PARTIALS[partials - 1]!r}" if partials else ""
     return (
         "a combine's kernel is not compiled: make such a call once, or call "
-        f"prepare(y_dtype={y_dtype}, out_dtype={out_dtype}{more})"
+        f"prepare(y_dtype={y_dtype}, combine=CombineOptions(out_dtype={out_dtype}{more}))"
     )
 
 

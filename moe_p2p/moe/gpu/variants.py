@@ -13,6 +13,7 @@ from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.kernels import clean_kernel, combine_kernel, dispatch_kernel
 from moe_p2p.moe.gpu.prepared import variants_of
 from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.layouts import KERNELS
 
 
 def every_kernel() -> Iterator[Kernel]:
@@ -34,10 +35,10 @@ def _general_kernels() -> Iterator[Kernel]:
         *itertools.product(floats, (False, True)),
         (torch.float8_e4m3fn, False),
     ]:
-        yield dispatch_kernel(usual, dtype, quantize=quantize)
-        yield dispatch_kernel(usual, dtype, quantize=quantize, by_rank=True)
-    for form, rows in itertools.product((1, 2), (False, True)):
-        yield dispatch_kernel(usual, floats[0], quantize=True, scale_format=form, by_rank=rows)
+        for layout in KERNELS:
+            yield dispatch_kernel(usual, dtype, quantize=quantize, layout=layout)
+    for form, layout in itertools.product((1, 2), KERNELS):
+        yield dispatch_kernel(usual, floats[0], quantize=True, scale_format=form, layout=layout)
     for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
         yield combine_kernel(usual, y_dtype, out_dtype)
     uneven = tuple(min(expert // 50, 7) for expert in range(256))
@@ -62,7 +63,10 @@ def _general_kernels() -> Iterator[Kernel]:
     ]
     for other, num_sms in others:
         yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
-        yield dispatch_kernel(other, torch.bfloat16, quantize=False, by_rank=True, num_sms=num_sms)
+        for layout in KERNELS[1:]:
+            yield dispatch_kernel(
+                other, torch.bfloat16, quantize=False, layout=layout, num_sms=num_sms
+            )
         yield combine_kernel(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms)
     long = shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048})
     yield dispatch_kernel(long, torch.float32, quantize=True, num_sms=24)

@@ -19,9 +19,9 @@ from __future__ import annotations
 import itertools
 import struct
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, ProcessGroup, Store
 
 from moe_p2p import errors
 from moe_p2p.fleet.bootstrap import Bootstrap, store_of
@@ -91,7 +91,11 @@ class MirrorMeeting(Bootstrap):
 
 
 def meet(
-    group_or_store: Any, rank: int | None, world_size: int | None, *, timeout_s: float
+    group_or_store: ProcessGroup | Store | None,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    timeout_s: float,
 ) -> Bootstrap:
     """Returns the meeting of these ranks. Arguments: Bootstrap's."""
     store, rank, world_size = store_of(group_or_store, rank, world_size)

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_p2p.tools.bench import plot
+from moe_p2p.tools.draw import draw
 from moe_p2p.tools.model import phases, published
 from moe_p2p.tools.model.phases import Pair
 from moe_p2p.tools.model.wire import NICS, Job, Nic
@@ -115,9 +115,7 @@ def main(arguments: list[str]) -> int:
         Path(given.json).write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
     if given.plot:
         heading = f"A pair over {given.nic}, {nic.gbps:g} Gbit/s a GPU: {PREDICTION}"
-        missing = plot.draw(
-            Path(given.plot), heading, lambda axis: _paint(axis, rows), figsize=(7, 6)
-        )
+        missing = draw(Path(given.plot), heading, lambda axis: _paint(axis, rows), figsize=(7, 6))
         print(missing or f"plot: {given.plot}")
     return 0
 

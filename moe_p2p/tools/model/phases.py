@@ -4,8 +4,8 @@ DeepEP: a copy of a token per expert on another node, straight from GPU to NIC. 
 not the wire is one constant per phase, fitted with the goodput on the points of 16 ranks.
 
 Ours: a copy per node (or, flat, per rank), from the GPU's outbox by way of the proxy; each rank
-sends to the rank of the same place on other nodes, whose node reads it over NVLink. Nothing of it
-is fitted: each term was measured apart, or is published.
+sends to the rank of the same place on other nodes, whose node reads it over NVLink. Nothing is
+fitted: each term was measured alone, or is published.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Ours:
     proxy: float = 0.4  # sees it and makes the writes, without posting them
     publish: float = 0.6  # completion, immediate, word for the GPU
     flush: float = 1.4  # cuFlushGPUDirectRDMAWrites; twice with a node to share it
-    relay: float = 2.1  # a block sees the host's word and tells the node
+    relay: float = 2.1  # a block sees the host's word and repeats it to the node
     most_parts: int = 4  # writes into which a step is cut, so that receivers begin early
     part_bytes: int = 64 << 10
 
@@ -123,7 +123,7 @@ def ours(job: Job, nic: Nic, *, flat: bool = False, terms: Ours | None = None) -
         begin = terms.kernels / 2 + terms.ring + terms.bell + terms.proxy
         behind = terms.publish + terms.flush * (2 if job.ranks_per_node > 1 else 1) + terms.relay
         there = _there(nic, peers, header + slot * each, begin, terms)
-        # NVLink's work on what came hides behind the wire but for that of the last part.
+        # NVLink's work on arrivals hides behind the wire, except the work on the last part.
         last = near / terms.most_parts
         times.append(max(there + last, begin + near) + behind)
     return Pair(*times)

@@ -19,10 +19,10 @@ from moe_p2p.machine import tuned
 from moe_p2p.machine.launches import BulkSteps, TunedLaunch
 from moe_p2p.machine.tuned import Parts, Rates, Tuned
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.options import MIRROR_GPUS
+from moe_p2p.tools.meeting import MIRROR_GPUS
 from moe_p2p.tools.option_types import above_zero, at_least_1, each_at_least_1
 from moe_p2p.tools.tune import launches, link, steps
-from moe_p2p.tools.tune.world import Options, World
+from moe_p2p.tools.tune.world import TuneOptions, World
 
 PARTS_OF_A_RUN = ("launches", "bulk", "parts", "link")
 GPU_ONLY = ("launches", "bulk")
@@ -77,7 +77,7 @@ def _how(path: Path) -> str:
     return "" if path == tuned.path_here() else f" with MOE_P2P_TUNED={path}"
 
 
-def run(options: Options) -> Measured:
+def run(options: TuneOptions) -> Measured:
     """Runs one rank; the result is the same on all."""
     with launch.process_group() as (rank, _):
         if options.device == "cuda":
@@ -102,7 +102,7 @@ def measure(world: World) -> Measured:
     return found
 
 
-def _parse(arguments: list[str]) -> tuple[Options, Path]:
+def _parse(arguments: list[str]) -> tuple[TuneOptions, Path]:
     parser = argparse.ArgumentParser(
         prog="python -m moe_p2p tune",
         description="Measures this machine once: launch shapes of the kernels, which steps go in "
@@ -150,7 +150,7 @@ def _parse(arguments: list[str]) -> tuple[Options, Path]:
 
 def _options(
     parser: argparse.ArgumentParser, given: argparse.Namespace, device: str, only: tuple[str, ...]
-) -> Options:
+) -> TuneOptions:
     on_gpu = device == "cuda"
     processes, hosts = given.ranks or (torch.cuda.device_count() if on_gpu else 2), 1
     if env.launched():
@@ -171,7 +171,7 @@ def _options(
     experts = given.experts or (256 if on_gpu else 64)
     if experts % world:
         parser.error(f"{experts} experts cannot be divided among {world} ranks")
-    return Options(
+    return TuneOptions(
         device=device,
         processes=processes,
         world=world,

@@ -21,7 +21,7 @@ from moe_p2p.moe.gpu.kernels import DeviceSide
 from moe_p2p.moe.gpu.launch_shape import job_of
 from moe_p2p.moe.gpu.prepared import variants_of
 from moe_p2p.moe.options import DispatchOptions
-from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.gather import everyones
 from moe_p2p.tools.tune import shapes
 from moe_p2p.tools.tune.world import Timed, World, best
 

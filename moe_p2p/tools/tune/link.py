@@ -1,6 +1,6 @@
 """Writes/s and bytes/s of the NICs of one rank: rank 0 writes rows to the last rank, by size.
 
-Rows lie at random places on both sides, as pages of a KV cache do, so none travel as one.
+PageRows lie at random places on both sides, as pages of a KV cache do, so none travel as one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_p2p import Engine, EngineConfig
+from moe_p2p import Engine, EngineConfig, PageRows
 from moe_p2p.engine.transfers import Memory, Region
 from moe_p2p.machine import tuned
 from moe_p2p.machine.tuned import Rates
-from moe_p2p.tools.bench.gather import everyones
-from moe_p2p.tools.tune.world import Options, World
+from moe_p2p.tools.gather import everyones
+from moe_p2p.tools.tune.world import TuneOptions, World
 
 SMALL, LARGE = (64, 256, 1024), (64 << 10, 256 << 10, 1 << 20)  # bytes of a row
 MIDDLE = (4096, 16384)
@@ -39,11 +39,10 @@ class Lane:
         request = self.engine.write_pages(
             self.memory,
             self.region,
-            page_bytes=row_bytes,
+            # They never follow each other.
+            rows=PageRows(page_bytes=row_bytes, stride=2 * row_bytes, region_stride=2 * row_bytes),
             pages=source,
             region_pages=target,
-            stride=2 * row_bytes,  # rows never follow each other
-            region_stride=2 * row_bytes,
         )
         request.wait()
         return time.perf_counter() - began
@@ -77,7 +76,7 @@ def measure(world: World) -> Rates:
             end.close()
 
 
-def _engine(options: Options, rank: int) -> Engine:
+def _engine(options: TuneOptions, rank: int) -> Engine:
     on_gpu = options.device == "cuda"
     local = options.processes // options.hosts
     return Engine(

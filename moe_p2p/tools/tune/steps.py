@@ -85,7 +85,7 @@ def first_with_bulk(spans: Mapping[int, Mapping[int, float]]) -> tuple[int, int]
 
 
 def parts(world: World) -> Parts | None:
-    """Between two nodes: those that there are, or the ranks of this host as two."""
+    """Between two nodes: the job's own, or the ranks of this host as two."""
     options = world.options
     if options.processes < 2 or options.mirrored:
         world.say("parts: there is one rank, nothing leaves a node")

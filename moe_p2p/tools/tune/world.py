@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig
-from moe_p2p.moe.options import RowLayout
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.rendezvous.mirror import MirrorGroup
-from moe_p2p.tools.bench.clocks import GpuClock
-from moe_p2p.tools.bench.gather import everyones
-from moe_p2p.tools.bench.gpu_timing import captured, chain_length, interleaved, timed_us
-from moe_p2p.tools.bench.options import Options as BenchOptions
+from moe_p2p.tools.gather import everyones
+from moe_p2p.tools.gpu_timing import captured, chain_length, interleaved, timed_us
+from moe_p2p.tools.meeting import Meeting, OnGpus
 
 GAIN = 0.02  # a value has to be so much faster than the shipped one: less is noise
 PADDED_UP_TO = 512  # most tokens of a call whose rows are padded, for decoding
@@ -30,7 +29,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TuneOptions:
     """processes: ranks that are started. world: of the communicators, more in a mirror world."""
 
     device: str
@@ -59,19 +58,18 @@ class Timed(NamedTuple):
 
 
 class World:
-    def __init__(self, options: Options, rank: int) -> None:
+    def __init__(self, options: TuneOptions, rank: int) -> None:
         self.options, self.rank = options, rank
         self._on_gpu = options.device == "cuda"
-        self._clock: GpuClock | None = None
+        self._clock: Meeting | None = None
         if self._on_gpu:
-            of_bench = BenchOptions(
-                device="cuda",
+            ranks = OnGpus(
                 ranks=options.processes,
                 ranks_per_node=options.processes // options.hosts,
                 hosts=options.hosts,
                 timeout_s=options.timeout_s,
             )
-            self._clock = GpuClock(of_bench)
+            self._clock = Meeting(ranks)
         self._group: Any = None
         if options.mirrored:
             key = f"tune.{everyones(secrets.token_hex(8))[0]}"
@@ -120,7 +118,8 @@ class World:
         y = y.expand(first.x.shape).contiguous()
 
         def pair() -> Tensor:
-            return comm.combine(y, comm.dispatch(x, idx, weights, **given))
+            sums: Tensor = comm.combine(y, comm.dispatch(x, idx, weights, **given))
+            return sums
 
         comm.combine(y, first)
         return pair
@@ -135,7 +134,7 @@ class World:
             spans = self._on_gpu_us(runs, self._clock)
         return {key: float(values.median()) for key, values in spans.items()}
 
-    def _on_gpu_us(self, runs: Mapping[K, Timed], clock: GpuClock) -> dict[K, Tensor]:
+    def _on_gpu_us(self, runs: Mapping[K, Timed], clock: Meeting) -> dict[K, Tensor]:
         def graph(timed: Timed) -> Callable[[], tuple[float]]:
             timed.setup()
             chain = chain_length(timed.run, clock.align)

@@ -1,0 +1,208 @@
+"""Least time of the job on this machine: bytes of the busiest rank over measured links.
+
+Nothing here touches a device. It counts bytes of slots, partial rows and headers as they are sent,
+one copy per (token, rank) inside a node and one per (token, node) between nodes.
+
+Shapes: W ranks, L ranks per node, N = W / L nodes, T tokens of a rank, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_p2p.moe.options import Partials
+from moe_p2p.moe.reference import Topology, int10
+from moe_p2p.moe.reference.wire import LINE, align, slot_head_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseBytes:
+    dispatch: int
+    combine: int
+
+    @property
+    def pair(self) -> int:
+        return self.dispatch + self.combine
+
+    def times(self, count: int) -> PhaseBytes:
+        return PhaseBytes(dispatch=count * self.dispatch, combine=count * self.combine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes as they are sent."""
+
+    slot: int  # a token in dispatch
+    row: int  # a partial sum in combine, within a node
+    far_row: int  # between nodes
+    payload: PhaseBytes  # of a token, without heads and padding
+
+    @staticmethod
+    def of(
+        hidden_dim: int,
+        *,
+        topk: int,
+        item: int,
+        quantize: bool,
+        combine_dtype: Partials | None = None,
+    ) -> Sizes:
+        """item: bytes of a value, in dispatch unless it is quantized, and in combine.
+
+        combine_dtype: `partials` of CombineOptions.
+        """
+        values = hidden_dim * (1 if quantize else item)
+        scales = 4 * -(-hidden_dim // 128) if quantize else 0
+        packed = int10.row_bytes(hidden_dim)
+        sums = hidden_dim * 10 // 8 + hidden_dim // 16 if combine_dtype else hidden_dim * item
+        return Sizes(
+            slot=align(slot_head_bytes(topk) + align(values, 16) + align(scales, 16), LINE),
+            row=align(packed if combine_dtype == "int10" else hidden_dim * item, LINE),
+            far_row=align(packed if combine_dtype else hidden_dim * item, LINE),
+            payload=PhaseBytes(dispatch=values + scales, combine=sums),
+        )
+
+
+def token_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
+    """[W, W] int64: tokens of the source (row) that have an expert at the rank (column).
+
+    topk_idx: [T, K] of each source, -1: none.
+    """
+    owner = torch.cat([topology.owner(), torch.tensor([topology.world_size])])  # -1: nobody
+    copies = []
+    for idx in topk_idx:
+        hit = torch.zeros(idx.shape[0], topology.world_size + 1, dtype=torch.bool)
+        hit.scatter_(1, owner[idx.long()], True)
+        copies.append(hit[:, :-1].sum(0))
+    return torch.stack(copies)
+
+
+def node_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
+    """[W, N] int64: tokens of the source that have an expert on the node; 0 for its own node."""
+    local = topology.ranks_per_node
+    nodes = Topology(
+        world_size=topology.num_nodes,
+        ranks_per_node=1,
+        num_experts=topology.num_experts,
+        expert_rank=tuple((topology.owner() // local).tolist()),
+    )
+    own = torch.arange(topology.world_size) // local
+    away = torch.arange(topology.num_nodes)[None, :] != own[:, None]
+    return token_copies(topk_idx, nodes) * away
+
+
+def expert_copies(topk_idx: Sequence[Tensor], topology: Topology) -> int:
+    """Pairs (token, expert on another node) of all sources: copies without dedup."""
+    node = torch.cat([topology.owner() // topology.ranks_per_node, torch.tensor([-1])])
+    return sum(
+        int(((idx >= 0) & (node[idx.long()] != source // topology.ranks_per_node)).sum())
+        for source, idx in enumerate(topk_idx)
+    )
+
+
+def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes:
+    """Bytes that leave the busiest GPU over NVLink in each phase.
+
+    Dispatch: slots pushed to ranks of the own node, and slots of other nodes that the ranks of this
+    node read at the gateway, which has the source's local index. Combine: the same copies go back.
+    Both ways that is every copy between ranks of different local index.
+    """
+    rank = torch.arange(topology.world_size)
+    local, node = rank % topology.ranks_per_node, rank // topology.ranks_per_node
+    crossing = torch.where(local[:, None] != local[None, :], copies, torch.zeros_like(copies))
+    # A slot leaves the GPU with the source's local index on the node of the expert's rank.
+    leaves = torch.zeros(topology.world_size, dtype=torch.int64)
+    gateway = node[None, :] * topology.ranks_per_node + local[:, None]  # [source, expert rank]
+    leaves.scatter_add_(0, gateway.flatten(), crossing.flatten())
+    neighbours = topology.ranks_per_node - 1
+    counts = align(4 * (topology.max_local_experts() + 1), LINE)
+    return PhaseBytes(
+        dispatch=int(leaves.max()) * sizes.slot + neighbours * (LINE + counts),
+        combine=int(crossing.sum(0).max()) * sizes.row + neighbours * LINE,
+    )
+
+
+def nic_bytes(
+    sent: Tensor, topology: Topology, sizes: Sizes, *, num_steps: int
+) -> tuple[PhaseBytes, PhaseBytes]:
+    """Bytes that leave the NICs of one GPU between nodes: of the busiest GPU, and of all.
+
+    sent: result of node_copies. num_steps: chunks of the call; with several each phase also carries
+    the empty half of the steps that it closes or opens.
+    """
+    local, others = topology.ranks_per_node, topology.num_nodes - 1
+    # Combine: the rank of the source's local index on each node sends that node's sums back.
+    back = sent.view(topology.num_nodes, local, topology.num_nodes).sum(0).t().flatten()
+    counts = align(4 * local * (topology.max_local_experts() + 1), LINE)
+    empty = LINE if num_steps > 1 else 0
+    dispatch = sent.sum(1) * sizes.slot + num_steps * others * (LINE + counts + empty)
+    combine = back * sizes.far_row + num_steps * others * (LINE + empty)
+    return (
+        PhaseBytes(dispatch=int(dispatch.max()), combine=int(combine.max())),
+        PhaseBytes(dispatch=int(dispatch.sum()), combine=int(combine.sum())),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """Microseconds; 0: not known."""
+
+    dispatch: float
+    combine: float
+
+    @property
+    def pair(self) -> float:
+        return self.dispatch + self.combine
+
+
+def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: float) -> Floor:
+    """Returns the slower of NVLink and NICs in each phase.
+
+    push_gbs: GB/s of NVLink, gbps: Gbit/s of all NICs of a GPU; 0: not known or not limited.
+    """
+
+    def slower(nvlink_bytes: int, nic_bytes: int) -> float:
+        links = nvlink_bytes / (push_gbs * 1e3) if push_gbs else 0.0
+        return max(links, nic_bytes * 8 / (gbps * 1e3) if gbps else 0.0)
+
+    return Floor(
+        dispatch=slower(nvlink.dispatch, nic.dispatch), combine=slower(nvlink.combine, nic.combine)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Bytes that one call has to move, and the least time for them."""
+
+    nvlink: PhaseBytes  # out of the busiest GPU
+    nic: PhaseBytes  # out of the NICs of the busiest GPU
+    wire: PhaseBytes  # between nodes, all ranks
+    payload: PhaseBytes  # of wire, rows and scales alone
+    flat: PhaseBytes  # of payload, were each token sent once for each expert
+    floor: Floor
+
+
+def bounds(
+    topk_idx: Sequence[Tensor],
+    topology: Topology,
+    sizes: Sizes,
+    *,
+    num_steps: int,
+    push_gbs: float,
+    gbps: float,
+) -> Bounds:
+    """topk_idx: [T, K] of each source. The rest as in the functions above."""
+    sent = node_copies(topk_idx, topology)
+    nvlink = nvlink_bytes(token_copies(topk_idx, topology), topology, sizes)
+    nic, wire = nic_bytes(sent, topology, sizes, num_steps=num_steps)
+    return Bounds(
+        nvlink=nvlink,
+        nic=nic,
+        wire=wire,
+        payload=sizes.payload.times(int(sent.sum())),
+        flat=sizes.payload.times(expert_copies(topk_idx, topology)),
+        floor=floor_us(nvlink, nic, push_gbs=push_gbs, gbps=gbps),
+    )

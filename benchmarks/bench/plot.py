@@ -1,0 +1,138 @@
+"""The plot, where matplotlib is installed: floor, ours and baselines on one axis in microseconds.
+
+Panels stand below each other, one for each kind of DeepEP's calls, and letters are large, so that
+a phone shows them whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_p2p.bench.report import Row, headline, title
+from moe_p2p.tools.draw import draw
+
+OURS, MARKERS = "moe_p2p", "os^vDP*X"
+
+
+def plot(rows: Sequence[Row], path: Path) -> str | None:
+    """Draws all worlds into a PNG; returns the reason if it could not."""
+    pairs = lines(rows)
+    panels: list[Callable[[Any], None]] = []
+    for calls in dict.fromkeys(row.interface for row in rows):
+        suffix = f", {calls} calls" if calls else ""
+        whole = {label: points for label, points in pairs.items() if points[0].interface == calls}
+        panels.append(functools.partial(_latency, series=whole, what=f"pair{suffix}"))
+        apart = {
+            f"{label} {what}": [row for row in of_one if row is not None]
+            for what in ("dispatch", "combine")
+            for label, points in whole.items()
+            for of_one in ([_same(pair, what, rows) for pair in points],)
+            if any(of_one)
+        }
+        if apart:
+            what = f"dispatch and combine apart{suffix}"
+            panels.append(functools.partial(_latency, series=apart, what=what))
+    if any(row.wire_bytes for row in rows):
+        panels.append(lambda axis: _bytes(axis, pairs))
+    if any(row.percent_of_push for row in rows):
+        panels.append(lambda axis: _part_of_push(axis, pairs))
+
+    def paint(axes: Any) -> None:
+        for axis, panel in zip(axes[:, 0], panels, strict=True):
+            panel(axis)
+
+    size = {"nrows": len(panels), "figsize": (7, 5.4 * len(panels)), "squeeze": False}
+    return draw(path, title(rows[0]), paint, **size)
+
+
+def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns headline rows by label; each label is a line over token counts."""
+    found: dict[str, list[Row]] = {}
+    for case in dict.fromkeys(row.case for row in rows):
+        pair = headline(row for row in rows if row.case == case)
+        if pair is not None:
+            found.setdefault(_label(pair), []).append(pair)
+    return {label: sorted(points, key=lambda row: row.tokens) for label, points in found.items()}
+
+
+def _label(row: Row) -> str:
+    parts = [row.system, row.interface, _world(row)]
+    if row.num_sms:
+        parts.append(f"{row.num_sms} SMs")
+    if row.num_steps > 1:
+        parts.append(f"chunks of {row.chunk_tokens}")
+    return " ".join(part for part in parts if part)
+
+
+def _world(row: Row) -> str:
+    nodes = row.ranks // row.ranks_per_node
+    return f"EP{row.ranks}" + (f" {nodes}x{row.ranks_per_node}" if nodes > 1 else "")
+
+
+def _same(pair: Row, what: str, rows: Sequence[Row]) -> Row | None:
+    return next((row for row in rows if row.case == pair.case and row.what == what), None)
+
+
+def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
+    """Draws ours in full lines with numbers, others dashed, the links' floor dotted."""
+    floors: set[tuple[Any, ...]] = set()
+    for i, (label, points) in enumerate(series.items()):
+        tokens, ours = [row.tokens for row in points], points[0].system == OURS
+        p50 = [row.spread.p50_us for row in points]
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", "label": label}
+        more = {"linestyle": "-", "linewidth": 2.5} if ours else {"linestyle": "--", "mfc": "white"}
+        axis.plot(tokens, p50, **style, **more)
+        for at, value in zip(tokens, p50, strict=True) if len(series) < 5 else ():
+            text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            axis.annotate(text, (at, value), (0, 7), textcoords="offset points", ha="center")
+        floor = [row.floor_us for row in points]
+        key = points[0].ranks, points[0].ranks_per_node, *floor
+        if all(floor) and ours and key not in floors:
+            floors.add(key)
+            axis.plot(tokens, floor, ":", color=f"C{i}", linewidth=2, label=f"floor of {label}")
+    axis.set(ylabel="p50, µs", title=what, xscale="log", yscale="log")
+    _finish(axis, series)
+
+
+def _bytes(axis: Any, series: dict[str, list[Row]]) -> None:
+    """Draws the bytes of a pair, beside the least, and beside a copy for each expert."""
+    ours = {name: points for name, points in series.items() if points[0].wire_bytes}
+    for i, (label, points) in enumerate(ours.items()):
+        tokens = [row.tokens for row in points]
+        for style, name, values in (
+            ("o-", "sent", [row.wire_bytes or 0 for row in points]),
+            (":", "least: each token once per node", [row.floor_bytes for row in points]),
+            ("--", "each token once per expert", [row.flat_floor_bytes for row in points]),
+        ):
+            kib = [value / 1024 for value in values]
+            axis.plot(tokens, kib, style, color=f"C{i}", label=f"{label}: {name}")
+    axis.set(ylabel="KiB, pair, all ranks", title="between nodes", xscale="log", yscale="log")
+    _finish(axis, ours)
+
+
+def _part_of_push(axis: Any, series: dict[str, list[Row]]) -> None:
+    ours = {name: points for name, points in series.items() if points[0].percent_of_push}
+    for i, (label, points) in enumerate(ours.items()):
+        percents = [row.percent_of_push or 0.0 for row in points]
+        axis.plot([row.tokens for row in points], percents, "o-", color=f"C{i}", label=label)
+    axis.set(ylabel="% of push bandwidth", title="NVLink bytes", ylim=(0, 105), xscale="log")
+    _finish(axis, ours)
+
+
+def _finish(axis: Any, series: dict[str, list[Row]]) -> None:
+    tokens = sorted({row.tokens for points in series.values() for row in points})
+    axis.set_xticks(tokens, [str(count) for count in tokens])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("tokens per rank")
+    axis.margins(x=0.1, y=0.12)
+    if axis.get_yscale() == "log":
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=9)
