@@ -14,8 +14,10 @@ import pytest
 import torch
 from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
 
 from moe_p2p import Engine, EngineConfig, PageRows
+from moe_p2p.engine.transfers import Memory, Region
 
 NUM_PAGES, PAGE_BYTES = 10_000, 4096
 
@@ -28,23 +30,25 @@ def null_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
+def _random_pages(
+    engine: Engine, num_pages: int, page_bytes: int
+) -> tuple[Memory, Region, dict[str, Tensor]]:
+    """Memory of so many pages, itself as a peer's, and their numbers on both sides, shuffled."""
+    memory = engine.register(torch.zeros(num_pages * page_bytes, dtype=torch.uint8))
+    generator = torch.Generator().manual_seed(1)
+    pages = {
+        name: torch.randperm(num_pages, generator=generator) for name in ("pages", "region_pages")
+    }
+    return memory, engine.resolve(memory.descriptor), pages
+
+
 def test_write_pages(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
     """10,000 pages, from the Python call to completion."""
-    memory = null_engine.register(torch.zeros(NUM_PAGES * PAGE_BYTES, dtype=torch.uint8))
-    region = null_engine.resolve(memory.descriptor)
-    generator = torch.Generator().manual_seed(1)
-    pages = torch.randperm(NUM_PAGES, generator=generator)
-    region_pages = torch.randperm(NUM_PAGES, generator=generator)
+    memory, region, pages = _random_pages(null_engine, NUM_PAGES, PAGE_BYTES)
 
     def write() -> None:
-        null_engine.write_pages(
-            memory,
-            region,
-            rows=PageRows(page_bytes=PAGE_BYTES),
-            pages=pages,
-            region_pages=region_pages,
-            imm=1,
-        ).wait()
+        rows = PageRows(page_bytes=PAGE_BYTES)
+        null_engine.write_pages(memory, region, rows=rows, **pages, imm=1).wait()
 
     benchmark.pedantic(write, rounds=100, warmup_rounds=5)
     benchmark.extra_info["ns_per_page"] = median_s(benchmark) / NUM_PAGES * 1e9
@@ -62,29 +66,18 @@ def _pages_ns(
     The median, and the least: where the machine is busy the median is of the other work, as caller
     and polling thread want a core each.
     """
-    memory = engine.register(torch.zeros(num_pages * rows * 256, dtype=torch.uint8))
-    region = engine.resolve(memory.descriptor)
-    generator = torch.Generator().manual_seed(1)
-    pages = torch.randperm(num_pages, generator=generator)
-    region_pages = torch.randperm(num_pages, generator=generator)
+    memory, region, pages = _random_pages(engine, num_pages, rows * 256)
 
     def write() -> None:
-        engine.write_pages(
-            memory,
-            region,
-            rows=PageRows(
-                page_bytes=rows * 128,
-                row_bytes=128,
-                row_stride=256,
-                region_row_stride=256,
-                stride=rows * 256,
-                region_stride=rows * 256,
-            ),
-            pages=pages,
-            region_pages=region_pages,
-            imm=imm,
-            imm_per_page=False,
-        ).wait()
+        layout = PageRows(
+            page_bytes=rows * 128,
+            row_bytes=128,
+            row_stride=256,
+            region_row_stride=256,
+            stride=rows * 256,
+            region_stride=rows * 256,
+        )
+        engine.write_pages(memory, region, rows=layout, **pages, imm=imm, imm_per_page=False).wait()
 
     benchmark.pedantic(write, rounds=200, warmup_rounds=10)
     assert benchmark.stats is not None

@@ -27,19 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_p2p import version
-from moe_p2p.bench import kv_ranks
-from moe_p2p.bench.harness import (
-    Alone,
-    at,
-    cell,
-    device_name,
-    ended,
-    measured,
-    parsed,
-    parser_of,
-    refuse,
-    table,
-)
+from moe_p2p.bench import harness, kv_ranks
 from moe_p2p.bench.kv_ranks import Measured, Options
 
 KIB = 1024
@@ -70,7 +58,7 @@ class Figure:
 def main(arguments: list[str]) -> int:
     """Returns 0: all right, 1: bytes differ, 2: a process failed."""
     options = _parse(arguments)
-    found: list[Measured] | None = measured(kv_ranks.run, options, 2)
+    found: list[Measured] | None = harness.measured(kv_ranks.run, options, 2)
     if found is None:
         return 2
     figures = [figure for each in found for figure in _figures(options, each)]
@@ -80,7 +68,7 @@ def main(arguments: list[str]) -> int:
         if each.wrong_bytes
     ]
     body = {"options": asdict(options), "figures": [asdict(figure) for figure in figures]}
-    return ended(
+    return harness.ended(
         options,
         text(options, found, figures),
         body,
@@ -94,7 +82,7 @@ def main(arguments: list[str]) -> int:
 def _figures(options: Options, measured: Measured) -> list[Figure]:
     """One for each system; the first is the compute alone."""
     pages = measured.case.num_pages * options.layers
-    alone = Alone.of(measured.ttft_s["compute"])
+    alone = harness.Alone.of(measured.ttft_s["compute"])
     figures = []
     named = ["compute", *kv_ranks.OURS, *measured.ttft_s]
     for system in dict.fromkeys(name for name in named if name in measured.ttft_s):
@@ -118,7 +106,7 @@ def _figures(options: Options, measured: Measured) -> list[Figure]:
                 overhead_seen=bool(token and alone.is_seen(token)),
                 writes=measured.writes.get(system),
                 spans_us={
-                    name: tuple(at(times, percent) * 1e6 for percent in (50, 99, 99.9))
+                    name: tuple(harness.at(times, percent) * 1e6 for percent in (50, 99, 99.9))
                     for name, times in spans.items()
                 },
                 wrong_bytes=measured.wrong_bytes.get(system, 0),
@@ -138,23 +126,25 @@ def text(options: Options, found: list[Measured], figures: list[Figure]) -> str:
         name = f"{each.page_kib:>3g} KiB {each.system}"
         lines.append([
             *(name, f"{each.num_pages:,}"),
-            *(cell(each.request_ms, ".2f"), cell(each.least_request_ms, ".2f")),
-            *(cell(each.pages_per_s, ",.0f"), cell(each.gbytes_per_s, ".2f")),
-            *(cell(each.writes, ",d"), cell(each.ttft_ms, ".2f")),
-            *(cell(each.least_ttft_ms, ".2f"), _more(each)),
+            *(harness.cell(each.request_ms, ".2f"), harness.cell(each.least_request_ms, ".2f")),
+            *(harness.cell(each.pages_per_s, ",.0f"), harness.cell(each.gbytes_per_s, ".2f")),
+            *(harness.cell(each.writes, ",d"), harness.cell(each.ttft_ms, ".2f")),
+            *(harness.cell(each.least_ttft_ms, ".2f"), _more(each)),
         ])  # fmt: skip
         if each.spans_us:
             shown = (each.spans_us[name] for name in SPANS)
             spans.append([name, *(f"{p50:,.1f} ({p99:,.0f}, {p:,.0f})" for p50, p99, p in shown)])
     notes = dict.fromkeys(note for each in found for note in each.notes)
-    return "\n".join([_title(options), *notes, "", table(lines, 1), "", table(spans, 1)])
+    return "\n".join(
+        [_title(options), *notes, "", harness.table(lines, 1), "", harness.table(spans, 1)]
+    )
 
 
 def _more(figure: Figure) -> str:
     if figure.system == "compute":
-        return cell(figure.spread_percent, ".1f", "% apart")
+        return harness.cell(figure.spread_percent, ".1f", "% apart")
     if figure.ttft_ms is None or figure.overhead_seen:
-        return cell(figure.overhead_percent, ".1f", "%")
+        return harness.cell(figure.overhead_percent, ".1f", "%")
     return "nothing"
 
 
@@ -162,8 +152,9 @@ def _title(options: Options) -> str:
     link = f", link model {options.gbps:g} Gbit/s" if options.gbps else ""
     if options.timed:
         link = f", timed NIC {options.timed}"
+    name = harness.device_name(options.device, _cpu_name())
     return (
-        f"moe_p2p {version.__version__} KV transfer on {device_name(options.device, _cpu_name())}: "
+        f"moe_p2p {version.__version__} KV transfer on {name}: "
         f"{options.layers} layers of {options.layer_bytes / KIB:g} KiB, {options.tokens} tokens"
         f"{link}; median of {options.repeats}"
     )
@@ -194,14 +185,14 @@ def _paint(axes: Any, figures: list[Figure]) -> None:
 
 
 def _parse(arguments: list[str]) -> Options:
-    parser = parser_of(
+    parser = harness.parser_of(
         Options,
         "kv",
         "KV pages from a prefill to a decode process of this host: spans of a layer, "
         "pages/s, time to the first token with and without, beside one descriptor per page.",
     )
     parser.add_argument("--quick", action="store_true", help="two page sizes, three repeats")
-    base, given = parsed(parser, Options, arguments)
+    base, given = harness.parsed(parser, Options, arguments)
     if given.pop("quick"):
         base |= {"page_kib": (4, 64), "repeats": 3}
     options = Options(**base | given)
@@ -212,5 +203,5 @@ def _parse(arguments: list[str]) -> Options:
         for kib in options.page_kib
     }
     even = {"--token-bytes must be even: K and V": options.token_bytes % 2 > 0}
-    refuse(parser, pages | even)
+    harness.refuse(parser, pages | even)
     return options

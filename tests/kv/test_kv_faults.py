@@ -72,6 +72,18 @@ def post_all(world: World) -> None:
             world.net.move(*move)
 
 
+def cancelled_before_immediates(world: World, calls: int) -> None:
+    """A request whose rows land, and which is cancelled while its immediates are on their way."""
+    late = opened(world)
+    send(world, late, calls)
+    everything_lands(world, without="imm")
+    late.reservation.cancel()
+    messages(world)
+    world.step()
+    messages(world)
+    assert late.reservation.reusable
+
+
 def cancel_at_stopped_senders(world: World, deal: Deal) -> None:
     """Who do not answer; pages come back by a fence."""
     world.stopped = [True, True]
@@ -134,14 +146,7 @@ def a_write_comes_while_it_drains(world: World) -> None:
 
 def immediates_come_after_their_request(world: World) -> None:
     """Counts of a cancelled request are not counts of the next one in its slot."""
-    late = opened(world)
-    send(world, late, LAYERS)
-    everything_lands(world, without="imm")
-    late.reservation.cancel()
-    messages(world)
-    world.step()
-    messages(world)
-    assert late.reservation.reusable
+    cancelled_before_immediates(world, LAYERS)
     between = opened(world)  # takes the other slots
     between.reservation.cancel()
     messages(world)
@@ -191,14 +196,7 @@ def the_footer_is_of_an_earlier_request(world: World) -> None:
 
 def an_immediate_of_a_ring_part_comes_late(world: World) -> None:
     """Of a cancelled request; the next one that has the part has sent its header only."""
-    late = opened(world)
-    send(world, late, 1)
-    everything_lands(world, without="imm")
-    late.reservation.cancel()
-    messages(world)
-    world.step()
-    messages(world)
-    assert late.reservation.reusable
+    cancelled_before_immediates(world, 1)
     world.settle()
     old = world.net.operations.copy()
     assert old

@@ -7,29 +7,21 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 
 pytest.importorskip("hypothesis", reason="hypothesis is missing: pip install hypothesis")
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from moe_p2p import kv
+from tests.support.drawn import drawn
 from tests.support.kv_world import PACKED, Deal, World
 
-RUNS = os.environ.get("MOE_P2P_KV_RUNS")
-SETTINGS = settings(
-    max_examples=int(RUNS or 40),
-    stateful_step_count=120,
-    derandomize=RUNS is None,
-    deadline=None,  # other tests take the CPU
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = drawn("MOE_P2P_KV_RUNS", 40, suppressed=list(HealthCheck), stateful_step_count=120)
 RANKS = st.integers(0, 1)
 ANY = st.integers(0, 1 << 20)
 

@@ -18,17 +18,18 @@ import torch
 
 pytest.importorskip("hypothesis", reason="hypothesis is missing: pip install hypothesis")
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from moe_p2p import kv
 from tests.support import cells
+from tests.support.drawn import drawn
 from tests.support.kv_oracle import UNTOUCHED, Cache, value_of
 from tests.support.kv_strategies import transfers
 from tests.support.kv_transfer import Transfer, pages_needed
 from tests.support.kv_workers import Workers, workers
 
-CASES = os.environ.get("MOE_P2P_KV_CASES")
+CASES = "MOE_P2P_KV_CASES"
 MOST_RANKS = 10  # of both sides: an engine each
 RING_BYTES = 1 << 16  # fewer parts than a request wants
 DEADLINE_S = 30.0
@@ -135,17 +136,10 @@ def run(transfer: Transfer, how: Ways) -> None:
         compare(target, found.receivers, transfer)
 
 
-@pytest.mark.timeout(1500 if CASES is None else 3000)
+@pytest.mark.timeout(3000 if CASES in os.environ else 1500)
 @pytest.mark.parametrize("count", cells.few([30, 250], keep=[30]))
 def test_bytes_equal_the_oracle(count: int) -> None:
-    @settings(
-        max_examples=int(CASES or count),
-        derandomize=CASES is None,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawn(CASES, count, suppressed=list(HealthCheck))
     @given(transfers(), ways)
     def draw(transfer: Transfer, how: Ways) -> None:
         run(transfer, how)

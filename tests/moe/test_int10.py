@@ -140,18 +140,15 @@ def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
                 comm.combine(y, got, options=INT10)
             sent = comm.combine_send(got.x, got, options=INT10)
             comm.combine_recv(sent)
-        with cases.make(rank, hidden_dim=272) as comm:
-            x = tokens.x[:, :272].contiguous()
-            got = comm.dispatch(x, tokens.topk_idx)
-            with pytest.raises(InvalidArgumentError, match="272, must be a multiple of 32"):
-                comm.combine(got.x, got, options=INT10)
-            comm.combine(got.x, got)
-        with cases.make(rank, hidden_dim=32) as comm:
-            x = tokens.x[:, :32].contiguous()
-            got = comm.dispatch(x, tokens.topk_idx)
-            with pytest.raises(InvalidArgumentError, match="a combined row is 384 bytes"):
-                comm.combine(got.x, got, options=INT10)
-            comm.combine(got.x, got)
+        for size, text in (
+            (272, "272, must be a multiple of 32"),
+            (32, "a combined row is 384 bytes"),
+        ):
+            with cases.make(rank, hidden_dim=size) as comm:
+                got = comm.dispatch(tokens.x[:, :size].contiguous(), tokens.topk_idx)
+                with pytest.raises(InvalidArgumentError, match=text):
+                    comm.combine(got.x, got, options=INT10)
+                comm.combine(got.x, got)
 
     run_threads(1, refused)
 

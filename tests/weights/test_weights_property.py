@@ -7,30 +7,20 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 pytest.importorskip("hypothesis", reason="hypothesis is missing: pip install hypothesis")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from moe_p2p.weights import WeightLayout, WeightPlan, weight_plan
+from tests.support.drawn import drawn
 from tests.support.weights_oracle import as_received, check
 from tests.support.weights_strategies import updates
 
-CASES = os.environ.get("MOE_P2P_WEIGHTS_CASES")
 
-
-@settings(
-    max_examples=int(CASES or 300),
-    derandomize=CASES is None,
-    deadline=None,  # other tests take the CPU
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@drawn("MOE_P2P_WEIGHTS_CASES", 300)
 @given(updates())
 def test_bytes_equal_the_oracle(sides: tuple[WeightLayout, WeightLayout]) -> None:
     plan = weight_plan(*sides)
