@@ -22,21 +22,7 @@ LowLatencyKey = tuple[torch.dtype, int, int, int, int, int, bool, bool, bool, bo
 NODE_RANKS = 8  # DeepEP's API assumes nodes of 8 ranks on every machine
 
 
-class Checked:
-    """A buffer, whose communicators are in a pool."""
-
-    _pool: AllToAllPool
-
-    def check(self) -> None:
-        """Raises the error that broke this buffer, with its whole text. Not part of DeepEP's API.
-
-        Every call checks by itself. Replays of CUDA graphs do not: call this once per step of them.
-        It neither waits nor launches.
-        """
-        self._pool.check()
-
-
-class BufferBase(Checked):
+class BufferBase:
     """A rank's end of its group, under DeepEP's names.
 
     The constructor is collective. Memory is allocated at the first call of each shape.
@@ -107,6 +93,14 @@ class BufferBase(Checked):
         self._normal.clear()
         self._low_latency_made.clear()
         self.runtime = None
+
+    def check(self) -> None:
+        """Raises the error that broke this buffer, with its whole text. Not part of DeepEP's API.
+
+        Every call checks by itself. Replays of CUDA graphs do not: call this once per step of them.
+        It neither waits nor launches.
+        """
+        self._pool.check()
 
     def _masks_some(self) -> bool:
         return False  # low_latency.py overrides it

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p.deep_ep.base import Checked
 from moe_p2p.deep_ep.elastic_handle import RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
@@ -36,7 +35,7 @@ _Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, RowForm]
 _Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 
 
-class ElasticBase(Checked):
+class ElasticBase:
     """A rank's end of its group, under DeepEP's newer names.
 
     The constructor is collective.
@@ -118,6 +117,14 @@ class ElasticBase(Checked):
         self._made.clear()
         self._pool.close()
         self.runtime = None
+
+    def check(self) -> None:
+        """Raises the error that broke this buffer, with its whole text. Not part of DeepEP's API.
+
+        Every call checks by itself. Replays of CUDA graphs do not: call this once per step of them.
+        It neither waits nor launches.
+        """
+        self._pool.check()
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True

@@ -16,7 +16,7 @@ from moe_p2p.machine import tuned
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.launch_shape import job_of
 from moe_p2p.tools.tune import launches, shapes
-from moe_p2p.tools.tune.world import Options, World
+from moe_p2p.tools.tune.world import TuneOptions, World
 from tests.gpu.test_gpu import call, steps
 from tests.support.gpu_ranks import DEVICE, HIDDEN_DIM, run
 from tests.support.gpu_ranks import World as GpuWorld
@@ -89,7 +89,7 @@ def test_shapes_are_tried_one_after_the_other(
     }, adds=True), 8)))  # fmt: skip
     monkeypatch.setattr(shapes, "alternatives", lambda *_: [one])
     monkeypatch.setattr(launches, "best", lambda medians, shipped: one if one in medians else None)
-    options = Options(
+    options = TuneOptions(
         device=DEVICE,
         processes=1,
         world=1,

@@ -94,8 +94,8 @@ void check_partial(const Plan& plan, const PartialForm& form) {
                 shape.num_nodes(), " nodes, each of which adds up before it sends");
   if (form.dtype == DType::kInt10) {
     MOE_P2P_CHECK(plan.hidden_dim % abi::kInt10Block == 0, Code::kInvalidArgument,
-                  "partials is int10 and hidden_dim ", plan.hidden_dim,
-                  ", must be a multiple of ", abi::kInt10Block, ", the values that share a scale");
+                  "partials is int10 and hidden_dim ", plan.hidden_dim, ", must be a multiple of ",
+                  abi::kInt10Block, ", the values that share a scale");
     MOE_P2P_CHECK(form.order == SumOrder::kRanks, Code::kInvalidArgument,
                   "partials is int10, which takes sums in order='ranks' only");
   }
