@@ -25,9 +25,7 @@ OVER = {
     # The receiver copies by itself what a stopped sender has posted, so not all may be posted.
     "shm": ("libfabric", "provider=shm,max_in_flight=4,timeout_ms=300"),
 }
-ROCE = {
-    "roce": ("verbs", "devices=rxe0,timeout=16")
-}  # tests/engine/test_rdma.py
+ROCE = {"roce": ("verbs", "devices=rxe0,timeout=16")}  # tests/engine/test_rdma.py
 # Refused by name: half a write is finished there after the fence.
 UNFENCED = {"net": ("libfabric", "provider=net,interfaces=lo,timeout_ms=2000")}
 GROUP = kv.KVGroup("kv", (0,), heads=1, k_bytes=PAGE_BYTES, v_bytes=0, page_size=1)
