@@ -93,7 +93,8 @@ def compiled_by_triton(arch: str) -> Iterator[tuple[str, str]]:
 def digests(tree: Path, archs: list[str], jobs: int) -> dict[str, str]:
     """Compiles the kernels of a tree, in a process of its own; returns the digest of each."""
     command = [sys.executable, __file__, "", "--jobs", str(jobs), "--arch", *archs]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    # With line numbers ptxas schedules one of Triton's kernels by where its functions stand.
+    environment = os.environ | {"PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found

@@ -23,7 +23,7 @@ struct Params {
   i32 rank;
   i32 num_ranks;
 };
-static_assert(sizeof(Params) == MOE_P2P_PROBE_PARAMS_BYTES, "bench/probe.py has another struct");
+static_assert(sizeof(Params) == MOE_P2P_PROBE_PARAMS_BYTES, "moe_p2p/tools/probe.py has another");
 
 struct Result {
   u64 elapsed_ns;

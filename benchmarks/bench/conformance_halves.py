@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from moe_p2p import AllToAll, Dispatched
 from moe_p2p.bench.conformance_ranks import Call, Ranks, Wrong
+from moe_p2p.moe.options import rows_of
 
 
 class Halves:
@@ -73,7 +74,8 @@ class Halves:
         """Combines rows whose dispatch had no weights; by rank the experts have used them."""
         found = []
         for call in (first, second):
-            late = call.given["topk_weights"] if call.given["options"].layout != "by_rank" else None
+            summed = rows_of(call.given["options"].number).per_token
+            late = None if summed else call.given["topk_weights"]
             given = call.given | ({} if late is None else {"topk_weights": None})
             got = self._comm.dispatch(**given)
             found += self._ranks.sums(call, self._comm.combine(call.y, got, topk_weights=late))

@@ -22,11 +22,12 @@ from moe_p2p.bench.harness import finish
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import make_config
 from moe_p2p.moe import reference
+from moe_p2p.moe.layouts import NAMES
 from moe_p2p.moe.options import CombineOptions, Partials
 from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools.gather import everyones
 
-LAYOUTS = ("padded", "grouped", "by_rank")
+LAYOUTS = NAMES
 GIVEN = "fp8 with scales of the caller"
 # Name -> --dtype, and how dispatch quantizes.
 TYPES: dict[str, tuple[Any, dict[str, Any]]] = {

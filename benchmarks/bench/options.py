@@ -13,6 +13,7 @@ from moe_p2p import env
 from moe_p2p.bench.harness import Common, add_options, file, option, parsed, refuse
 from moe_p2p.engine.config import Wait
 from moe_p2p.machine.transport import TIMED
+from moe_p2p.moe.layouts import NAMES, RowLayout
 from moe_p2p.moe.options import INT10_BLOCK, PARTIALS, Partials
 from moe_p2p.tools.meeting import MIRROR_GPUS
 from moe_p2p.tools.option_types import above_zero, at_least_0, each_at_least_0, each_at_least_1
@@ -103,9 +104,9 @@ class Options(Common):
         flag="--chunk-tokens", gpu=True, type=_names)
     sms: tuple[int, ...] = option((0,), "multiprocessors a call may use, 0: all (0)",
                                   flag="--num-sms", gpu=True, type=each_at_least_0)
-    layout: Literal["auto", "padded", "grouped", "by_rank"] = option(
+    layout: RowLayout | Literal["auto"] = option(  # noqa: RUF009
         "auto", "auto: padded up to 512 tokens, grouped above (auto)", gpu=True,
-        choices=["auto", "padded", "grouped", "by_rank"])
+        choices=["auto", *NAMES])
     flush: bool = option(
         False, "empty the GPU's caches before dispatch and combine are timed by themselves",
         gpu=True)

@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench --api weights`: trainers in bf16 write into generators in fp8.
+"""`python -m moe_p2p bench --api weights`: trainers in bf16 write into engine ranks in fp8.
 
 Shapes: a public model's, with its layers scaled down. Every byte is compared before a figure
 counts. In turns with updates: a peer copy of 64 MiB, and what trainers do today: gather each

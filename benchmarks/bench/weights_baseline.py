@@ -1,7 +1,7 @@
 """What `bench --api weights` puts beside an update: a peer copy, and what trainers do today.
 
 That is: gather each parameter, broadcast whole tensors from rank 0 in buckets, and load them.
-Trainers and generators as in weights_ranks.py.
+Trainers and engine ranks as in weights_ranks.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def peer_copy(device: torch.device) -> float | None:
 class Baseline:
     """Gather, broadcast of whole tensors from rank 0 in buckets, and the loader.
 
-    NCCL takes one rank a GPU: where ranks share GPUs, trainers load what generators would. All
+    NCCL takes one rank a GPU: where ranks share GPUs, trainers load what engine ranks would. All
     ranks make one; joiners have no part in it.
     """
 

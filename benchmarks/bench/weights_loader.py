@@ -78,7 +78,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Loader:
-    """tensors: what the kernels of a generator rank read, by the layout's names."""
+    """tensors: what the kernels of an engine rank read, by the layout's names."""
 
     def __init__(self, layout: WeightLayout, rank: int, device: torch.device) -> None:
         self.device, self._rank = device, rank

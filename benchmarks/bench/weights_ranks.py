@@ -1,4 +1,4 @@
-"""The ranks of `bench --api weights`: trainers first, then generators; they share GPUs.
+"""The ranks of `bench --api weights`: trainers first, then engine ranks; they share GPUs.
 
 All run the same steps. Every update is of other values; the first and the last are compared byte
 by byte with what the loader makes of the same values.
@@ -94,7 +94,7 @@ def elements(model: Model) -> int:
 
 @dataclass
 class Bytes:
-    """Of one trainer and update. link: to other GPUs; local: to generators on the same one."""
+    """Of one trainer and update. link: to other GPUs; local: to engine ranks on the same one."""
 
     link: int = 0
     local: int = 0

@@ -179,7 +179,7 @@ struct DispatchParams {
   DevicePtr<i32> source;      // [rows, 2] or 0
   DevicePtr<i64> ranges;      // [E_local, W] or 0; not per token
   DevicePtr<i64> wait_ticks;  // [W] or 0
-  i32 grouped;                // LayoutFacts::packs_experts()
+  i32 grouped;                // not LayoutFacts::apart
   i32 zero_padding;
   i64 capacity;
   i64 alignment;

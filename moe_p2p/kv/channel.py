@@ -67,6 +67,7 @@ class Channel:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sent = threading.Event()
 
     def send(self, message: Message) -> None:
         self._queue.put(message.to_bytes())
@@ -80,8 +81,16 @@ class Channel:
             target=self._read, args=(handle, lost), name=f"{name} read", daemon=True
         ).start()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Nothing is sent after what is queued."""
         self._queue.put(None)
+
+    def wait_sent(self, deadline: Deadline) -> None:
+        """After `end`: until the socket has all, or cannot take it in time."""
+        self._sent.wait(deadline.left)
+
+    def close(self) -> None:
+        self.end()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes both threads; the reader closes it
 
@@ -89,6 +98,7 @@ class Channel:
         with suppress(OSError):
             while (data := self._queue.get()) is not None:
                 self._socket.sendall(data)
+        self._sent.set()
 
     def _read(self, handle: Callable[[Message], None], lost: Callable[[str], None]) -> None:
         why = "its connection ended"

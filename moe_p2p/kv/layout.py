@@ -18,7 +18,9 @@ from moe_p2p.errors import require, require_type, wrong_type
 
 # Dimensions of memory, outermost first: L layers, B pages (blocks), N tokens, H heads, C content: K
 # and V of a head and token side by side. NHD and HND keep K and V apart instead, each [.., N, H, D]
-# or [.., H, N, D]: of one page where kv_split is "page", of all pages where it is "layer".
+# or [.., H, N, D]: of one page where kv_split is "page", of all pages where it is "layer". Code
+# reads the letters: BL in front, a page has all layers (_dense, dense_memory); H before N, heads
+# are outside of tokens (_dense); keeps_kv_apart has those without C.
 ORDERS = ("NHD", "HND", "LBNHC", "LBHNC", "BLNHC", "BLHNC")
 KV_SPLITS = ("page", "layer")
 KINDS = ("attention", "window", "state")

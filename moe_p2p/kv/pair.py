@@ -214,7 +214,7 @@ class Pair:
     fence_retries: int = 0
     fenced_by: str = KEY
     _fencing: bool = False  # by a thread, which owns the fence until it has ended
-    _fence_at: float = 0.0  # not before, where a fence failed
+    _fence_at: float = 0.0  # not before: one failed, or writes may still end
     _placed: dict[tuple[int, ...], list[tuple[KVMove, Tensor]]] = field(default_factory=dict)
 
     @property
@@ -264,6 +264,10 @@ class Pair:
         """Nothing is sent any more; the fence follows."""
         self.lost = why
         self.channel.close()
+
+    def delay_fence(self, until: float) -> None:
+        """Its fence ends writes, and those under way may end by themselves."""
+        self._fence_at = until
 
     def take_fence(self, now: float) -> bool:
         """Whether the caller is to try it now: it then owns the fence until `give_fence`."""

@@ -202,11 +202,17 @@ class ReceiverTransfer:
         done, self.requests[:] = self._stats.take_done(self.requests)
         return done
 
+    @property
+    def is_posted(self) -> bool:
+        """The receiver has all bytes once the writes under way have ended. A pull ends by its
+        word instead."""
+        opened, packing = self.opened, self.packing
+        packed = packing is not None and not packing.left
+        return self.committed and packed and opened is not None and not opened.pull
+
     def settle_if_over(self) -> None:
         """All was written. Of a pull, the receiver says so."""
-        opened, packing = self.opened, self.packing
-        over = not self.requests and packing is not None and not packing.left
-        if self.committed and over and opened is not None and not opened.pull:
+        if self.is_posted and not self.requests:
             self.settle()
 
     def settle(self) -> None:

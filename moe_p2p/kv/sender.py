@@ -234,6 +234,9 @@ class KVSending:
         try:
             transfer.check_writes()
         except MoeP2pError as error:
+            if transfer.pair.lost:
+                self._fail_lost(transfer.pair)
+                return
             why = f"a write to {transfer.pair.name} failed: {error}"
             self.fail(make(PeerDeadError, self.text(why)))
             self.sender.lose(transfer.pair, f"a write failed: {error}")
@@ -357,14 +360,25 @@ class KVSending:
         self.fail(make(errors.TimeoutError, self.text(f"{why}; {self.progress()}")))
 
     def on_lost(self, pair: Pair) -> None:
+        """A receiver that has all bytes may leave before their writes have ended here: until the
+        fence they may."""
         mine = [each for each in self.transfers if each.pair is pair]
-        if any(each.state is not TransferState.SETTLED for each in mine):
-            self.fail(make(PeerDeadError, self.text(f"lost {pair.name}: {pair.lost}")))
+        mine = [each for each in mine if each.state is not TransferState.SETTLED]
+        if self.state is RequestState.OPEN and all(each.is_posted for each in mine):
+            if mine:
+                pair.delay_fence(self.sender.clock() + self.sender.timeouts.drain_s)
+        elif mine:
+            self._fail_lost(pair)
+
+    def _fail_lost(self, pair: Pair) -> None:
+        self.fail(make(PeerDeadError, self.text(f"lost {pair.name}: {pair.lost}")))
 
     def on_fenced(self, pair: Pair) -> None:
-        for each in self.transfers:
-            if each.pair is pair:
-                each.settle_fenced()
+        mine = [each for each in self.transfers if each.pair is pair]
+        if not self.done() and any(each.state is not TransferState.SETTLED for each in mine):
+            self._fail_lost(pair)
+        for each in mine:
+            each.settle_fenced()
         self._free_if_settled()
 
 

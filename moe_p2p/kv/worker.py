@@ -19,6 +19,7 @@ from moe_p2p import env, errors, log
 from moe_p2p.engine import checksum
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import AbortedError, UnavailableError, make, require, require_type
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.footer import footer_bytes, slots_for
 from moe_p2p.kv.link import KVLink, link_of
@@ -41,6 +42,7 @@ QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is pa
 MOST_S = 1e6  # waits of Python's threads overflow beyond some years
 MOST_TOKENS = (1 << 32) - 1  # of a footer
 RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
+LAST_WORDS_S = 0.5  # of a worker that leaves, to peers that do not read them
 
 
 @dataclass(frozen=True)
@@ -371,6 +373,14 @@ class KVWorker:
             log.warning(f"{self.name}: memory stays registered for {pair.name}: {error}")
 
     def lose_all(self, why: str) -> None:
+        """What is queued goes first: a receiver's word that it has read all, say."""
+        with self.lock:
+            pairs = list(self.pairs.values())
+        for pair in pairs:
+            pair.channel.end()
+        deadline = Deadline(LAST_WORDS_S)
+        for pair in pairs:
+            pair.channel.wait_sent(deadline)
         with self.lock:
             for pair in list(self.pairs.values()):
                 self._lose(pair, why)

@@ -81,8 +81,8 @@ def dispatch_form(
 
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
     """Returns a capacity that is enough for any routing."""
-    rows = shape.world_size * max_tokens
-    if rows_of(options.number).packs_experts:
+    rows, layout = shape.world_size * max_tokens, rows_of(options.number)
+    if not (layout.apart or layout.per_token):  # a row for each (token, expert), in one room
         experts = shape.num_local_experts
         rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts
     return rows

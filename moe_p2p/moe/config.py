@@ -61,7 +61,8 @@ class AllToAllConfig(EngineConfig):
     part_bytes: between nodes, what a step sends leaves in up to four parts of at least so many
         bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
         None: what `python -m moe_p2p tune` has measured on rank 0's machine, else 2 MiB.
-    steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
+    steps_in_flight: S, 2 to 16: how many steps may begin from a dispatch to its combine, its own
+        included.
     expert_rank: owner of each expert. None: equal blocks in order.
     ranks_per_node: L, at most 64. None: ranks with the same host; they must be consecutive.
     num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.

@@ -1,5 +1,6 @@
 """RL weight updates: trainers write straight into the tensors of inference engines, by a plan
-between the layouts of both sides, and the fleet goes to a version together or says why not.
+between the layouts of both sides, and all inference engines switch to a version together, or
+`update` raises and names the rank.
 
 docs/weights.md explains it.
 """

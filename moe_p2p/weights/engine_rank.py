@@ -1,10 +1,10 @@
-"""The engine ranks' end of weight updates: counts what arrives, goes to a version with its fleet.
+"""The engine ranks' end of weight updates: counts what arrives, switches with its fleet.
 
     engine_rank = WeightEngineRank(engine, store, layout, rank, tensors)  once, with all trainers
     engine_rank.step()                                                   between forward passes
 
-An engine's ranks go to a version after the same step, so that no forward pass sees two. A version
-that failed anywhere is nobody's: a shadow keeps the old one, in place the target is dirty.
+An engine's ranks switch to a version after the same step, so that no forward pass sees two. A
+version that failed anywhere is nobody's: a shadow keeps the old one, in place the target is dirty.
 docs/weights.md explains it.
 """
 

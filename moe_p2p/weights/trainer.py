@@ -4,7 +4,7 @@
     trainer.update(version)                                            on all trainers, each time
 
 `update` returns when every engine rank of the fleet has all bytes of the version and the fleet has
-decided for it; else it raises, by name, and no engine rank goes to it. The lowest trainer that is
+decided for it; else it raises, by name, and no engine rank switches. The lowest trainer that is
 there leads: it says who takes part, and decides. Trainers that restart are a new job beside the
 engine ranks that run. docs/weights.md explains it.
 """
@@ -194,7 +194,7 @@ class WeightTrainer:
         have. changed: for one release; all are sent, as without it.
 
         Raises AbortedError, with the name of the rank where it failed, and TimeoutError with the
-        ranks that are missing. No engine rank goes to the version then; it may be called again.
+        ranks that are missing. No engine rank switches to the version then; it may be called again.
         Engine ranks that are lost are left out; for a lost trainer others send, if they hold what
         it held: each begins anew, with its own timeout.
         """

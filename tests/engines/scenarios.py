@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import socket
 import sys
@@ -76,10 +77,15 @@ def refused(what: Callable[[], Any], *words: str) -> None:
 
 
 def free_port() -> int:
-    """Kept until the process ends: the kernel gives it to nobody who asks for any port, and who
-    asks for this one may listen."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("127.0.0.1", 0))
-    _PORTS.append(kept)
-    return int(kept.getsockname()[1])
+    """Bound until the process ends; who asks for this one may listen. The kernel gives those above
+    to who asks for any port, even some that are bound (SO_REUSEADDR)."""
+    while True:
+        kept, port = socket.socket(), random.SystemRandom().randrange(10_000, 32_000)
+        try:
+            kept.bind(("127.0.0.1", port))
+        except OSError:
+            kept.close()
+            continue
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _PORTS.append(kept)
+        return port

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from moe_p2p import kv
 from moe_p2p.kv import KVGroup, KVLayout, KVLink, kv_plan
 from tests.support.kv_transfer import Transfer, run
 
 GQA = KVGroup("attention", layers=(0, 1), heads=4, k_bytes=2, v_bytes=2, page_size=16)
 MLA = KVGroup("latent", layers=(0, 1), heads=1, k_bytes=3, v_bytes=0, page_size=16)
-ORDERS = ["NHD", "HND", "LBNHC", "LBHNC", "BLNHC", "BLHNC", "NHD layer", "HND layer"]
+ORDERS = [*kv.ORDERS, "NHD layer", "HND layer"]
 
 
 def layout(group: KVGroup, order: str = "NHD", **fields: int) -> KVLayout:

@@ -25,7 +25,7 @@ OVER = {
     # The receiver copies by itself what a stopped sender has posted, so not all may be posted.
     "shm": ("libfabric", "provider=shm,max_in_flight=4,timeout_ms=300"),
 }
-ROCE = {"roce": ("verbs", "devices=rxe0,timeout=16")}  # where there is one (tests/rdma/vm.py)
+ROCE = {"roce": ("verbs", "devices=rxe0,timeout=16")}  # tests/engine/test_rdma.py
 # Refused by name: half a write is finished there after the fence.
 UNFENCED = {"net": ("libfabric", "provider=net,interfaces=lo,timeout_ms=2000")}
 GROUP = kv.KVGroup("kv", (0,), heads=1, k_bytes=PAGE_BYTES, v_bytes=0, page_size=1)
@@ -167,16 +167,21 @@ STOPS = [
     for over in OVER
     for stops in (3, 50)
 ]
-STOPS.append(pytest.param("roce", 20, marks=[pytest.mark.more, pytest.mark.timeout(600)]))
+OVER_ROCE = [pytest.mark.more, pytest.mark.timeout(600)]
+STOPS.append(pytest.param("roce", 20, marks=OVER_ROCE))
 
 
-@pytest.mark.parametrize(("over", "stops"), STOPS)
-def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
-    if over == "roce":
+def need(over: str) -> None:
+    if over in ROCE:
         try:
             engine(over).close()
         except UnavailableError as error:
             pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("over", "stops"), STOPS)
+def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
+    need(over)
     found = Stops(over)
     found.run(stops, 2 * stops + 3)
     assert found.halves > found.locked, "no request was cut in two"
@@ -185,12 +190,16 @@ def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
 
 @pytest.mark.parametrize(
     ("over", "fault"),
-    cells.few(
-        [(over, fault) for over in OVER for fault in ("no fence", "fence that only polls")],
-        keep=[("loopback", "no fence"), ("tcp", "fence that only polls")],
-    ),
+    [
+        *cells.few(
+            [(over, fault) for over in OVER for fault in ("no fence", "fence that only polls")],
+            keep=[("loopback", "no fence"), ("tcp", "fence that only polls")],
+        ),
+        pytest.param("roce", "no fence", marks=OVER_ROCE),
+    ],
 )
 def test_a_fence_that_is_missing_is_seen(over: str, fault: str) -> None:
+    need(over)
     with mutated(fault):
         found = Stops(over)
         found.run(10, 20, until_late=True)

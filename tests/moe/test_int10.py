@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, CombineOptions, InvalidArgumentError
 from moe_p2p.moe import reference
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.options import Partials
 from moe_p2p.moe.reference import Topology, int10
 from tests.support import cases
@@ -19,7 +21,7 @@ from tests.support.ranks import Rank, on_ranks, run_threads
 
 HIDDEN_DIM = 544  # two units of 256, and a unit of one block
 COUNTS = [[5, 3, 0, 12], [0] * 4, [12] * 4, [7, 0, 12, 1]]
-LAYOUTS = ("padded", "grouped", "by_rank")
+LAYOUTS = get_args(RowLayout)
 INT10 = CombineOptions(partials="int10")
 KINDS: tuple[Partials, ...] = ("int10", "int10_nodes")
 

@@ -8,19 +8,19 @@ Symbols: T tokens, H values of a token, B bytes of them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, DispatchOptions, InvalidArgumentError, swizzle_scales
-from moe_p2p.moe.options import RowLayout
+from moe_p2p.moe.layouts import RowLayout
 from tests.support.cases import finish, make, make_tokens, on_cpu, on_device
 from tests.support.ranks import Rank, on_ranks
 
 H, B = 256, 128
-LAYOUTS: list[RowLayout] = ["padded", "grouped", "by_rank"]
+LAYOUTS: tuple[RowLayout, ...] = get_args(RowLayout)
 COUNTS = [[5, 3, 0, 12], [0] * 4, [12] * 4]
 
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from moe_p2p import (
     MoeP2pError,
 )
 from moe_p2p.moe import reference
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.reference import Received, Tokens, Topology
 from tests.support.ranks import DiedError, Rank
 
@@ -41,7 +42,7 @@ SMALL: dict[str, Any] = {
     "num_threads": 1,
 }
 
-LAYOUTS = ["padded", "grouped", "by_rank"]
+LAYOUTS = get_args(RowLayout)
 GROUPS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3)]
 # Tokens of rank r in step s: COUNTS[s][r]. Steps with 0 tokens on some or all ranks, or the most.
 COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]

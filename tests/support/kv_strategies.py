@@ -7,10 +7,9 @@ import math
 
 from hypothesis import strategies as st
 
-from moe_p2p.kv import KVGroup, KVLayout, KVLink
+from moe_p2p.kv import ORDERS, KVGroup, KVLayout, KVLink
 from tests.support.kv_transfer import DIRECT, Transfer
 
-ORDERS = ("NHD", "HND", "LBNHC", "LBHNC", "BLNHC", "BLHNC")
 HEADS = (1, 2, 3, 4, 6, 8)
 
 

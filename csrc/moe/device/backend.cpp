@@ -256,7 +256,7 @@ void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.source = on_device(recv.source);
   p.ranges = on_device(recv.ranges);
   p.wait_ticks = on_device(recv.wait_ticks);
-  p.grouped = recv.options.rows().packs_experts();
+  p.grouped = !recv.options.rows().apart;
   p.zero_padding = recv.options.zero_padding;
   p.capacity = recv.capacity;
   p.alignment = recv.options.alignment;

@@ -280,7 +280,7 @@ class Sender:
                 self.client.update_weights({"version": version})
                 self.client.finish_weight_update(weight_version=str(version))
         finally:
-            self.version = version  # of the fleet, also where an engine cannot go to it
+            self.version = version  # of the fleet, also where an engine cannot switch to it
 
     def _open_session(self) -> int:
         """Trainers begin when all workers have begun: an earlier failure would reach no worker.
