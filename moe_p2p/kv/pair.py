@@ -267,7 +267,7 @@ class Pair:
 
     def take_fence(self, now: float) -> bool:
         """Whether the caller is to try it now: it then owns the fence until `give_fence`."""
-        if self._fencing or now < self._fence_at:
+        if self.fenced or self._fencing or now < self._fence_at:
             return False
         self._fencing = True
         return True

@@ -27,10 +27,10 @@ class Remote:
         self._users, self._dropped = 0, False  # under the lock of Peers
         self.first = 0
         self._engine = engine
-        self._peer = engine.connect(bytes.fromhex(self.address))
-        self._connected, self._disconnecting = True, threading.Lock()
         self._regions: dict[str, Region] = {}  # by descriptor
         self.update(answer)
+        self._peer = engine.connect(bytes.fromhex(self.address))
+        self._connected, self._disconnecting = True, threading.Lock()
 
     def taken(self) -> None:
         self._users += 1
