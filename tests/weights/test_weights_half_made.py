@@ -96,28 +96,6 @@ def test_copies_are_given_back_before_their_memory_is_taken_anew(
         waits[0].result(LONG_S)
 
 
-def test_shares_of_a_lost_trainer_are_planned_by_the_next_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layouts = [WeightLayout([Param("w", (8, 8), kind, (0, 1)[:ranks])], ranks)
-               for kind, ranks in ((BF16, 2), ("float32", 1))]  # fmt: skip
-    tensors = {"w": torch.zeros(8, 8, dtype=torch.bfloat16)}
-    with engine_of("trainer", 0) as engine:
-        plan = trainer_buffers.weight_plan(*layouts)
-        buffers = trainer_buffers.TrainerBuffers(
-            engine, 0, plan, tensors, torch.device("cpu"), None
-        )
-        lost = frozenset({1})
-        monkeypatch.setattr(buffers, "_convert_by", lambda _: (_ for _ in ()).throw(GONE))
-        buffers._converts = False
-        with pytest.raises(torch.OutOfMemoryError):
-            buffers.without(lost)
-        monkeypatch.undo()
-        buffers.without(lost)
-        assert buffers._replicas[""].prepared(buffers._numbers)[0].copy == 0
-        buffers.close()
-
-
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
     """Memory that is registered at any engine."""
@@ -182,7 +160,7 @@ def test_a_key_that_was_granted_before_another_one_failed_is_revoked(
     target, tensors = MODELS["fp8"].layouts[1], MODELS["fp8"].empty(0)
     plan = trainer_buffers.weight_plan(source, target)
     with engine_of("generator", 0) as engine:
-        buffers = EngineBuffers(engine, plan, 0, tensors, shadow=True, finalize=None)
+        buffers = EngineBuffers(engine, plan, 0, tensors, shadow=False, finalize=None)
         granted, grant = list[Any](), engine.grant
 
         def noted(*given: Any) -> Any:
