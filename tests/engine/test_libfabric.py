@@ -128,7 +128,7 @@ def test_more_peers_than_shm_has_places_for_are_refused_by_name() -> None:
 
     with Engine(config, label="first") as engine:
         known = [connect(engine) for _ in range(256)]
-        with pytest.raises(ResourceExhaustedError, match="takes 256 peers .* use transport loop"):
+        with pytest.raises(ResourceExhaustedError, match=r"takes 256 peers .* use transport loop"):
             connect(engine)
         engine.connect(known[0]).disconnect()  # one that is known has its place
 
