@@ -114,6 +114,10 @@ class Bootstrap:
         # Only its last word, the letter, is compared.
         self._version = f"moe_p2p {__version__}, letter {torch.ops.moe_p2p.letter.default()}"
         self._met = False  # this rank knows M
+        self._admitted = False  # all ranks can know M
+        self._failure: tuple[int, str] | None = (
+            None  # the rank that failed, and why, to be reported
+        )
         self._reported = False  # the meeting's failure is in the store; no report is due from here
         self._published: list[str] = []  # keys of the last value that all read
         self.neighbours = Neighbours()  # filled by the first exchange
@@ -135,7 +139,7 @@ class Bootstrap:
             return
         try:
             if error is not None and not self._reported:
-                self._report(self.rank, str(error) or type(error).__name__)
+                self._report(*self._failure or (self.rank, str(error) or type(error).__name__))
             if self._met:
                 self._leave(failed=error is not None)
         except errors.TransportError:
@@ -224,6 +228,7 @@ class Bootstrap:
         ranks = range(self.world_size)
         self._name, self._met = f"moe_p2p/{secrets.token_hex(8)}", True
         self._answer_all(_OK + self._name.encode())
+        self._admitted = True
         self._delete(joins)
         self._delete(map(self._attempts, ranks))
         for attempt in range(1, self._attempt):
@@ -251,7 +256,7 @@ class Bootstrap:
         all_came = not self._met
         if not self._met:
             self._wait_for_rank_0(self._answer(self.rank), what)
-            self._name, self._met = self._take_answer(what), True
+            self._take_answer(what, joins=True)
         first = self._result_keys(self._stage, 1)[0]
         self._wait_for_rank_0(first, what, all_came=all_came)
         value = self._get(first)
@@ -261,13 +266,14 @@ class Bootstrap:
         data = value[5:] + b"".join(map(self._get, self._published[1:]))
         return _unpack(data, self.world_size)
 
-    def _take_answer(self, what: str) -> str:
-        """Reads and deletes rank 0's answer; returns the name of the meeting joined."""
+    def _take_answer(self, what: str, *, joins: bool = False) -> None:
+        """Reads and deletes rank 0's answer. joins: the meeting that it names."""
         key = self._answer(self.rank)
         value = self._get(key)
+        if joins and value[:1] == _OK:  # from here on rank 0 hears of failures by this name
+            self._name, self._met = value[1:].decode(), True
         self._delete([key])
         self._raise_if_failed(value, what)
-        return value[1:].decode()
 
     def _raise_if_failed(self, value: bytes, what: str) -> None:
         """Raises AbortedError when rank 0 published a failure."""
@@ -301,20 +307,27 @@ class Bootstrap:
 
     def _report(self, rank: int, text: str) -> None:
         """Stores the failure of `rank` where all others, late ones too, poll next."""
-        self._reported = True
+        self._failure = self._failure or (rank, text)
         note = _FAILED + json.dumps([rank, text]).encode()
         if self.rank:
             self._report_to_rank_0(rank, text)
-        elif self._met:
-            self._set(self._result_keys(self._stage, 1)[0], note)
-        else:
+        elif self._met:  # others may or may not have read the result of this stage: as below
+            for stage in (self._stage, self._stage + 1):
+                self._set(self._result_keys(stage, 1)[0], note)
+        if self.rank == 0 and not self._admitted:
             self._answer_all(note)
+        self._reported = True
 
     def _report_to_rank_0(self, rank: int, text: str) -> None:
         # Rank 0 may or may not have taken the payload of `rank` already: write to both stages.
         stages = (self._stage, self._stage + 1) if self._met else (0,)
-        for stage in stages:
-            self._set(f"{self._name}/{stage}/{rank}", _FAILED + text.encode())
+        places = [(self._name, stage) for stage in stages]
+        if not self._met:  # it may have been admitted, and not have got the answer
+            answer = self._get_if_there(self._answer(self.rank))
+            if answer[:1] == _OK:
+                places += [(answer[1:].decode(), stage) for stage in (0, 1)]
+        for name, stage in places:
+            self._set(f"{name}/{stage}/{rank}", _FAILED + text.encode())
 
     def refused(self) -> None:
         """A rank of this host has refused a connection: set-up says so where it fails."""

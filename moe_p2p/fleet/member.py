@@ -1,6 +1,7 @@
 """One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
 
-Used by weights' trainer.py and engine_rank.py, and by kv's lease_keeper.py. The thread touches no
+Used by weights' trainer.py and engine_rank.py, and by kv's lease_keeper.py; Mooncake's endpoint.py
+has ids alone. The thread touches no
 device, and keeps no reference to its rank but for `then`. README.md says what names, incarnations
 and ids are.
 """
@@ -30,6 +31,11 @@ LEAVE_S = 1.0  # who leaves waits so long for a store that is gone
 
 class ReplacedError(AbortedError):
     """Another process has this one's name now."""
+
+
+def new_id(name: str) -> str:
+    """Of a process that begins under this name: with an incarnation of its own."""
+    return f"{name}#{secrets.token_hex(4)}"
 
 
 def name_of(who: str) -> str:
@@ -144,7 +150,7 @@ class Member:
         leases: TorchLeases | None = None,
         then: Callable[[Member], None] | None = None,
     ) -> None:
-        self.name, self.id, self.lease_s = name, f"{name}#{secrets.token_hex(4)}", lease_s
+        self.name, self.id, self.lease_s = name, new_id(name), lease_s
         self._words = words
         self._leases = leases or TorchLeases(words.client, lease_s, prefix=words.prefix)
         record, after = {**record, "letter": letter()}, then and partial(then, self)

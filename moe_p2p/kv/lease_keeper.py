@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,6 @@ class LeaseKeeper:
         require_type("LeaseKeeper: leases", leases, TorchLeases, "a kv.TorchLeases")
         require_type("LeaseKeeper: host", host, str, "a str")
         self.worker, self.leases = worker, leases
-        worker.join()
         try:
             listening = socket.create_server((host, 0), backlog=_BACKLOG)
         except OSError as error:
@@ -87,16 +87,25 @@ class LeaseKeeper:
         # Before engines are closed at exit: a thread that is in a call of ours when the interpreter
         # ends would end the process by std::terminate.
         atexit.register(self.close)
-        self._stepping = self._thread("step", self._steps)
-        self._member = Member(
-            StoreKeys(leases.client, leases.prefix),
-            f"{worker.name} ({worker.role})",  # a rank may have a worker of either role
-            dataclasses.asdict(self._place),
-            worker.timeouts.lease_s,
-            leases=leases,
-            then=self._look,
-        )
-        self._listener = Listener(worker.name, listening, self._answer, worker.timeouts.connect_s)
+        with ExitStack() as undo:  # where this process may have no more threads, say
+            undo.callback(listening.close)
+            undo.callback(atexit.unregister, self.close)
+            undo.callback(self._end_steps)
+            undo.callback(self._begun.set)
+            self._stepping = self._thread("step", self._steps)
+            self._member = Member(
+                StoreKeys(leases.client, leases.prefix),
+                f"{worker.name} ({worker.role})",  # a rank may have a worker of either role
+                dataclasses.asdict(self._place),
+                worker.timeouts.lease_s,
+                leases=leases,
+                then=self._look,
+            )
+            undo.callback(self._member.close)
+            limit_s = worker.timeouts.connect_s
+            self._listener = Listener(worker.name, listening, self._answer, limit_s)
+            undo.pop_all()
+        worker.join()
         self._begun.set()
 
     @property
@@ -253,6 +262,11 @@ class LeaseKeeper:
                 pause = 0.05
             self.worker.pause(pause)
 
+    def _end_steps(self) -> None:
+        self._stop.set()
+        self._left.set()
+        self.worker.wake.set()
+
     def close(self) -> None:
         """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent.
 
@@ -268,8 +282,7 @@ class LeaseKeeper:
     def _close(self) -> None:
         self._stop.set()
         self.worker.lose_all(self.worker.replaced or "this worker leaves")
-        self._left.set()
-        self.worker.wake.set()
+        self._end_steps()
         self._member.close()
         self._listener.close()
         with self._met:

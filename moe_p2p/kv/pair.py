@@ -23,6 +23,7 @@ from moe_p2p import log
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import LayerPlace, Memory, Peer, Region
 from moe_p2p.errors import ClosedError, MoeP2pError, ProtocolError, make, require
+from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.letter import check_letter, letter
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.layout import KVLayout
@@ -47,6 +48,10 @@ class Sends(Protocol):
     """A `Channel`, as far as a pair needs it."""
 
     def send(self, message: Message) -> None: ...
+
+    def end(self) -> None: ...
+
+    def wait_sent(self, deadline: Deadline) -> None: ...
 
     def close(self) -> None: ...
 
@@ -271,7 +276,7 @@ class Pair:
 
     def take_fence(self, now: float) -> bool:
         """Whether the caller is to try it now: it then owns the fence until `give_fence`."""
-        if self._fencing or now < self._fence_at:
+        if self.fenced or self._fencing or now < self._fence_at:
             return False
         self._fencing = True
         return True

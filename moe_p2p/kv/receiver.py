@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +42,7 @@ from moe_p2p.kv.requests import span_of
 from moe_p2p.kv.source_transfer import SourceTransfer
 from moe_p2p.kv.stats import RequestState, TransferState
 from moe_p2p.kv.unpacking import Unpacker, Unpacking
-from moe_p2p.kv.worker import KVWorker, Options, check_request
+from moe_p2p.kv.worker import KVWorker, Options, check_request, failing
 
 if TYPE_CHECKING:  # of typing since Python 3.11
     from typing_extensions import Unpack
@@ -121,10 +122,10 @@ class KVReservation:
         self._looked_at = self.receiver.clock()
         if self.opened_at is None:
             return False
-        try:
+        arrived = [True]
+        with suppress(MoeP2pError), failing(self):
             arrived = [each.has_arrived() for each in self.transfers]
-        except MoeP2pError as error:
-            self.fail(error)
+        if self.state is not RequestState.OPEN:
             return True
         if all(arrived) and not self.verified:
             self._complete()
@@ -215,7 +216,7 @@ class KVReservation:
 
     def free_if_settled(self) -> None:
         settled = all(each.state is TransferState.SETTLED for each in self.transfers)
-        if self.state is RequestState.FAILED and settled:
+        if self.state is not RequestState.OPEN and settled:
             self._free()
 
     def _free(self) -> None:
@@ -276,11 +277,9 @@ class KVReservation:
     def _unpack(self) -> bool:
         """Scatters what has arrived; returns whether more of it is on its way."""
         granted = self.unpackings()
-        try:
+        with suppress(MoeP2pError), failing(self):
             for each in granted:
                 each.advance()
-        except MoeP2pError as error:
-            self.fail(error)
         if granted and not any(each.grants for each in granted):
             self.receiver.changed.notify_all()  # it may be complete
         return bool(granted)
@@ -311,11 +310,10 @@ class KVReservation:
         if waits or any(each.state is TransferState.OPEN for each in mine):
             self.fail(make(PeerDeadError, self.text(f"lost {pair.name}: {pair.lost}")))
 
-    def on_fenced(self, pair: Pair) -> None:
+    def settle_fenced(self, pair: Pair) -> None:
         for each in self.transfers:
             if each.pair is pair:
                 each.settle_fenced()
-        self.free_if_settled()
 
 
 class PageHolds:
@@ -511,8 +509,10 @@ class KVReceiver(KVWorker):
                     return
                 reservation.open(pairs)
                 self._waiting.popleft()
-            except MoeP2pError as error:  # not all ranks are there any more
-                reservation.fail(error)  # and is the first no more
+            except Exception as error:  # not all ranks are there any more, say
+                wrong = error if isinstance(error, MoeP2pError) else None
+                text = reservation.text(f"it cannot be opened: {error!r}")
+                reservation.fail(wrong or make(AbortedError, text))  # and is the first no more
 
     def stop_waiting(self, reservation: KVReservation) -> None:
         if reservation in self._waiting:
@@ -554,8 +554,7 @@ class KVReceiver(KVWorker):
 
     def on_time(self, now: float) -> bool:
         self._open_waiting()
-        busy = [reservation.on_time(now) for reservation in list(self.reservations)]
-        return any(busy)
+        return self.on_time_of(list(self.reservations), now)
 
     def pause(self, seconds: float) -> None:
         """A packed write that arrives ends it, too: the sender waits for its part of the ring."""
@@ -571,5 +570,7 @@ class KVReceiver(KVWorker):
             reservation.on_lost(pair)
 
     def on_fenced(self, pair: Pair) -> None:
+        for reservation in self.reservations:
+            reservation.settle_fenced(pair)
         for reservation in list(self.reservations):
-            reservation.on_fenced(pair)
+            reservation.free_if_settled()

@@ -34,7 +34,7 @@ from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.receiver_transfer import ReceiverTransfer
 from moe_p2p.kv.stats import RequestState, TransferState
-from moe_p2p.kv.worker import KVWorker, Options, check_request
+from moe_p2p.kv.worker import KVWorker, Options, check_request, failing
 
 if TYPE_CHECKING:  # of typing since Python 3.11
     from typing_extensions import Unpack
@@ -116,13 +116,10 @@ class KVSending:
                 text = f"layer {wrong} up to token {end} of {self.total}, after {last}"
                 raise make(errors.InvalidArgumentError, self.text(text))
             self._add_calls(layers, end, after)
-            try:
+            with failing(self):
                 for each in self.transfers:
                     if each.state is TransferState.OPEN:
                         each.send(layers, end, self._gates)
-            except MoeP2pError as error:
-                self.fail(error)
-                raise
 
     def _require_open(self) -> None:
         if self.error is not None:
@@ -155,13 +152,10 @@ class KVSending:
             )
             self._check_complete()
             self.user, self._committed_at = user, self.sender.clock()
-            try:
+            with failing(self):
                 for each in self.transfers:
                     if each.state is TransferState.OPEN:
                         self._send_footer(each)
-            except MoeP2pError as error:
-                self.fail(error)
-                raise
         self.sender.wake.set()
 
     def _check_complete(self) -> None:
@@ -225,11 +219,10 @@ class KVSending:
             return self.state is not RequestState.OPEN
 
     def _look_at(self, transfer: ReceiverTransfer) -> None:
-        try:
+        with suppress(MoeP2pError), failing(self):
             if transfer.footer_due:
                 self._send_footer(transfer)
-        except MoeP2pError as error:
-            self.fail(error)
+        if self.state is not RequestState.OPEN:
             return
         try:
             transfer.check_writes()
@@ -247,11 +240,9 @@ class KVSending:
 
     def pack(self, transfer: ReceiverTransfer) -> None:
         """Under the lock: goes on with packed rows; what they raise fails the request."""
-        try:
+        with suppress(MoeP2pError), failing(self):
             if transfer.packing is not None:
                 transfer.packing.advance()
-        except MoeP2pError as error:
-            self.fail(error)
 
     def _is_over(self) -> bool:
         if self.transfers:
@@ -523,8 +514,7 @@ class KVSender(KVWorker):
 
     def on_time(self, now: float) -> bool:
         self._begin_waiting()
-        busy = [sending.on_time(now) for sending in list(self.sendings)]
-        return any(busy)
+        return self.on_time_of(list(self.sendings), now)
 
     def on_lost(self, pair: Pair) -> None:
         self.openings.forget(pair)

@@ -50,6 +50,7 @@ class SourceTransfer:
         self.least = nics + (arriving.immediates if arriving else 0)  # the footer's, and all others
         self._nbytes = arriving.nbytes if arriving else 0  # of all chunks
         self.slot = worker.slots.take(f"{worker.name}: request {reserved.request!r}")
+        self._has_slot = True
 
     def open(self) -> None:
         """Tells the sender where its bytes go."""
@@ -247,7 +248,9 @@ class SourceTransfer:
     def free(self) -> None:
         """Of a request whose transfers are all settled: its parts and its slot are others'."""
         self.unpacking.settle()
-        self._worker.slots.give_back(self.slot)
+        if self._has_slot:
+            self._worker.slots.give_back(self.slot)
+        self._has_slot = False
 
     def drains_too_long(self, now: float) -> bool:
         late = self.state is TransferState.DRAINING and now >= self._drain_until

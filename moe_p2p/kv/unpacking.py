@@ -228,10 +228,12 @@ class Unpacking:
     def settle(self) -> None:
         """The sender writes nothing more: its parts are free once their scatters are over."""
         self.stop()
-        for grant in self.grants:
+        if not self.grants:
+            return
+        while self.grants:
+            grant = self.grants[0]
             if grant.copy is not None:
                 grant.copy.wait()
             self._unpacker.give_back(self.pair, grant.slots)
-        if self.grants:
-            self.grants = []
-            self._unpacker.serve()
+            del self.grants[0]
+        self._unpacker.serve()

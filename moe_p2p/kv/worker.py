@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Protocol, TypedDict
 
@@ -36,7 +37,7 @@ from moe_p2p.kv.pair import (
     make_pair,
 )
 from moe_p2p.kv.ring import Ring
-from moe_p2p.kv.stats import KVTotals, KVTransferStats
+from moe_p2p.kv.stats import KVTotals, KVTransferStats, RequestState
 
 QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
 MOST_S = 1e6  # waits of Python's threads overflow beyond some years
@@ -83,12 +84,32 @@ class Options(TypedDict, total=False):
     clock: Callable[[], float]
 
 
-class Reusable(Protocol):
+class Request(Protocol):
     """A `KVSending` or a `KVReservation`."""
 
     reusable: bool
+    state: RequestState
 
     def text(self, why: str) -> str: ...
+
+    def fail(self, error: errors.MoeP2pError) -> None: ...
+
+    def on_time(self, now: float) -> bool: ...
+
+
+@contextmanager
+def failing(request: Request) -> Iterator[None]:
+    """Under the lock: whatever is raised, as where a GPU has no memory left, fails the request,
+    which may be half submitted, and is raised as an error of ours."""
+    try:
+        yield
+    except errors.MoeP2pError as error:
+        request.fail(error)
+        raise
+    except Exception as error:
+        failed = make(AbortedError, request.text(f"it failed here: {error!r}"))
+        request.fail(failed)
+        raise failed from error
 
 
 def check_request(who: str, request: str, total: int) -> None:
@@ -318,9 +339,11 @@ class KVWorker:
         """Handles deadlines and fences; returns how many seconds later it wants to be called."""
         with self.lock:
             busy = self.on_time(self.clock())
-            now = self.clock()
-            losing = [pair for pair in self._losing if pair.take_fence(now)]
+            losing = list(self._losing)
         for pair in losing:
+            with self.lock:  # one at a time: what is taken is given back, whatever is raised
+                if not pair.take_fence(self.clock()):
+                    continue
             fenced = False
             try:
                 fenced = self._try_to_fence(pair)
@@ -395,7 +418,7 @@ class KVWorker:
         one.observe(stats)
         self.totals = self.totals + one
 
-    def wait_reusable(self, request: Reusable, timeout_s: float | None) -> None:
+    def wait_reusable(self, request: Request, timeout_s: float | None) -> None:
         limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
         deadline = self.deadline(limit)
         with self.lock:
@@ -405,6 +428,19 @@ class KVWorker:
                     text = request.text(f"pages are not free after {limit} s")
                     raise make(errors.TimeoutError, text)
                 self.changed.wait(min(left, 0.05))
+
+    def on_time_of(self, requests: Sequence[Request], now: float) -> bool:
+        """What one of them raises fails that one, and others go on."""
+        busy, left = False, list[Exception]()
+        for each in requests:
+            try:
+                with suppress(errors.MoeP2pError), failing(each):
+                    busy |= each.on_time(now)
+            except Exception as error:
+                left.append(error)
+        if left:
+            raise left[0]
+        return busy
 
     # --- what senders and receivers do ---
 

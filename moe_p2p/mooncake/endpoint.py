@@ -16,6 +16,7 @@ from moe_p2p import env, errors
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Memory
+from moe_p2p.fleet.member import new_id
 from moe_p2p.machine import topology
 from moe_p2p.mooncake import codes, handshake, memory, peers, transfer
 from moe_p2p.mooncake.codes import instead_of_errors
@@ -29,6 +30,7 @@ class Endpoint:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._service: handshake.Service | None = None
+        self._id = ""  # host:port and incarnation
         self._peers: peers.Peers | None = None
         self._lock = threading.RLock()  # of what follows
         self._memory = memory.Table()  # values: Memory
@@ -75,6 +77,7 @@ class Endpoint:
         except BaseException:
             service.close()
             raise
+        self._id = new_id(f"{_host_of(local_hostname)}:{service.port}")
         self._service, self._peers, self._engine = service, peers.Peers(engine), engine
         weakref.finalize(self, _close, engine, service)
         return 0
@@ -285,6 +288,7 @@ def _answering(endpoint: Endpoint) -> handshake.Answer:
                 return {}
             there = [e for e in self._memory.entries() if e.address not in self._leaving]
             return {
+                "id": self._id,
                 "address": self._engine.address.hex(),
                 "memory": memory.described(there),
                 "first": self._first[0] if self._first else 0,

@@ -22,7 +22,7 @@ _MOST_BYTES = 64 << 20  # of an answer: memory registered in 300,000 pieces
 _MOST_ASKED = 1 << 20  # of a request, with what it notifies of
 _BACKLOG = 1024
 _PIECE = 1 << 18  # of a line, read at a time
-VERSION = 1
+VERSION = 2
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -20,17 +20,18 @@ _MOST_KNOWN = 1024
 
 
 class Remote:
-    """A peer's memory by address, as it was when the peer was asked."""
+    """A peer's memory by address, as it was when the peer was asked. id: with the incarnation: a
+    process that was started again may have the port and the addresses of the one before."""
 
     def __init__(self, engine: Engine, answer: dict[str, Any]) -> None:
-        self.address: str = answer["address"]
+        self.id: str = answer["id"]
         self._users, self._dropped = 0, False  # under the lock of Peers
         self.first = 0
         self._engine = engine
-        self._peer = engine.connect(bytes.fromhex(self.address))
-        self._connected, self._disconnecting = True, threading.Lock()
         self._regions: dict[str, Region] = {}  # by descriptor
         self.update(answer)
+        self._peer = engine.connect(bytes.fromhex(answer["address"]))
+        self._connected, self._disconnecting = True, threading.Lock()
 
     def taken(self) -> None:
         self._users += 1
@@ -110,9 +111,7 @@ class Peers:
         answer = handshake.ask(session, {"memory": True})
         with self._lock:
             known = self._remotes.get(session)
-            if known is not None and (
-                known.address != answer["address"] or known.is_outdated_by(answer)
-            ):
+            if known is not None and (known.id != answer["id"] or known.is_outdated_by(answer)):
                 self.drop(session, known)
                 known = None
             if known is None:

@@ -142,7 +142,7 @@ class Transfer:
             return False
         moved = any(before.key_of(*p[1:]) != now.key_of(*p[1:]) for p in self._pieces)
         refused = isinstance(error, errors.RemoteAccessError)
-        if now.address != before.address or (refused and not moved):
+        if now.id != before.id or (refused and not moved):
             self._peers.give_back(now)
             return False
         self._peers.give_back(before)

@@ -128,13 +128,18 @@ class EngineBuffers:
         self._raw = {name: made[name] for name in received}
         self.received = _typed(plan, of_received, self._raw)
         self._received_of = {of_received[name][0].name for name in received}
-        self._memory = [engine.register(self.buffer)] if total else []
         self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
-        for name in [] if shadow else live:
-            if live[name].numel():
-                self._numbers[name] = len(self._memory), 0
-                self._memory.append(engine.register(live[name]))
-        self._grants: list[Grant] = []
+        self._memory, self._grants = list[Memory](), list[Grant]()
+        try:
+            if total:
+                self._memory.append(engine.register(self.buffer))
+            for name in [] if shadow else live:
+                if live[name].numel():
+                    self._numbers[name] = len(self._memory), 0
+                    self._memory.append(engine.register(live[name]))
+        except BaseException:
+            self.close()
+            raise
         self._torn = False  # the shadow holds bytes of an update that failed, or poison
         self._received_at: int | None = None  # stamp of what arrived in checkpoint layout
 
@@ -156,9 +161,10 @@ class EngineBuffers:
         """For `trainers`, each a key of its own, until `fence`."""
         lent: dict[str, list[str]] = {}
         for trainer in trainers:
-            grants = [self._engine.grant(each, f"trainer {trainer}") for each in self._memory]
-            lent[str(trainer)] = [each.descriptor.hex() for each in grants]
-            self._grants += grants
+            first = len(self._grants)
+            for each in self._memory:  # one by one: `fence` revokes what a later one failed after
+                self._grants.append(self._engine.grant(each, f"trainer {trainer}"))
+            lent[str(trainer)] = [each.descriptor.hex() for each in self._grants[first:]]
         return {"address": self._engine.address.hex(), "tensors": self._numbers, "to": lent}
 
     def fence(self) -> None:

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import torch
@@ -141,7 +141,9 @@ class WeightEngineRank:
         record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
                   "engine": [attempt.engine_rank_name(replica, each) for each in engine_ranks],
                   "signature": self._signature}  # fmt: skip
-        with set_up.heard(self._words.client.close):
+        made = ExitStack()  # to be undone where the rest fails
+        made.callback(self._words.client.close)
+        with set_up.heard(made.close):
             job.publish(self._words, layout)
             self._job = job.find(self._words, set_up, deadline)
             self.plan = job.plan_of(self._words, self._job, layout, deadline)
@@ -157,10 +159,12 @@ class WeightEngineRank:
                 finalize=finalize,
                 watermark=watermark,
             )
+            made.callback(self._buffers.close)
             self._lent = Lent(engine, self._tensors)
+            made.callback(self._lent.close)
+            self._member = Member(self._words, self.name, record, lease_s)
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
                        "buffer_bytes": len(self._buffers.buffer)}  # fmt: skip
-        self._member = Member(self._words, self.name, record, lease_s)
         self._returns = self._words.client.returns
         with set_up.heard(self.close):
             self._come(deadline)
@@ -188,17 +192,18 @@ class WeightEngineRank:
 
     def _serve(self, found: Job, number: int) -> None:
         """From here on trainers of this job, and no others, may write, from attempt `number` on."""
-        self._job, self._attempt = found, number
+        self._lend(found)
         self._arrivals = Arrivals(
             self.engine, self._words, self._buffers, self._member.id, found.nics
         )
-        self._lend()
+        self._job, self._attempt = found, number  # last: else `_follow` would not come here again
 
-    def _lend(self) -> None:
-        self._generation = secrets.token_hex(8)
+    def _lend(self, to: Job) -> None:
+        generation = secrets.token_hex(8)
         lent = self._buffers.lend(self.plan.writers_to(self.rank))
-        lent["generation"] = self._generation
-        self._words.say(self._job.key(f"lends/{self._member.id}"), lent)
+        lent["generation"] = generation
+        self._words.say(to.key(f"lends/{self._member.id}"), lent)
+        self._generation = generation
 
     @property
     def _keys(self) -> Keys:
@@ -206,11 +211,12 @@ class WeightEngineRank:
 
     def _offer(self) -> None:
         """Trainers may write from here on."""
-        self._update, self._deadline, self._arrived, self._open = None, None, False, True
+        self._update, self._deadline, self._arrived = None, None, False
         if self._poison:
             self._buffers.poison()
         settle([self._buffers.buffer, *self._tensors.values()])
         self._words.say(self._keys.ready(self._member.id), self._generation)
+        self._open = True
 
     def _join(self, deadline: Deadline) -> None:
         """Enters at the attempt under way, or the next one, with what peers have."""
@@ -459,16 +465,18 @@ class WeightEngineRank:
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._keys))
         if found.source != self._job.source:
-            self.plan = job.plan_of(self._words, found, self._layout, Deadline(self.timeout_s))
-            self._buffers.replan(self.plan)
+            plan = job.plan_of(self._words, found, self._layout, Deadline(self.timeout_s))
+            self._buffers.replan(plan)
+            self.plan = plan
         over = self._job.key("")
         self._words.withdraw(lambda key: key.startswith(over))
-        self._serve(found, self._current(found))
-        if self._open:
-            self._offer()
         if not found.founded:  # this rank is a founder of that one, too
             job.say_layout(self._words, found, self._layout, self.name)
+        self._serve(found, self._current(found))
         self._words.say(found.key(f"there/{self.name}"), self._member.id)
+        if self._open:
+            self._open = False  # until it is offered to the new ones: `_look`
+            self._offer()
         again: dict[str, Any] | None = self._words.get(job.NOW)  # None: the store was lost
         return again
 
@@ -485,6 +493,8 @@ class WeightEngineRank:
             self._words.count("changes", 1)
             self._returns = self._words.client.returns
         now = self._follow()
+        if now is not None and not self._open and self.mode == "shadow":
+            self._offer()  # an error has cut it short
         if now is None or not self._open or self._committed == self._keys.stamp:
             return
         keys = self._keys
@@ -634,9 +644,9 @@ class WeightEngineRank:
         self._again, self.failure = again, why
         if not self._fenced():
             return  # looked at again
+        self._lend(self._job)
         log.warning(f"{self.name}: the weight update failed: {why}")
         self.totals["failed"] += 1
-        self._lend()
         self._next(again=again)
         self._ended += not again
         if self.mode == "shadow" or again:

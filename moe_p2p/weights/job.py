@@ -20,6 +20,7 @@ from moe_p2p.fleet.client import Deadline, StoreError
 from moe_p2p.fleet.letter import check_letter, letter
 from moe_p2p.fleet.member import LEAVE_S, Member, Record, ReplacedError, name_of
 from moe_p2p.fleet.store_keys import StoreKeys, newer
+from moe_p2p.weights.attempt import Keys, refusal
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
 
@@ -132,6 +133,26 @@ def counting(words: StoreKeys, number: int, who: str) -> dict[str, Any] | None:
         text = f"{who} was replaced: another job of trainers has taken the name"
         raise ReplacedError(str(make(AbortedError, text)))
     return now
+
+
+def refuse_update(
+    words: StoreKeys, who: str, error: object, *, instead_of: int | None = None
+) -> None:
+    """By what failed before its part of an update began: the one under way, or the next one, fails
+    on all ranks. who: it, or what has failed. instead_of: the trainer whose `update` is not called
+    for it; its next call is of the update after that."""
+    with suppress(MoeP2pError), words.within(Deadline(LEAVE_S)):
+        now = words.get(NOW)
+        if now is None:
+            return
+        mine = refusal(f"{who}: {str(error) or repr(error)}", id=secrets.token_hex(4))
+        if instead_of is not None:
+            mine["instead_of"] = instead_of
+        number = max(now["attempt"], 1)
+        while words.decide(Keys(now["job"], number).decision, mine) != mine:
+            number += 1
+        if words.swap(NOW, now, {**now, "attempt": number}):
+            words.drop(Keys(now["job"], number).before.decision)
 
 
 def open_job(words: StoreKeys, layout: WeightLayout) -> None:

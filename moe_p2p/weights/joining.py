@@ -76,11 +76,19 @@ class Lent:
         self._engine = engine
         self._word = torch.tensor([1, -1, -1], dtype=torch.int64, device="cpu")
         self._count = 1
-        self._memory = {name: engine.register(each) for name, each in tensors.items()
-                        if each.numel()}  # fmt: skip
-        self._of_word = engine.register(self._word)
+        self._memory = dict[str, Memory]()
+        self._of_word: Memory | None = None
+        try:
+            for name, each in tensors.items():
+                if each.numel():
+                    self._memory[name] = engine.register(each)
+            self._of_word = engine.register(self._word)
+        except BaseException:
+            self.close()
+            raise
 
     def address(self) -> dict[str, Any]:
+        assert self._of_word is not None
         tensors = {name: each.descriptor.hex() for name, each in self._memory.items()}
         return {"address": self._engine.address.hex(), "tensors": tensors,
                 "word": self._of_word.descriptor.hex()}  # fmt: skip
@@ -98,7 +106,7 @@ class Lent:
             name = next(iter(self._memory))
             self._memory[name].unregister()
             del self._memory[name]
-        if self._of_word.registered:
+        if self._of_word is not None and self._of_word.registered:
             self._of_word.unregister()
 
     def open(self, stamp: int, version: int) -> None:

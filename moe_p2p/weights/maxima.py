@@ -115,7 +115,13 @@ class MaximaExchange:
         self._out = torch.zeros(n_up + n_down, dtype=torch.float32, device=device)
         self._in = torch.zeros(n_up + n_down, dtype=torch.float32, device=device)
         settle([self._in])
-        self._memory: list[Memory] = [engine.register(t) for t in (self._out, self._in) if len(t)]
+        self._memory = list[Memory]()
+        try:
+            for tensor in (self._out, self._in) if len(self._in) else ():
+                self._memory.append(engine.register(tensor))
+        except BaseException:
+            self.close()
+            raise
         self._regions: dict[int, tuple[Region, dict[str, int]]] = {}
         self._nics: dict[int, int] = {}
         self._requests: list[Request] = []
@@ -200,8 +206,9 @@ class MaximaExchange:
 
     def close(self) -> None:
         """Later writes of peers are refused."""
-        for each in self._memory:
-            each.unregister()
+        while self._memory:
+            self._memory[-1].unregister()
+            self._memory.pop()
 
 
 def synchronize(tensor: Tensor) -> None:

@@ -140,10 +140,14 @@ class RegionWriter:
         keys."""
         self.forget(engine_rank)
         peer = self._engine.connect(bytes.fromhex(lent["address"]), priority=PRIORITY)
-        resolved = [
-            self._engine.resolve(bytes.fromhex(each), peer, priority=PRIORITY)
-            for each in lent["to"].get(str(self._rank), ())
-        ]
+        try:
+            resolved = [
+                self._engine.resolve(bytes.fromhex(each), peer, priority=PRIORITY)
+                for each in lent["to"].get(str(self._rank), ())
+            ]
+        except BaseException:
+            peer.disconnect()
+            raise
         regions = {
             tensor: (resolved[number], offset)
             for tensor, (number, offset) in (lent["tensors"].items() if resolved else ())

@@ -93,7 +93,7 @@ class WeightTrainer:
             deadline = Deadline(timeout_s)
             if rank == 0:
                 job.open_job(self._words, layout)
-        self._member = Member(self._words, who, {}, lease_s)
+            self._member = Member(self._words, who, {}, lease_s)
         with set_up.heard(self._leave):
             among = (self._words, self._member, set_up)
             met = job.meet(*among, rank, layout, engine.num_nics, deadline)
@@ -317,14 +317,18 @@ class WeightTrainer:
                 text = f"trainer {self.rank} was taken for lost, and others went on without it"
                 raise make(AbortedError, text)
             found += self._words.get(Keys(self._job.number, found).decision) is not None
-        late, self._late = self._late, None
+        late: int | None = None
         while (decided := self._words.get(Keys(self._job.number, found).decision)) is not None:
+            if decided != COMMIT and decided.get("instead_of") == self.rank:
+                mine, found = mine + 1, found + 1  # of a call that was not made
+                continue
             update = self._words.get(Keys(self._job.number, found).update) or decided
             version = None if decided == COMMIT else update.get("version")
-            if version is None or (version == wish["version"] != late):
-                self._late = version
+            if version is None or (version == wish["version"] != self._late):
+                late = version
                 break  # of this very call, for which this rank is late
             found += 1
+        self._late = late  # not before all words were read: the store may fail
         if found > mine:
             self._behind, behind = True, found - mine
             log.warning(f"trainer {self.rank} was {behind} updates behind, and goes on with others")

@@ -47,6 +47,7 @@ class TrainerBuffers:
         self._registered: dict[str, Memory] = {}
         self._ring: Memory | None = None  # also where nothing is converted
         self._converts = False
+        self._is_prepared = False  # all replicas are, with what is known of lost trainers
         self._exchange: MaximaExchange | None = None
         self._grouped: tuple[object, list[tuple[list[int], Batch]]] = ((), [])
         self._sending: tuple[Mapping[str, tuple[str, int]], Sending] = ({}, {})  # of all names
@@ -54,7 +55,11 @@ class TrainerBuffers:
         self._stop: Stop = lambda missing: None
         self.totals = {"bytes_written": 0, "requests": 0, "staging_bytes": 0}
         self.seconds = {"convert": 0.0, "submit": 0.0, "wait": 0.0}  # of the last update
-        self._prepare()
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
     # --- replicas ---
 
@@ -73,22 +78,24 @@ class TrainerBuffers:
         self._replicas[replica] = Replica(replica, layout.digest, plan, self._rank)
         try:
             self._prepare()
-        except BaseException:  # its copies do not fit, say: without it updates go on
+        except BaseException:  # its copies do not fit, say: without it updates go on (`without`)
             self._replicas = before
             raise
 
     def without(self, lost: frozenset[int]) -> None:
-        """Plans anew without the lost trainers: others send their shares."""
-        if lost == self._lost:
-            return
-        self._lost = lost
-        self._replicas = {
-            name: Replica(name, each.digest, each.plan.without(lost), self._rank)
-            for name, each in self._replicas.items()
-        }
-        self._prepare()
+        """Plans anew without the lost trainers: others send their shares. Also prepares what an
+        error has left unprepared: called in each update."""
+        if lost != self._lost:
+            self._replicas = {
+                name: Replica(name, each.digest, each.plan.without(lost), self._rank)
+                for name, each in self._replicas.items()
+            }
+            self._lost, self._is_prepared = lost, False
+        if not self._is_prepared:
+            self._prepare()
 
     def _prepare(self) -> None:
+        self._is_prepared = False
         plans = {each.digest: each.plan for each in self._replicas.values()}
         known = self._conversions.number if self._converts else {}
         if not self._converts or any(
@@ -112,20 +119,23 @@ class TrainerBuffers:
             elif name not in self._registered:
                 self._registered[name] = self._engine.register(self._tensors[name])
                 self.writer.places[name] = self._registered[name], 0
+        self._is_prepared = True
 
     def _convert_by(self, conversions: Conversions) -> None:
         """In the place of the ones before, whose memory is given back first."""
         if self._ring is not None:
             self._ring.unregister()
+        for name in [n for n, (memory, _) in self.writer.places.items() if memory is self._ring]:
+            del self.writer.places[name]
+        self._grouped = ((), [])
         self._ring, self._converts = None, False
-        if self._exchange is not None:
-            self._exchange.close()
+        self._end_exchange()
         self._conversions = conversions
         conversions.allocate()
         self._numbers = self._conversions.number
         buffer = self._conversions.buffer
         self._ring = self._engine.register(buffer) if len(buffer) else None
-        self._exchange, self._converts = None, True
+        self._converts = True
         for each in self._replicas.values():
             each.forget()
 
@@ -134,14 +144,18 @@ class TrainerBuffers:
     def exchange(self, digests: Collection[str]) -> MaximaExchange:
         """Makes it anew. digests: of the layouts that it is for, equal on all trainers: what this
         one has known besides is no part of it."""
-        if self._exchange is not None:
-            self._exchange.close()
+        self._end_exchange()
         plans = {each.digest: each.plan for each in self._replicas.values()}
         found = dict[Maxima, None]()
         for digest in sorted(digests):  # both ends list cells in one order
             found |= dict.fromkeys(plans[digest].maxima(self._rank))
         self._exchange = MaximaExchange(self._engine, self._rank, found, self._conversions.grids)
         return self._exchange
+
+    def _end_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
 
     def merge_maxima(self, number: int, names: set[str] | None) -> None:
         assert self._exchange is not None

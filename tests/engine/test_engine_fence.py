@@ -182,3 +182,75 @@ def test_memory_that_was_taken_back_is_written_no_more(over: str, way: Way) -> N
 def test_memory_that_was_not_taken_back_is_written_late(over: str) -> None:
     with engine(over) as receiver:
         assert late_writes(receiver, over, by_nothing, 2) > 0
+
+
+# Reads, of memory that its owner gives back meanwhile.
+READER = """
+import sys
+import torch
+from tests.engine import test_engine_fence as t
+
+over, nbytes = sys.argv[1], int(sys.argv[2])
+with t.engine(over) as engine:
+    into = engine.register(torch.zeros(nbytes, dtype=torch.uint8))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        region = engine.resolve(bytes.fromhex(line))
+        into.tensor.zero_()
+        request = engine.read(into, region, nbytes=nbytes)
+        print("begun", flush=True)
+        try:
+            request.wait(30)
+            print("done", *into.tensor.unique().tolist(), flush=True)
+        except Exception as error:
+            print(f"failed: {error}", flush=True)
+"""
+
+
+def wrong_reads(owner: Engine, over: str, *, gives_back: bool, turns: int) -> list[str]:
+    """What a reader takes for the owner's bytes, of reads that were under way, and the reader
+    stopped, as the memory was given back and filled anew."""
+    found, cache = [], torch.zeros(NBYTES, dtype=torch.uint8)
+    child = warm.popen(
+        *("-c", READER, over, str(NBYTES)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdin is not None
+        assert ended(child) == "ready\n"
+        for _ in range(turns):
+            memory = owner.register(cache.fill_(7))
+            child.stdin.write(f"{memory.descriptor.hex()}\n")
+            child.stdin.flush()
+            assert ended(child) == "begun\n"
+            os.kill(child.pid, signal.SIGSTOP)
+            if gives_back and not is_taken(memory.unregister):
+                os.kill(child.pid, signal.SIGCONT)
+                deadline = time.monotonic() + 30
+                while not is_taken(memory.unregister):
+                    assert time.monotonic() < deadline
+            cache.fill_(99)
+            os.kill(child.pid, signal.SIGCONT)
+            found.append(ended(child))
+            if not gives_back:
+                memory.unregister()
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+        child.kill()
+        child.communicate()
+    return [each for each in found if "failed" not in each and each != "done 7\n"]
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_a_read_of_memory_that_was_given_back_brings_none_of_its_later_bytes(over: str) -> None:
+    """`unregister` waits for answers that the owner has begun, or they fail."""
+    with engine(over) as owner:
+        assert wrong_reads(owner, over, gives_back=True, turns=3) == []
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_a_read_of_memory_that_was_not_given_back_brings_later_bytes(over: str) -> None:
+    with engine(over) as owner:
+        assert wrong_reads(owner, over, gives_back=False, turns=3) != []

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig, PageRows
+from moe_p2p import Engine, EngineConfig, PageRows, ResourceExhaustedError
 from tests.support import warm
 from tests.support.cases import SMALL, check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
@@ -115,6 +115,22 @@ def test_loading_the_library_leaves_signal_handlers_alone(tmp_path: Path) -> Non
 @needs_libfabric
 def test_peers_over_shm_come_and_go_while_writes_are_under_way() -> None:
     assert run_processes(2, write_and_part, 200, deadline_s=60.0) == [800, 800]
+
+
+@needs_libfabric
+def test_more_peers_than_shm_has_places_for_are_refused_by_name() -> None:
+    config = EngineConfig(transport="libfabric", transport_settings=SHM)
+
+    def connect(engine: Engine) -> bytes:
+        with Engine(config, label="peer") as other:
+            engine.connect(other.address).disconnect()
+            return other.address
+
+    with Engine(config, label="first") as engine:
+        known = [connect(engine) for _ in range(256)]
+        with pytest.raises(ResourceExhaustedError, match=r"takes 256 peers .* use transport loop"):
+            connect(engine)
+        engine.connect(known[0]).disconnect()  # one that is known has its place
 
 
 @needs_libfabric

@@ -58,6 +58,31 @@ class CountingStore(dist.Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return list(self._pass("multi_get", keys))
 
+    def compare_set(self, key: str, before: str, after: str) -> bytes:
+        return bytes(self._pass("compare_set", key, before, after))
+
+
+class FailsOnce(CountingStore):
+    """Request number `at`, without those that look whether a key is there. after: when it has been
+    carried out."""
+
+    def __init__(self, inner: dist.Store, at: int, *, after: bool) -> None:
+        super().__init__(inner)
+        self.at, self.after, self.failed = at, after, ""
+
+    def _pass(self, name: str, *arguments: Any) -> Any:
+        number = sum(self.asked.values()) - self.asked["check"]
+        fails = name != "check" and number == self.at
+        if fails and not self.after:
+            self.asked[name] += 1
+            self.failed = name
+            raise RuntimeError("connection reset")
+        found = super()._pass(name, *arguments)
+        if fails:
+            self.failed = name
+            raise RuntimeError("connection reset")
+        return found
+
 
 def _payload(rank: int, what: str) -> bytes:
     return f"{what} of rank {rank}".encode() * (rank % 7)  # rank 0 brings nothing
@@ -250,6 +275,60 @@ def test_a_store_that_fails_is_named() -> None:
             Bootstrap(Broken(dist.HashStore()), rank=rank, world_size=2, timeout_s=30) as meeting,
         ):
             meeting.exchange(b"", "the transports")
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_request_that_fails_once_is_heard_by_all(failing: int, after: bool) -> None:
+    """Whichever it is: nobody waits for a deadline. The first one is of a rank that others have not
+    heard of."""
+
+    def body(rank: ranks.Rank, broken: list[FailsOnce], at: int) -> str:
+        store = rank.store
+        if rank.rank == failing:
+            broken.append(FailsOnce(rank.store, at, after=after))
+            store = broken[0]
+        try:
+            _meet(rank, store, timeout_s=20.0)
+        except errors.MoeP2pError as error:
+            return str(error)
+        return ""
+
+    for at in range(1, 100):
+        began, broken = time.monotonic(), list[FailsOnce]()
+        heard = ranks.run_threads(3, partial(body, broken=broken, at=at))
+        assert time.monotonic() - began < 15, (at, broken[0].failed, heard)
+        if not broken[0].failed:
+            break
+        assert "the store failed: connection reset" in heard[failing], (at, heard)
+        others = [text for rank, text in enumerate(heard) if rank != failing]
+        assert all(not text or f"rank {failing} failed before" in text for text in others), heard
+    assert at > 8
+    assert not any(heard)
+
+
+def test_a_report_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others hear the cause, and not that the store failed meanwhile."""
+    answer_all, tries = Bootstrap._answer_all, list[bytes]()
+
+    def fails_once(self: Bootstrap, value: bytes) -> None:
+        tries.append(value)
+        if len(tries) == 1:
+            raise errors.make(errors.TransportError, "connection reset")
+        answer_all(self, value)
+
+    monkeypatch.setattr(Bootstrap, "_answer_all", fails_once)
+
+    def body(rank: ranks.Rank) -> str:
+        with pytest.raises((ValueError, errors.MoeP2pError)) as caught:
+            _fail_at(rank, 2, 0, rank.store)
+        return str(caught.value)
+
+    began = time.monotonic()
+    heard = ranks.run_threads(4, body)
+    assert time.monotonic() - began < 20
+    assert "rank 2 failed before the transports: no such NIC" in heard[1]
+    assert len(tries) == 2
 
 
 def test_requests_to_a_store_end_at_a_deadline_and_leave_no_thread() -> None:

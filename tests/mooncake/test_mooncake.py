@@ -25,6 +25,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, PeerDeadError, TimeoutError, errors, mooncake
 from moe_p2p.engine.transfers import Memory
+from moe_p2p.fleet.member import new_id
 from moe_p2p.mooncake import TransferEngine, handshake, peers
 from moe_p2p.mooncake.memory import Table, tensor_at
 from moe_p2p.mooncake.peers import Remote
@@ -245,6 +246,23 @@ def test_a_killed_peer_is_an_error_and_its_successor_is_found(
     assert sum(target.bytes) == 9
 
 
+def test_a_successor_at_the_same_address_gets_no_transfer_that_was_begun_before_it(
+    pair: Any,
+) -> None:
+    """Its port, its NICs' addresses and its memory's are those of the process before: what was
+    meant for that one is not repeated into this one's memory."""
+    a, b, source, target = pair
+    assert a.transfer_sync_write(name_of(b), source.address, target.address, 9) == 0
+    ctypes.memset(target.address, 0, SIZE)
+    assert b.unregister_memory(target.address) == 0
+    b._id = new_id(name_of(b))  # as a process that was started again
+    assert b.register_memory(target.address, SIZE) == 0
+    assert a.transfer_sync_write(name_of(b), source.address, target.address, 9) < 0
+    assert not any(target.bytes)
+    assert a.transfer_sync_write(name_of(b), source.address, target.address, 9) == 0
+    assert sum(target.bytes) == 9 * 7
+
+
 def test_memory_that_was_registered_anew_is_found(pair: Any) -> None:
     a, b, source, target = pair
     assert a.transfer_sync_write(name_of(b), source.address, target.address, 5) == 0
@@ -344,7 +362,7 @@ def test_nothing_is_under_way_to_a_peer_that_another_thread_disconnects() -> Non
 
     peer = SimpleNamespace(disconnect=disconnect)
     engine: Any = SimpleNamespace(connect=lambda address: peer)
-    remote = Remote(engine, {"address": "00", "memory": [], "first": 0})
+    remote = Remote(engine, {"id": "peer#1", "address": "00", "memory": [], "first": 0})
 
     def second() -> None:
         remote.disconnect()

@@ -40,6 +40,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
@@ -504,6 +505,9 @@ def _main(fd: str, path: str, *modules: str) -> list[str]:
     signal.pthread_sigmask(signal.SIG_SETMASK, _ALL_SIGNALS)
     for name in modules:
         importlib.import_module(name)
+    until = time.monotonic() + 20
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < until:
+        time.sleep(0.001)  # one that was joined may be on its way out
     threads = os.listdir("/proc/self/task")
     assert len(threads) == threading.active_count() == 1, "a copy would lack threads of this one"
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)

@@ -241,7 +241,7 @@ def test_a_session_that_is_not_over_is_not_settled() -> None:
     model, go_on = Part(0), threading.Event()
     with world([model], direct=False) as found:
         worker = found.workers[0]
-        worker._run = lambda: go_on.wait(LONG_S)  # type: ignore[method-assign,assignment]
+        worker._run = lambda *_: go_on.wait(LONG_S)  # type: ignore[method-assign,assignment]
         worker.fleet = Fleet(host="", port=0, timeout_s=0.05)
         worker.begin()
         with pytest.raises(TimeoutError, match=r"the session was not over within 0\.1 s"):

@@ -13,6 +13,12 @@ using base::Code;
 namespace {
 
 constexpr uint32_t kAddressTag = 0x31424146;  // "FAB1"
+// Places in the address vector of libfabric's shm (SMR_MAX_PEERS).
+constexpr size_t kShmPeers = 256;
+
+bool is_shm(const Session& session) {
+  return std::string_view(session.info->fabric_attr->prov_name) == "shm";
+}
 
 }  // namespace
 
@@ -63,6 +69,10 @@ PeerId Peers::connect(Address address) {
     uint64_t fi_addr = kAddressNotAvailable;
     AddressVector& av = *session_.av;
     const int inserted = av.ops->insert(&av, address.name.data(), 1, &fi_addr, 0, nullptr);
+    MOE_P2P_CHECK(inserted == 1 || !is_shm(session_) || entries_.size() < kShmPeers,
+                  Code::kResourceExhausted, name_, ": libfabric's shm takes ", kShmPeers,
+                  " peers in the life of a NIC, and keeps those that have left: make this engine "
+                  "anew, or use transport loopback");
     MOE_P2P_CHECK(inserted == 1, Code::kTransport, name_, ": cannot use the peer's address: ",
                   inserted < 0 ? error_text(inserted) : std::string("it was not accepted"));
     entry = entries_.emplace(address.name, Entry{fi_addr}).first;
@@ -89,7 +99,9 @@ void Peers::disconnect(PeerId id) {
   // Bug in libfabric 1.17's shm: it unmaps a peer's memory at once, and then still reads there for
   // writes in flight in either direction (smr_progress.c). Workaround: entries are never removed,
   // and the same name finds its entry again.
-  if (std::string_view(session_.info->fabric_attr->prov_name) == "shm") return;
+  // Nor can it be known when none is in flight: the peer, which shares the memory, does not say.
+  // So a NIC knows no more than kShmPeers (connect()).
+  if (is_shm(session_)) return;
   AddressVector& av = *session_.av;
   const int error = av.ops->remove(&av, &entry->second.fi_addr, 1, 0);
   entries_.erase(entry);

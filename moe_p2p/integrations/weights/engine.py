@@ -251,24 +251,25 @@ class EngineWeights:
         if self.fleet.mode == "in_place":
             self.engine_rank.begin()
         self._error = None
-        self._session = threading.Thread(target=self._run, daemon=True, name="weight update")
-        self._session.start()
+        seen = self._seen, self.engine_rank.totals["failed"]  # before others hear of it
+        session = threading.Thread(target=self._run, args=seen, daemon=True, name="weight update")
+        session.start()
+        self._session = session
 
-    def _run(self) -> None:
+    def _run(self, before: int, failed: int) -> None:
         """In a thread of its own, while the engine may capture graphs."""
         try:
             with relaxed_captures():
                 if self.fleet.mode == "in_place":
                     self.engine_rank.wait(self.fleet.timeout_s)
                 else:
-                    self._watch()
+                    self._watch(before, failed)
         except Exception as error:
             self._error = error
 
-    def _watch(self) -> None:
+    def _watch(self, before: int, failed: int) -> None:
         """Runs until the fleet has decided; the engine generates meanwhile."""
         engine_rank, deadline = self.engine_rank, Deadline(self.fleet.timeout_s)
-        before, failed = self._seen, engine_rank.totals["failed"]
         while self._seen <= before:
             engine_rank.step()
             if engine_rank.totals["failed"] > failed and not engine_rank.retrying:

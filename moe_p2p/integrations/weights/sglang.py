@@ -35,7 +35,7 @@ from moe_p2p.fleet.member import LEAVE_S
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations.weights.engine import EngineWeights, Fleet, beside
 from moe_p2p.integrations.weights.sglang_calls import Call, in_process, over_http, payload
-from moe_p2p.weights.job import prefix_of
+from moe_p2p.weights.job import prefix_of, refuse_update
 
 LOADER = f"{__name__}.load"
 # Requests in flight: what becomes of them, and SGLang's word for it.
@@ -68,7 +68,7 @@ def load(model: Any, named: list[tuple[str, Tensor]]) -> None:
 
 def _answer(model: Any, call: dict[str, Any]) -> None:
     fleet, error = Fleet(**call["fleet"]), ""
-    if call["do"] == "open" or id(model) not in _stores:  # trainers may have begun anew
+    if call["do"] == "open" or id(model) not in _answers:  # trainers may have begun anew
         _forget(model)
         _stores[id(model)] = fleet.store()
         _answers[id(model)] = _words(fleet, _stores[id(model)])
@@ -188,38 +188,53 @@ class SglangUpdates:
         """Around the set-up of this process's trainer. At its end trainers and all ranks of the
         engine are connected; or it raises why SGLang refused, which all trainers have heard."""
 
-        def words() -> StoreKeys:
-            return StoreKeys(self._answers.client, prefix_of(self.fleet.name))
-
-        return beside("SGLang", words, lambda: self._paused("open"), 2 * self.fleet.timeout_s)
+        return beside(
+            "SGLang", self._of_fleet, lambda: self._paused("open"), 2 * self.fleet.timeout_s
+        )
 
     def send(
         self, version: int, update: Callable[[], object], *, requests: Requests = "keep"
     ) -> None:
         """update: runs `WeightTrainer.update(version)` of this process's trainer; others run
-        theirs at the same time. requests: what becomes of those in flight."""
+        theirs at the same time, and raise why SGLang refuses to begin. requests: what becomes of
+        those in flight."""
         require(requests in PAUSES, f"requests is {requests!r}, must be one of {', '.join(PAUSES)}")
         in_place = self.fleet.mode == "in_place"
-        if in_place:
-            self._pause(requests)
-            self._session("begin")
-        else:
-            self._paused("begin")
         try:
+            self._begin(requests)
             update()
+        except BaseException:
+            self._end_failed()
+            raise
+        if not in_place:
+            self._pause(requests)
+        try:
+            self._session("commit", version=version, flush=requests != "keep")
         finally:
-            failed = sys.exc_info()[1]
-            if not in_place:
-                self._pause("keep" if failed else requests)
-            try:
-                if failed:
-                    with contextlib.suppress(ProtocolError):
-                        self._session("settle")  # it failed, too, and the session is over
-                else:
-                    self._session("commit", version=version, flush=requests != "keep")
-            finally:
-                if not failed or not in_place:
-                    self.resume()
+            self.resume()
+
+    def _begin(self, requests: Requests) -> None:
+        try:
+            if self.fleet.mode == "in_place":
+                self._pause(requests)
+                self._session("begin")
+            else:
+                self._paused("begin")
+        except Exception as error:  # this process's trainer takes no part
+            with contextlib.suppress(MoeP2pError):
+                refuse_update(self._of_fleet(), "SGLang", error, instead_of=0)
+            raise
+
+    def _end_failed(self) -> None:
+        """Ranks that have begun end their session; what is raised here is not the cause."""
+        try:
+            if self.fleet.mode == "shadow":
+                self._pause("keep")
+            with contextlib.suppress(ProtocolError):
+                self._session("settle")  # it failed, too, and the session is over
+            self.resume()
+        except Exception as error:
+            log.warning(f"SGLang stays as it is after an update that failed: {error}")
 
     def resume(self) -> None:
         """Raises ProtocolError, and SGLang stays paused, while a rank's tensors are a mix."""
@@ -229,6 +244,9 @@ class SglangUpdates:
     @functools.cached_property
     def _answers(self) -> StoreKeys:
         return _words(self.fleet, self.fleet.store())
+
+    def _of_fleet(self) -> StoreKeys:
+        return StoreKeys(self._answers.client, prefix_of(self.fleet.name))
 
     def _pause(self, requests: Requests) -> None:
         self._call("pause_generation", mode=PAUSES[requests])

@@ -17,14 +17,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p.engine.engine import Engine
-from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.errors import AbortedError, UnavailableError, make, require
 from moe_p2p.integrations import derived, put, required
 from moe_p2p.integrations.weights.engine import Fleet, heard, own_address
 from moe_p2p.integrations.weights.sglang import SglangUpdates
@@ -32,6 +32,7 @@ from moe_p2p.weights import Param, WeightLayout, WeightTrainer, dtype_name
 from moe_p2p.weights.layout import everyones
 
 _FOLDER = "slime.backends.megatron_utils"
+_T = TypeVar("_T")
 _TIMEOUT_S = 300.0  # of a set-up or an update; engines may still finish requests
 
 
@@ -94,10 +95,14 @@ class Updater:
     def update_weights(self) -> None:
         self.weight_version += 1
         group = required("slime.utils.distributed_utils", "slime").get_gloo_group()
-        self._send_weights(None)
+        _on_all(group, lambda: self._send_weights(None))
         if self.rollout_engines and not self._is_set_up:
-            self._set_up(group)
+            fleet = _on_all(group, self._serve)
+            _on_all(group, lambda: self._set_up(group, fleet))
             self._is_set_up = True
+        _on_all(group, self._update)
+
+    def _update(self) -> None:
         if self._trainer is not None:
             update: Callable[[], None] = functools.partial(
                 self._trainer.update, self.weight_version
@@ -105,7 +110,6 @@ class Updater:
             for each in self._updates:  # each around the others: bytes move once
                 update = functools.partial(each.send, self.weight_version, update, requests="abort")
             update()
-        dist.barrier(group=group)
 
     def _update_bucket_weights_from_distributed(
         self,
@@ -122,14 +126,17 @@ class Updater:
             self._host[name].copy_(tensor)
         converted_named_tensors.clear()
 
-    def _set_up(self, group: Any) -> None:
-        rank, fleet = dist.get_rank(), None
-        if rank == 0:
-            self._fleets += 1
-            name = f"slime {self._fleets}"
-            fleet = Fleet(host=own_address(), port=0, name=name, timeout_s=_TIMEOUT_S)
-            self._store = self._store or fleet.store(serves=True)
-            fleet = replace(fleet, port=self._store.port)
+    def _serve(self) -> Fleet | None:
+        if dist.get_rank() != 0:
+            return None
+        self._fleets += 1
+        name = f"slime {self._fleets}"
+        fleet = Fleet(host=own_address(), port=0, name=name, timeout_s=_TIMEOUT_S)
+        self._store = self._store or fleet.store(serves=True)
+        return replace(fleet, port=self._store.port)
+
+    def _set_up(self, group: Any, fleet: Fleet | None) -> None:
+        rank = dist.get_rank()
         mine = [(n, tuple(each.shape), dtype_name(each.dtype)) for n, each in self._host.items()]
         said = json.dumps([asdict(fleet) if fleet else None, mine]).encode()
         found = [json.loads(each) for each in everyones(said, group)]
@@ -181,6 +188,23 @@ class Updater:
             )
             for url, ranks, first in zip(urls, self._ranks_of, firsts, strict=False)
         ]
+
+
+def _on_all(group: Any, call: Callable[[], _T]) -> _T:
+    """By all ranks, also those that gather nothing: what one raises, all raise."""
+    failed: Exception | None = None
+    try:
+        found = call()
+    except Exception as error:
+        failed = error
+    said = b"" if failed is None else (str(failed) or repr(failed)).encode()
+    heard = everyones(said, group)
+    if failed is not None:
+        raise failed
+    for rank, text in enumerate(heard):
+        if text:
+            raise make(AbortedError, f"rank {rank} of slime failed: {text.decode()}")
+    return found
 
 
 def install(args: Any = None) -> None:

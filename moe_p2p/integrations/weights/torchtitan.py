@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from moe_p2p import env
 from moe_p2p.engine.engine import Engine
-from moe_p2p.errors import TimeoutError, UnavailableError, make, require
+from moe_p2p.errors import MoeP2pError, TimeoutError, UnavailableError, make, require
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.integrations import optional, required
@@ -34,7 +35,7 @@ from moe_p2p.integrations.kv.worker import split_address
 from moe_p2p.integrations.weights.engine import Fleet, heard
 from moe_p2p.weights import WeightEngineRank, WeightTrainer, layout_of
 from moe_p2p.weights.checks import plain
-from moe_p2p.weights.job import prefix_of, source_of
+from moe_p2p.weights.job import prefix_of, refuse_update, source_of
 from moe_p2p.weights.layout import everyones
 
 _ACTORS = "torchtitan.experiments.rl.actors"
@@ -73,6 +74,10 @@ def _tensors_in(state_dict: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def _beside(each: Tensor) -> Tensor:
+    return torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=each.is_cuda)
+
+
 class Pushes:
     """Of a trainer. A push ends when its bytes are copied; the update runs beside the next step."""
 
@@ -80,6 +85,7 @@ class Pushes:
         self._host = dict[str, Tensor]()
         self._version = 0
         self._sending: Future[None] | None = None
+        self._store: Any = None
 
     def put(self, state_dict: dict[str, Any]) -> None:
         """Raises why the update before failed."""
@@ -89,24 +95,26 @@ class Pushes:
                 raise make(TimeoutError, f"{text}{2 * _TIMEOUT_S:g} s; push again")
             before, self._sending = self._sending, None
             before.result()
-        given = _tensors_in(state_dict)
-        if not self._host:
-            self._layout = layout_of(given)
-            for name, each in given.items():
-                local = plain(each)
-                self._host[name] = torch.empty(
-                    local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
-                )
-        for name, each in given.items():
-            self._host[name].copy_(plain(each))
         self._version += 1
+        try:
+            given = _tensors_in(state_dict)
+            if not self._host:
+                self._layout = layout_of(given)
+                self._host = {name: _beside(plain(each)) for name, each in given.items()}
+            for name, each in given.items():
+                self._host[name].copy_(plain(each))
+        except Exception as error:
+            if "_trainer" in self.__dict__:  # else others wait for the set-up
+                with suppress(MoeP2pError):
+                    self._trainer.abort(f"its push failed: {error!r}")
+            raise
         self._sending = _in_thread(lambda: self._trainer.update(self._version))
 
     @cached_property
     def _trainer(self) -> WeightTrainer:
         """Made beside the generator's first pull."""
         rank, fleet, gpu = dist.get_rank(), _fleet(), _gpu()
-        self._store = fleet.store(serves=rank == 0)
+        self._store = self._store or fleet.store(serves=rank == 0)
         with heard(self._store, fleet.name, f"trainer {rank}"):
             engine = Engine(label=f"trainer {rank}", gpu=gpu)
         return WeightTrainer(
@@ -129,13 +137,18 @@ class Pulls:
     def __init__(self) -> None:
         self._landed = dict[str, Tensor]()
         self._generator: WeightEngineRank | None = None
+        self._id = secrets.token_bytes(8)  # the same in each try
 
     def get(self, state_dict: dict[str, Any], strict: bool) -> None:
         given = _tensors_in(state_dict)
         generator = self._generator or self._set_up(given)
-        missing = sorted(set(given).difference(self._landed))
-        require(not (strict and missing), f"no trainer has {', '.join(missing[:3])}")
-        generator.begin()
+        try:
+            missing = sorted(set(given).difference(self._landed))
+            require(not (strict and missing), f"no trainer has {', '.join(missing[:3])}")
+            generator.begin()
+        except Exception as error:  # others of the generator have begun
+            refuse_update(self._words, generator.name, error)
+            raise
         generator.wait()
         for name, each in self._landed.items():
             plain(state_dict[name]).copy_(each)
@@ -143,9 +156,9 @@ class Pulls:
     def _set_up(self, given: dict[str, Tensor]) -> WeightEngineRank:
         fleet = _fleet()
         store = fleet.store()
-        words = StoreKeys(store, prefix_of(fleet.name), alone=True)
+        self._words = words = StoreKeys(store, prefix_of(fleet.name), alone=True)
         deadline = Deadline(fleet.timeout_s)
-        mine = everyones(secrets.token_bytes(8))[0].hex()
+        mine = everyones(self._id)[0].hex()
         if words.decide("generator", mine) != mine:
             text = "another generator has the trainers' weights: moe_p2p serves one"
             raise make(UnavailableError, f"{text}; start TorchTitan with one generator")

@@ -31,6 +31,7 @@ from moe_p2p.integrations import derived, required
 from moe_p2p.integrations.weights.engine import heard, own_address
 from moe_p2p.weights import Param, WeightEngineRank, WeightLayout, WeightTrainer
 from moe_p2p.weights import dtype_name as name_of
+from moe_p2p.weights.job import prefix_of, refuse_update
 
 NAME = "moe_p2p"
 _BASE = "verl.checkpoint_engine.base"
@@ -95,7 +96,7 @@ class Checkpoint:
         self._rank, self._count = rank, 0
         limit = timedelta(seconds=self.timeout_s)
         store = TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=limit)
-        name = f"verl {meeting['token']}"
+        self._name = name = f"verl {meeting['token']}"
         self._words = StoreKeys(store, name)
         with heard(self._words.client, name, f"{side} {rank}"):
             bucket = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
@@ -124,13 +125,19 @@ class Checkpoint:
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
         """On all actors, which iterate alike. Workers fail where an iteration fails."""
+        async for metas, last in self._or_abort(self._filled(weights)):
+            self._count += 1
+            await asyncio.to_thread(self._update, {"metas": metas, "last": last})
+
+    async def _filled(self, weights: Any) -> AsyncIterator[tuple[list[Meta], bool]]:
+        """The bucket, each time that it is full, and at the end."""
         metas, at = list[Meta](), 0
-        async for name, tensor in self._or_abort(_each(weights)):
+        async for name, tensor in _each(weights):
             data = tensor.detach().contiguous().view(-1).view(torch.uint8)
             first = 0
             while first < data.numel():
                 if at >= self.size:
-                    await self._flush(metas, last=False)
+                    yield metas, False
                     metas, at = [], 0
                 part = data[first : first + self.size - at]
                 self._bucket[at : at + part.numel()].copy_(part)
@@ -138,21 +145,17 @@ class Checkpoint:
                               "nbytes": part.numel(), "dtype": name_of(tensor.dtype)})  # fmt: skip
                 at += -(-part.numel() // _ALIGN) * _ALIGN
                 first += part.numel()
-        await self._flush(metas, last=True)
+        yield metas, True
 
     async def _or_abort(
-        self, pairs: AsyncIterator[tuple[str, Tensor]]
-    ) -> AsyncIterator[tuple[str, Tensor]]:
+        self, buckets: AsyncIterator[tuple[list[Meta], bool]]
+    ) -> AsyncIterator[tuple[list[Meta], bool]]:
         try:
-            async for pair in pairs:
-                yield pair
+            async for bucket in buckets:
+                yield bucket
         except Exception as error:
             await asyncio.to_thread(self._side.abort, f"weights of the actor: {error}")
             raise
-
-    async def _flush(self, metas: list[Meta], *, last: bool) -> None:
-        self._count += 1
-        await asyncio.to_thread(self._update, {"metas": metas, "last": last})
 
     def _update(self, bucket: dict[str, Any]) -> None:
         """In a thread: the event loop of verl goes on where the store does not answer."""
@@ -174,11 +177,21 @@ class Checkpoint:
         while not last:
             self._count += 1
             told = await asyncio.to_thread(self._next)
-            for meta in told["metas"]:
-                for name, tensor in self._whole(meta, found):
-                    yield name, tensor
+            try:
+                for meta in told["metas"]:
+                    for name, tensor in self._whole(meta, found):
+                        yield name, tensor
+            except BaseException as error:  # who takes them has failed, and so closes this
+                if not told["last"]:
+                    closed = isinstance(error, GeneratorExit)
+                    why = "its server takes no more of the weights" if closed else error
+                    refuse_update(self._of_fleet(), f"worker {self._rank}", why)
+                raise
             last = told["last"]
         require(not found, f"{', '.join(found)}: parts of them have not arrived")
+
+    def _of_fleet(self) -> StoreKeys:
+        return StoreKeys(self._words.client, prefix_of(self._name))
 
     def _next(self) -> dict[str, Any]:
         self._side.wait(self.timeout_s)

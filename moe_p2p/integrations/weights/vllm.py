@@ -262,12 +262,15 @@ class Sender:
 
     def send_weights(self) -> None:
         """Called on every trainer, with new weights in the source."""
-        changed = {}
-        for name, tensor in self._parts():
-            mine, new = self._tensors[name], tensor.detach()
-            if new.data_ptr() != mine.data_ptr() or not new.is_contiguous():
-                changed[name] = new
-        version = self._open_session()
+        changed, failed = dict[str, Tensor](), None
+        try:
+            for name, tensor in self._parts():
+                mine, new = self._tensors[name], tensor.detach()
+                if new.data_ptr() != mine.data_ptr() or not new.is_contiguous():
+                    changed[name] = new
+        except Exception as error:
+            failed = error
+        version = self._open_session(failed)
         try:
             self.trainer.update(version, changed)
         except Exception:
@@ -282,16 +285,20 @@ class Sender:
         finally:
             self.version = version  # of the fleet, also where an engine cannot switch to it
 
-    def _open_session(self) -> int:
+    def _open_session(self, failed: Exception | None) -> int:
         """Trainers begin when all workers have begun: an earlier failure would reach no worker.
-        Returns the version, which the sender counts: a trainer that missed one goes on with it."""
+        Returns the version, which the sender counts: a trainer that missed one goes on with it.
+        failed: with this trainer's source; it raises that, and all hear it."""
         if self.is_sender:
             self._session += 1
             word = {"number": self._session, "version": self.version + 1, "failed": ""}
             try:
+                if failed is not None:
+                    raise failed
                 self.client.start_weight_update()
             except Exception as error:
-                word["failed"] = f"start_weight_update failed: {error!r}"
+                what = "start_weight_update" if failed is None else "its source"
+                word["failed"] = f"{what} failed: {error!r}"
                 raise
             finally:
                 self._words.put("session", word)
@@ -307,6 +314,10 @@ class Sender:
                     raise make(TimeoutError, text)
                 time.sleep(_LOOK_S)
         self._session = found["number"]
+        if failed is not None:
+            if not found["failed"]:
+                self.trainer.abort(f"its source failed: {failed!r}")
+            raise failed
         if found["failed"]:
             raise make(AbortedError, f"trainer 0: {found['failed']}")
         return int(found["version"])
