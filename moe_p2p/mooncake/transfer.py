@@ -14,7 +14,7 @@ import torch
 
 from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.transfers import Memory, Region, Request
+from moe_p2p.engine.transfers import Memory, PageRows, Region, Request
 from moe_p2p.mooncake.codes import TransferOpcode
 from moe_p2p.mooncake.peers import Peers
 
@@ -100,9 +100,7 @@ class Transfer:
             request = move(
                 registered,
                 region,
-                page_bytes=nbytes,
-                stride=1,  # pages are offsets
-                region_stride=1,
+                rows=PageRows(page_bytes=nbytes, stride=1, region_stride=1),  # pages are offsets
                 pages=torch.tensor(offsets, dtype=torch.int64, device="cpu"),
                 region_pages=torch.tensor(far_offsets, dtype=torch.int64, device="cpu"),
             )

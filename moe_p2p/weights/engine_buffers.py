@@ -130,18 +130,22 @@ class EngineBuffers:
         self._received_of = {of_received[name][0].name for name in received}
         self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
         self._memory, self._grants = list[Memory](), list[Grant]()
+        self._torn = False  # the shadow holds bytes of an update that failed, or poison
+        self._received_at: int | None = None  # stamp of what arrived in checkpoint layout
         try:
-            if total:
-                self._memory.append(engine.register(self.buffer))
-            for name in [] if shadow else live:
-                if live[name].numel():
-                    self._numbers[name] = len(self._memory), 0
-                    self._memory.append(engine.register(live[name]))
+            self._register({} if shadow else live)
         except BaseException:
             self.close()
             raise
-        self._torn = False  # the shadow holds bytes of an update that failed, or poison
-        self._received_at: int | None = None  # stamp of what arrived in checkpoint layout
+
+    def _register(self, others: Mapping[str, Tensor]) -> None:
+        """The buffer, and tensors that are written where they are."""
+        if self.buffer.numel():
+            self._memory.append(self._engine.register(self.buffer))
+        for name, tensor in others.items():
+            if tensor.numel():
+                self._numbers[name] = len(self._memory), 0
+                self._memory.append(self._engine.register(tensor))
 
     def replan(self, plan: WeightPlan) -> None:
         """Trainers have another layout now; what this rank receives must fit the same buffer."""

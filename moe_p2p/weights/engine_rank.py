@@ -133,14 +133,10 @@ class WeightEngineRank:
         self._update: dict[str, Any] | None = None
         self._deadline: Deadline | None = None
         self._open = self._arrived = self._again = False
-        self._unfenced = False  # a fence did not succeed, and is tried again
+        self._usable, self._unfenced = True, False  # reports a version; a fence is tried again
         self._lookout: Lookout | None = None
-        self._usable = True  # else it reports no version
         deadline, self._began = Deadline(timeout_s), time.monotonic()
         self._signature = joining.signature(layout, rank, self._tensors)
-        record = {"replica": replica, "rank": rank, "digest": layout.digest, "joining": True,
-                  "engine": [attempt.engine_rank_name(replica, each) for each in engine_ranks],
-                  "signature": self._signature}  # fmt: skip
         made = ExitStack()  # to be undone where the rest fails
         made.callback(self._words.client.close)
         with set_up.heard(made.close):
@@ -162,12 +158,19 @@ class WeightEngineRank:
             made.callback(self._buffers.close)
             self._lent = Lent(engine, self._tensors)
             made.callback(self._lent.close)
+            record = self._record(replica, engine_ranks)
             self._member = Member(self._words, self.name, record, lease_s)
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
                        "buffer_bytes": len(self._buffers.buffer)}  # fmt: skip
         self._returns = self._words.client.returns
         with set_up.heard(self.close):
             self._come(deadline)
+
+    def _record(self, replica: str, engine_ranks: Sequence[int]) -> dict[str, Any]:
+        """What others know of it."""
+        names = [attempt.engine_rank_name(replica, each) for each in engine_ranks]
+        return {"replica": replica, "rank": self.rank, "digest": self._layout.digest,
+                "joining": True, "engine": names, "signature": self._signature}  # fmt: skip
 
     def _come(self, deadline: Deadline) -> None:
         """The end of the set-up: others see this rank, and it has the version that they have."""
