@@ -6,7 +6,7 @@
 #define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
 #define SAME_FIELD(ours, field, theirs, their_field)                      \
   static_assert(offsetof(ours, field) == offsetof(theirs, their_field) && \
-                sizeof(ours::field) == sizeof(theirs::their_field))
+                sizeof(decltype(ours::field)) == sizeof(decltype(theirs::their_field)))
 // SAME_FIELD for each name, of up to 16 that both structs have.
 #define SAME_FIELDS(ours, theirs, ...) EACH_FIELD_16(EACH_FIELD(ours, theirs, __VA_ARGS__))
 
