@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "engine/finished_queue.h"
+#include "engine/request.h"
+#include "platform/wait.h"
 
 namespace moe_p2p::ops {
 
