@@ -42,6 +42,7 @@ _AGAIN_S = 0.02  # between two looks at where a thread waits whose call is to en
 # Numbers of the system calls in which torch waits for an answer: recv, and poll for a first one.
 _RECVFROM, _POLL = (207, 73) if platform.machine() == "aarch64" else (45, 7)
 _LEFT = "this member has left its fleet"
+_NOTHING = "?"  # no value is this
 _PROBE_S = 1.0  # torch tries for minutes to connect; a socket says at once that nobody serves
 
 
@@ -226,7 +227,7 @@ class Client:
 
             def delete(store: Store) -> None:
                 for at, word in gone.items():
-                    if store.check([at]) and bytes(store.get(at)) == word:
+                    if read(store, at) == word:
                         store.delete_key(at)
 
             answer = self.post(delete)
@@ -274,6 +275,12 @@ def _hang_up(thread: threading.Thread, address: str) -> None:
             with socket.socket(fileno=os.dup(first)) as connection:
                 if connection.getpeername()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def read(store: Store, at: str) -> bytes:
+    """b"" where nothing is. One request: `get` waits for a key that was deleted after `check`."""
+    found = bytes(store.compare_set(at, _NOTHING, _NOTHING))
+    return b"" if found == _NOTHING.encode() else found
 
 
 def _address(store: Store) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch._C._distributed_c10d import Store
 
 from moe_p2p.errors import require
-from moe_p2p.fleet.client import Client
+from moe_p2p.fleet.client import Client, read
 
 
 class TorchLeases:
@@ -126,7 +126,7 @@ class TorchLeases:
 
     def _read(self, store: Store, place: int) -> bytes:
         """A place that was counted and not yet written is empty."""
-        return bytes(store.get(self._key(place))) if store.check([self._key(place)]) else b""
+        return read(store, self._key(place))
 
     def _replace(self, store: Store, place: int, before: str, value: str) -> bool:
         return bytes(store.compare_set(self._key(place), before, value)) == value.encode()

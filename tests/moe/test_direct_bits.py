@@ -15,6 +15,7 @@ from tests.support import recorded_bits, warm
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = Path(__file__).parent
 SHARE = ("test_sum_order", "test_opaque_rows", "test_options")
+AROUND = ("test_interrupt", "test_count_ops")  # of the process, or of what Python runs: no results
 
 pytestmark = pytest.mark.skipif(direct.FACTS is None, reason="this torch has no direct calls")
 
@@ -39,8 +40,8 @@ def compare(folder: Path, names: list[str]) -> None:
     files = [f"tests/moe/{name}.py" for name in names]
     got = recorded(folder, files, is_direct=True)
     want = recorded(folder, files, is_direct=False)
-    assert got.keys() == want.keys()
-    different = {test: (got[test] - want[test], want[test] - got[test]) for test in got}
+    assert want.keys() <= got.keys()  # tests of direct calls alone are skipped
+    different = {test: (got[test] - want[test], want[test] - got[test]) for test in want}
     assert {test: each for test, each in different.items() if any(each)} == {}
     assert sum(sum(counts.values()) for counts in got.values()) > 100
 
@@ -60,5 +61,5 @@ def test_the_others_have_equal_bits(tmp_path: Path) -> None:
         for name in names
         if re.search(r"\.(dispatch|combine)\(", (CALLS / f"{name}.py").read_text())
     ]
-    rest = [name for name in calling if name not in SHARE and "direct" not in name]
+    rest = [name for name in calling if name not in SHARE + AROUND and "direct" not in name]
     compare(tmp_path, rest)
