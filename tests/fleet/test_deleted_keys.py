@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.fleet.leases import TorchLeases
+from moe_p2p.fleet.store_keys import StoreKeys
 
 
 class Sweeps:
