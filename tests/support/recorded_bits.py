@@ -103,3 +103,8 @@ def pytest_configure() -> None:
         (ReleasingAllToAll, "dispatch_counted", lambda made: of_dispatch(made[0])),
     ):
         setattr(kind, name, recorded(name, getattr(kind, name), tensors))
+
+
+def pytest_runtest_setup() -> None:
+    """Tests that draw without a seed draw the same in both runs, also in processes they fork."""
+    torch.manual_seed(1)
