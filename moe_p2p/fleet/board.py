@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from moe_p2p.errors import TimeoutError, make
-from moe_p2p.fleet.client import Client, Deadline, StoreError
+from moe_p2p.fleet.client import Client, Deadline, StoreError, read
 
 # Between two looks at the store: at first, and at most. Too small: many ranks that wait keep the
 # store's thread busy. Too large: an update, of some ten milliseconds, waits for looks.
@@ -130,8 +130,8 @@ class Board:
         return {key: value for key, value in found.items() if value is not None}
 
     def _read(self, store: Any, key: str) -> Any:
-        at = self._at(key)
-        return json.loads(store.get(at)) if store.check([at]) else None
+        found = read(store, self._at(key))
+        return json.loads(found) if found else None
 
     def _replace(self, key: str, before: str, new: str) -> bytes:
         return self.client.run(lambda store: bytes(store.compare_set(self._at(key), before, new)))

@@ -41,6 +41,7 @@ _AGAIN_S = 0.02  # between two looks at where a thread waits whose call is to en
 # Numbers of the system calls in which torch waits for an answer: recv, and poll for a first one.
 _RECVFROM, _POLL = (207, 73) if platform.machine() == "aarch64" else (45, 7)
 _LEFT = "this member has left its fleet"
+_NOTHING = "?"  # no value is this
 _PROBE_S = 1.0  # torch tries for minutes to connect; a socket says at once that nobody serves
 
 
@@ -219,7 +220,7 @@ class Client:
 
             def delete(store: Any) -> None:
                 for at, word in gone.items():
-                    if store.check([at]) and bytes(store.get(at)) == word:
+                    if read(store, at) == word:
                         store.delete_key(at)
 
             answer = self.post(delete)
@@ -267,6 +268,12 @@ def _hang_up(thread: threading.Thread, address: str) -> None:
             with socket.socket(fileno=os.dup(first)) as connection:
                 if connection.getpeername()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def read(store: Any, at: str) -> bytes:
+    """b"" where nothing is. One request: `get` waits for a key that was deleted after `check`."""
+    found = bytes(store.compare_set(at, _NOTHING, _NOTHING))
+    return b"" if found == _NOTHING.encode() else found
 
 
 def _address(store: Any) -> str:

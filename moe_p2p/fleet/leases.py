@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_p2p.errors import require
-from moe_p2p.fleet.client import Client
+from moe_p2p.fleet.client import Client, read
 
 
 class TorchLeases:
@@ -125,7 +125,7 @@ class TorchLeases:
 
     def _read(self, store: Any, place: int) -> bytes:
         """A place that was counted and not yet written is empty."""
-        return bytes(store.get(self._key(place))) if store.check([self._key(place)]) else b""
+        return read(store, self._key(place))
 
     def _replace(self, store: Any, place: int, before: str, value: str) -> bool:
         return bytes(store.compare_set(self._key(place), before, value)) == value.encode()
