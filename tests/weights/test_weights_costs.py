@@ -182,11 +182,8 @@ def test_waits_look_often_at_first_and_never_much_later_than_what_they_wait_for(
     pauses: list[float] = []
 
     class Store:
-        def check(self, keys: list[str]) -> bool:
-            return len(pauses) == 12
-
-        def get(self, key: str) -> str:
-            return "7"
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            return b"7" if len(pauses) == 12 else expected.encode()
 
     monkeypatch.setattr(board.time, "sleep", pauses.append)
     assert Board(Store(), "f").wait({"k": "trainer 0"}, Deadline(10.0)) == {"k": 7}
