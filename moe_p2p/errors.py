@@ -115,7 +115,7 @@ def _not_of_the_schema(name: str, kind: str, value: str, wanted: str) -> MoeP2pE
 def _wrong_type(name: str, kind: str, shown: str, wanted: str) -> MoeP2pError:
     help_ = ""
     if wanted.startswith("a torch.Tensor") and kind in ("list", "ndarray") and name != "out":
-        help_ = f"; pass torch.as_tensor({name})"
+        help_ = f"; pass torch.as_tensor({name if name.isidentifier() else '...'})"
     given = shown if kind in _SHOWN else f"of type {kind}"
     return make(InvalidArgumentError, f"{name} is {given}, must be {wanted}{help_}")
 

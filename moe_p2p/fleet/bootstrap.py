@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
+from moe_p2p.fleet.client import read
 from moe_p2p.fleet.neighbours import Neighbours, own_identity
 from moe_p2p.fleet.requests import Requests
 from moe_p2p.version import __version__
@@ -413,8 +414,7 @@ class Bootstrap:
         return self._guarded(lambda: self.store.get(key))
 
     def _get_if_there(self, key: str) -> bytes:
-        """The key's value, else "?". One request: get() of a key deleted since check() blocks."""
-        return self._guarded(lambda: self.store.compare_set(key, "?", "?"))
+        return self._guarded(lambda: read(self.store, key))
 
     def _has_all(self, keys: list[str]) -> bool:
         return self._guarded(lambda: self.store.check(keys))

@@ -126,7 +126,10 @@ def test_an_address_of_another_machine_is_named() -> None:
 BAD_LISTS = [
     (None, "pages is None"),
     ({"kv": None}, "pages of group 'kv' is None"),
-    ({"kv": [1, 2]}, "pages of group 'kv' is of type list"),
+    (
+        {"kv": [1, 2]},
+        r"pages of group 'kv' is of type list, must be a torch.Tensor; pass torch.as_tensor\(...\)",
+    ),
     ({"kv": torch.tensor([1, 2])}, "must be int32"),
     ({"kv": torch.zeros(2, 2, dtype=torch.int32)}, "must be int32"),
     ({"kv": torch.zeros(2, dtype=torch.int32, device="meta")}, "on the CPU"),

@@ -400,9 +400,11 @@ def test_workers_that_may_have_no_more_threads_meet_later(
                 for layer in GROUP.layers:
                     held[1].layer(layer)
                 held[1].commit()
+                until = time.monotonic() + 20
                 while not held[0].done():  # never, if the other one is of another meeting
                     if held[1].done():
                         held[1].wait(0)
+                    assert time.monotonic() < until
                     time.sleep(0.001)
                 held[0].wait(0)
             except MoeP2pError:  # of a pair that is lost again

@@ -185,6 +185,7 @@ def test_a_stopped_sender_writes_nothing_later(over: str, stops: int) -> None:
     found = Stops(over)
     found.run(stops, 2 * stops + 3)
     assert found.halves > found.locked, "no request was cut in two"
+    assert found.locked <= 1 + found.halves // 10, "it is the fence that takes too long"
     assert not found.late, f"late bytes in {found.late} of {found.rounds} rounds"
 
 
