@@ -91,6 +91,8 @@ def test_a_part_straight_after_an_update_that_engines_have_not_copied() -> None:
         while not all(each.done() for each in running):
             for each in found.engine_ranks:
                 each._progress()  # bytes arrive, and nothing is copied: the pass goes on
+        for each in found.engine_ranks:
+            each._progress()  # hears the decision, which trainers may have made since
         assert [each.version for each in found.engine_ranks] == [None, None]
         whole, values = written(found), mixed(found, 1, 2, {"k"})
         running = begin(found, 2, values, only={"k"})
