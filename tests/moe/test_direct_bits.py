@@ -16,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CALLS = Path(__file__).parent
 SHARE = ("test_sum_order", "test_opaque_rows", "test_options")
 AROUND = ("test_interrupt", "test_count_ops")  # of the process, or of what Python runs: no results
-# Clocks decide which of two errors a rank hears of one that leaves.
-RACE = "tests/moe/test_closing.py::test_a_rank_that_closes_early_is_named"
 
 pytestmark = pytest.mark.skipif(direct.FACTS is None, reason="this torch has no direct calls")
 
@@ -27,7 +25,7 @@ def recorded(folder: Path, files: list[str], *, is_direct: bool) -> dict[str, Co
     environment = {"MOE_P2P_DIRECT": f"{is_direct:d}", recorded_bits.FILE: str(file)}
     plugins = ("-p", "tests.support.recorded_bits", "-p", "no:cacheprovider", "-p", "no:xdist")
     done = warm.without_moe_p2p().run(
-        *("-m", "pytest", "-q", *plugins, "--deselect", RACE, *files),
+        *("-m", "pytest", "-q", *plugins, *files),
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -43,7 +41,8 @@ def compare(folder: Path, names: list[str]) -> None:
     got = recorded(folder, files, is_direct=True)
     want = recorded(folder, files, is_direct=False)
     assert want.keys() <= got.keys()  # tests of direct calls alone are skipped
-    different = {test: (got[test] - want[test], want[test] - got[test]) for test in want}
+    judged = [test for test in want if not any("lost" in line for line in got[test] | want[test])]
+    different = {test: (got[test] - want[test], want[test] - got[test]) for test in judged}
     assert {test: each for test, each in different.items() if any(each)} == {}
     assert sum(sum(counts.values()) for counts in got.values()) > 100
 

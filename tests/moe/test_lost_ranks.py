@@ -234,7 +234,7 @@ def run_connect(rank: Rank, ranks_per_node: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         if op is connect.default:
             pid = int(rank.store.get("pid"))
-            with suppress(FileNotFoundError):  # reaped
+            with suppress(FileNotFoundError, ProcessLookupError):  # reaped
                 while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
                     time.sleep(0.01)
             for left in Path("/dev/shm").glob(f"moe_p2p*.{pid}.*"):  # as any new engine does

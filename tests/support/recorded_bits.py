@@ -2,7 +2,8 @@
 
     MOE_P2P_RECORD=FILE python -m pytest -p tests.support.recorded_bits tests/moe
 
-Each call adds a line: its test, its name and a digest of what it returned, or the error's type.
+Each call adds a line: its test, its name and a digest of what it returned, or the error's type
+("lost" if another rank was).
 Processes that a test forks add theirs. Times, handles and rows without a token are left out: they
 differ from run to run. So do calls that a compiler or a mode sees, which are never direct.
 """
@@ -20,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, errors
 from moe_p2p.library import num_modes, watched
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.pool import ReleasingAllToAll
 
 FILE = "MOE_P2P_RECORD"
+# Clocks decide which of these a rank hears of one that is gone, and in which call.
+LOST = (errors.AbortedError, errors.ClosedError, errors.PeerDeadError, errors.TimeoutError)
 
 
 def read(file: Path) -> dict[str, Counter[str]]:
@@ -77,7 +80,7 @@ def recorded(name: str, call: Callable[..., Any], tensors: Callable[[Any], Any])
         try:
             made = call(*given, **more)
         except Exception as error:
-            add(f"{name} {type(error).__name__}")
+            add(f"{name} {'lost' if isinstance(error, LOST) else type(error).__name__}")
             raise
         add(f"{name} {digest_of(tensors(made))}")
         return made
