@@ -317,8 +317,9 @@ class AllToAll(NotCopied):
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         if out is not None:
-            beside = out.shape[0], row_scalars is not None, with_wait_ticks
-            scalars, ticks = beside_sums(y, self._shape, *beside)
+            scalars, ticks = beside_sums(
+                y, self._shape, out.shape[0], row_scalars is not None, with_wait_ticks
+            )
         topk_idx = dispatched.topk_idx
         is_plain = out_dtype is None and row_scalars is None and not (terms or with_wait_ticks)
         try:
@@ -532,8 +533,9 @@ class AllToAll(NotCopied):
             out = pending.handle.new_empty(
                 (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
             )
-        beside = num_rows, pending.with_scalars, with_wait_ticks
-        scalars, ticks = beside_sums(pending.handle, self._shape, *beside)
+        scalars, ticks = beside_sums(
+            pending.handle, self._shape, num_rows, pending.with_scalars, with_wait_ticks
+        )
         terms = [] if bias is None else arguments.bias_list(bias)
         given = (pending.handle, out, scalars, terms, ticks, pending.partials)
         call(_ops.combine_recv.default, self._comm, *given)
