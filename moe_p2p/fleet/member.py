@@ -1,6 +1,6 @@
 """One process of a fleet: its name, its incarnation, and its lease, which a thread of it renews.
 
-Used by weights' trainer.py and engine_rank.py, and by kv's lease_keeper.py; Mooncake's endpoint.py
+Used by weights' trainer.py and engine_rank.py, and by kv's lease_keeper.py; Mooncake's engine.py
 has ids alone. The thread touches no
 device, and keeps no reference to its rank but for `then`. README.md says what names, incarnations
 and ids are.

@@ -16,35 +16,62 @@ P scales of a token, R rows received (padded: E_local * capacity, else capacity)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
-from moe_p2p.library import num_modes, raise_typed, watched, without_default_device
+from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.lifetime import NotCopied
+from moe_p2p.engine.transfers import NicCounters
+from moe_p2p.library import (
+    call,
+    num_modes,
+    raise_typed,
+    refusal,
+    unaffected,
+    watched,
+    without_default_device,
+)
 from moe_p2p.moe import arguments, direct
-from moe_p2p.moe.dispatched import Call, Dispatched, new_tuple
-from moe_p2p.moe.halves import Halves, with_more
-from moe_p2p.moe.layouts import LAYOUTS, RowLayout
+from moe_p2p.moe.communicator import Communicator
+from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.dispatched import (
+    Call,
+    Dispatched,
+    PendingCombine,
+    PendingDispatch,
+    beside_sums,
+    fields_of,
+    new_outputs,
+    new_tuple,
+    with_more,
+)
+from moe_p2p.moe.gpu.prepared import combines_of, dispatches_of
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
 from moe_p2p.moe.options import (
     COPY_TOPK,
     DEFAULT_COMBINE,
-    LAYOUT_MASK,
     SOLO,
-    WITH_RANGES,
-    WITH_SOURCE,
-    WITH_WAIT_TICKS,
     ZERO_PADDING,
     CombineOptions,
     DispatchForm,
     DispatchOptions,
     combine_options,
     partials_from,
+    prepared_options,
     sum_order_of,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ops = torch.ops.moe_p2p
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -55,7 +82,7 @@ _COMBINE_EAGER = direct.call_of("combine_inference", _COMBINE_INFERENCE)
 _COMBINE_OUT = _ops.combine_out.default
 
 
-class AllToAll(Halves):
+class AllToAll(NotCopied):
     """Dispatch and combine of one rank. Making one is collective: every rank of the group does.
 
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
@@ -78,6 +105,27 @@ class AllToAll(Halves):
     (naming it, two ranks and both values), and TimeoutError naming the ranks that are missing.
     Also ResourceExhaustedError when /dev/shm is too small, with the bytes that were asked for.
     """
+
+    def __init__(
+        self,
+        group_or_store: dist.ProcessGroup | Store | None,
+        config: AllToAllConfig,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        engine: Engine | None = None,
+        masked: Tensor | None = None,
+    ) -> None:
+        self._communicator = made = Communicator(
+            group_or_store, config, rank=rank, world_size=world_size, engine=engine, masked=masked
+        )
+        # What calls look at, which stays as it is:
+        self.config, self.engine, self.rank = made.config, made.engine, made.rank
+        self.world_size, self.ranks_per_node = made.world_size, made.ranks_per_node
+        self.num_local_experts = made.num_local_experts
+        self._comm, self._device, self._shape = made.number, made.device, made.shape
+
+    # --- whole calls ---
 
     def dispatch(
         self,
@@ -157,7 +205,7 @@ class AllToAll(Halves):
         dtype = x.dtype
         if self._device is not None:
             row_bytes = arguments.bytes_of_rows(x) if dtype == torch.uint8 else 0
-            self._prepare_dispatch(dtype, options, grad, row_bytes)
+            self._communicator.prepare_dispatch(dtype, options, grad, row_bytes)
         if grad:
             if quantize or dtype == torch.float8_e4m3fn:
                 arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)
@@ -265,12 +313,12 @@ class AllToAll(Halves):
         if grad and partials_from(number):
             raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)
         if self._device is not None:
-            self._prepare_combine(dtype, sum_dtype, options, grad)
+            self._communicator.prepare_combine(dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         if out is not None:
-            scalars, ticks = self._beside_sums(
-                y, out.shape[0], row_scalars is not None, with_wait_ticks
+            scalars, ticks = beside_sums(
+                y, self._shape, out.shape[0], row_scalars is not None, with_wait_ticks
             )
         topk_idx = dispatched.topk_idx
         is_plain = out_dtype is None and row_scalars is None and not (terms or with_wait_ticks)
@@ -295,38 +343,347 @@ class AllToAll(Halves):
             raise_typed(error, y=y, topk_weights=topk_weights, out=out, **more)
         return (out, *more) if more else out
 
+    # --- calls in halves: between them other work may run while bytes travel ---
 
-def fields_of(
-    made: tuple[Any, ...],
-    options: int,
-    topk_idx: Tensor,
-    has_scales: bool,
-    max_tokens: int,
-    capacity: int,
-) -> tuple[Any, ...]:
-    """Returns the fields of Dispatched from what a dispatch op has made."""
-    rows, row_scales, row_weights, counts, offsets, handle, more = made
-    extras: tuple[Tensor, ...] = ()
-    source = ranges = wait_ticks = row_topk = None
-    if more:
-        rest = iter(more)
-        source = next(rest) if options & WITH_SOURCE else None
-        ranges = next(rest) if options & WITH_RANGES else None
-        wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
-        topk_idx = next(rest) if options & COPY_TOPK else topk_idx
-        row_topk = next(rest) if LAYOUTS[options & LAYOUT_MASK].per_token else None
-        extras = tuple(rest)
-    return (
-        rows,
-        row_scales if has_scales else None,
-        extras,
-        row_weights,
-        row_topk,
-        counts,
-        offsets,
-        source,
-        ranges,
-        wait_ticks,
-        topk_idx,
-        new_tuple(Call, (handle, options, max_tokens, capacity)),
-    )
+    def dispatch_send(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        options: DispatchOptions | None = None,
+        layout: RowLayout | None = None,
+        quantize: bool | None = None,
+        scales: Tensor | None = None,
+        extras: Sequence[Tensor] = (),
+        num_tokens: int | Tensor | None = None,
+        max_tokens: int | None = None,
+        capacity: int | None = None,
+        **moved: NoReturn,
+    ) -> PendingDispatch:
+        """The first half of dispatch: returns once the inputs may be overwritten.
+
+        Takes what dispatch takes. max_tokens may span at most steps_in_flight chunks. Not
+        differentiable.
+        """
+        if torch.is_grad_enabled():
+            refuse = without_default_device(arguments.refuse_gradient)
+            refuse(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
+        arguments.refuse_tensor(extras)
+        form = arguments.dispatch_form(
+            self._shape,
+            self.config.max_tokens if max_tokens is None else max_tokens,
+            options,
+            layout,
+            quantize,
+            capacity,
+            moved,
+        )
+        count, count_on_host = None, arguments.ALL_ROWS
+        if num_tokens is not None:
+            count, count_on_host = arguments.split_count(num_tokens)
+        return without_default_device(self.dispatch_send_with)(
+            form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
+        )
+
+    def dispatch_send_with(
+        self,
+        form: DispatchForm | tuple[DispatchOptions, int, int],
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        scales: Tensor | None = None,
+        extras: Sequence[Tensor] = (),
+        count: Tensor | None = None,
+        count_on_host: int = arguments.ALL_ROWS,
+    ) -> PendingDispatch:
+        """Like dispatch_with."""
+        if not isinstance(x, Tensor):
+            raise errors.wrong_type("x", x)
+        if x.is_nested and (refused := refusal({"x": x})):  # no shape is looked at then
+            raise refused
+        given, max_tokens, capacity = form
+        options = given.number
+        self._communicator.prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
+        words = self._shape.handle_words(x.shape[0], max_tokens)
+        handle = torch.empty(words, dtype=torch.int32, device=x.device)
+        call(
+            _ops.dispatch_send.default,
+            self._comm,
+            options,
+            x,
+            scales,
+            list(extras),
+            topk_idx,
+            topk_weights,
+            count,
+            count_on_host,
+            max_tokens,
+            handle,
+        )
+        has_scales = given.quantize or scales is not None
+        return PendingDispatch(
+            Call(handle, options, max_tokens, capacity),
+            topk_idx.clone() if options & COPY_TOPK else topk_idx,
+            torch.float8_e4m3fn if given.quantize else x.dtype,
+            arguments.bytes_of_rows(x) or self.config.hidden_dim,
+            self._shape.scales_of(scales, options) if has_scales else None,
+            tuple((extra.shape[1], extra.dtype) for extra in extras),
+        )
+
+    def make_outputs(self, pending: PendingDispatch) -> Dispatched:
+        """Returns what dispatch_recv fills, before it is filled."""
+        return new_outputs(pending.call.handle, self._shape, pending)
+
+    @unaffected
+    def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
+        """The second half of dispatch: waits for the rows.
+
+        out: an earlier result of the same options, to receive into. None: new tensors.
+        """
+        errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
+        into = self.make_outputs(pending) if out is None else out
+        handle, options, _, capacity = pending.call
+        call(
+            _ops.dispatch_recv.default,
+            self._comm,
+            options,
+            handle,
+            into.x,
+            into.scales,
+            list(into.extras),
+            into.row_weights,
+            into.counts,
+            into.offsets,
+            into.source,
+            into.ranges,
+            into.wait_ticks,
+            into.row_topk,
+            capacity,
+        )
+        if out is None or out.call is pending.call:
+            return into  # made for this dispatch
+        return into._replace(topk_idx=pending.topk_idx, call=pending.call)
+
+    @unaffected
+    def combine_send(
+        self,
+        y: Tensor,
+        dispatched: Dispatched,
+        *,
+        options: CombineOptions | None = None,
+        weighted: bool | None = None,
+        out_dtype: torch.dtype | None = None,
+        row_scalars: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        **moved: Any,
+    ) -> PendingCombine:
+        """The first half of combine: returns once y may be overwritten. Not differentiable.
+
+        Takes what combine takes, sums in order "ranks"; combine_recv is asked for wait_ticks.
+        """
+        given = combine_options(options, weighted, out_dtype, moved)
+        errors.require(not sum_order_of(given.number), "halves take sums in order='ranks' only")
+        errors.require(
+            not given.with_wait_ticks,
+            "with_wait_ticks is an option of the whole combine; give it to combine_recv",
+        )
+        weighted, out_dtype, partials = given.weighted, given.out_dtype, partials_from(given.number)
+        row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
+        if torch.is_grad_enabled():
+            arguments.refuse_gradient(
+                arguments.NO_HALF_GRADIENT, y=y, row_weights=row_weights, topk_weights=topk_weights
+            )
+        if not isinstance(y, Tensor):
+            raise errors.wrong_type("y", y)
+        dtype = y.dtype if out_dtype is None else out_dtype
+        handle, call_options, max_tokens, _ = dispatched.call
+        self._communicator.prepare_combine(y.dtype, dtype, call_options | given.number, False)
+        call(
+            _ops.combine_send.default,
+            self._comm,
+            handle,
+            y,
+            row_weights,
+            row_scalars,
+            topk_weights,
+            dtype,
+            max_tokens,
+            partials,
+        )
+        num_rows = dispatched.topk_idx.shape[0]
+        return PendingCombine(handle, num_rows, dtype, row_scalars is not None, partials)
+
+    @unaffected
+    def combine_recv(
+        self,
+        pending: PendingCombine,
+        out: Tensor | None = None,
+        *,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        with_wait_ticks: bool = False,
+    ) -> Any:
+        """The second half of combine: waits for the sums and returns what combine does.
+
+        out: [T, H] of out_dtype, to receive into. None: a new tensor.
+        """
+        errors.require_type("pending", pending, PendingCombine, "the result of a combine_send")
+        num_rows = pending.num_rows
+        if out is None:
+            out = pending.handle.new_empty(
+                (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
+            )
+        scalars, ticks = beside_sums(
+            pending.handle, self._shape, num_rows, pending.with_scalars, with_wait_ticks
+        )
+        terms = [] if bias is None else arguments.bias_list(bias)
+        given = (pending.handle, out, scalars, terms, ticks, pending.partials)
+        call(_ops.combine_recv.default, self._comm, *given)
+        return with_more(out, scalars, ticks)
+
+    def release(self, given: Dispatched | PendingDispatch) -> None:
+        """Ends a dispatch that gets no combine. All ranks release it, in one order of calls."""
+        kinds = (Dispatched, PendingDispatch)
+        errors.require_type("given", given, kinds, "the result of a dispatch or dispatch_send")
+        call(_ops.release.default, self._comm, given.call.handle)
+
+    # --- its state, its masks, and its end ---
+
+    def prepare(
+        self,
+        *options: DispatchOptions,
+        x_dtype: torch.dtype | None = None,
+        y_dtype: torch.dtype | None = None,
+        combine: CombineOptions | None = None,
+        row_bytes: int = 0,
+        **moved: Any,
+    ) -> None:
+        """Compiles and loads, side by side, the kernels of dispatches with each of these options
+        and of one combine, so that no call waits for a compiler. Not collective.
+
+        A new AllToAll has the kernels of calls without options: of its dtype, quantized too, and of
+        combine_dtype. Others are compiled at their first call, for seconds, which raises
+        UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
+
+        x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
+        y_dtype: of combine; None: the widest combined. combine: its options.
+
+        Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
+        """
+        dispatches = dispatches_of(self.config, options, x_dtype, row_bytes)
+        combines = combines_of(self.config, y_dtype, prepared_options(combine, moved))
+        self._communicator.prepare(dispatches, combines)
+
+    @property
+    def closed(self) -> bool:
+        """True also in a child forked from the process that made it."""
+        return bool(self._communicator.why_closed)
+
+    @property
+    def arrival_flags(self) -> str:
+        """How arrivals from other nodes are seen: "write", "gdrcopy", "relay"; else "none"."""
+        return str(_ops.all_to_all_arrival_flags.default(self._comm))
+
+    @property
+    def broken(self) -> str:
+        """The error text of what broke the object; empty while it is usable."""
+        return self._communicator.why_closed or str(_ops.all_to_all_broken.default(self._comm))
+
+    def check(self) -> None:
+        """Raises what has broken this object, with its whole text; nothing while it is usable.
+
+        Every call does so by itself, but the replay of a CUDA graph makes none: call it once per
+        step of an engine that replays graphs. It reads one word of pinned memory, waits for nothing
+        and launches nothing, so it finds what kernels have reported so far; what a kernel leaves
+        out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
+        waiting for this one. Raises as calls do, and ClosedError once it is closed.
+        """
+        call(_ops.all_to_all_check.default, [self._comm])
+
+    def counters(self) -> list[NicCounters]:
+        """What each NIC of this rank's engine wrote and received since the engine was made."""
+        return self.engine.counters()
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections of strangers that this rank has refused: to its NICs, which `counters` lists
+        one by one, and to its node's ranks while they passed on memory of GPUs."""
+        of_nics = sum(nic["connections_refused"] for nic in self.counters())
+        return self._communicator.num_refused + of_nics
+
+    @property
+    def masked(self) -> Tensor:
+        """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
+
+        The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
+        order, which waits for nothing). Each rank masks others by itself, so masks may differ
+        for as long as a deadline. clean_masks() takes ranks back. Raises InvalidArgumentError
+        without mask_lost_ranks.
+        """
+        return self._communicator.masked
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Masks these ranks at once; on a GPU in stream order. Call it on all ranks: a rank that
+        does not waits for the masked ranks, and masked ranks wait for the callers. Data under way
+        to a masked rank need not arrive.
+
+        Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
+        """
+        self._communicator.mask_ranks(ranks)
+
+    def clean_masks(self) -> None:
+        """Takes masked ranks back, where all ranks are of one node; on a GPU in stream order.
+
+        Every rank calls it, equally often, also a rank that has masked none: others may have
+        masked it. It waits for nobody. A rank that makes its next call before another one has
+        cleaned waits for it there, and masks it at the deadline. The memory stays, so captured
+        CUDA graphs stay valid. Calls that are open end: what was dispatched before is not combined.
+
+        On this rank no call may run meanwhile: replays of graphs on other streams have ended.
+        Objects that share one mask all clean it. Raises UnavailableError between nodes: make a new
+        object there; InvalidArgumentError without mask_lost_ranks or in a capture; and the error
+        of an object that is broken, which stays so.
+        """
+        call(_ops.all_to_all_clean_masks.default, self._comm)
+
+    def gather_counts(self, values: Tensor) -> Tensor:
+        """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.
+
+        For numbers that the host must know ahead. All ranks call it, in the one order of their
+        calls; it waits for them, but neither uses a GPU nor waits for one. n: at most
+        num_experts + W + 16. Raises InvalidArgumentError before anything is sent; TimeoutError and
+        PeerDeadError, naming the missing ranks, and ProtocolError for another n break the object.
+        Not with mask_lost_ranks.
+        """
+        gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
+        return gathered
+
+    def close(self) -> None:
+        """Idempotent. Each rank closes by itself; what it has sent still arrives. Does nothing in a
+        child forked from the process that made it."""
+        self._communicator.close()
+
+    def __enter__(self) -> Self:
+        if self.closed:
+            text = f"rank {self.rank}: the communicator is closed, and cannot be entered again"
+            raise errors.make(errors.ClosedError, text)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            # An ExitStack on the way has cut off `error`, the first failure.
+            warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        broken = self.broken
+        return (
+            f"{type(self).__name__}(rank {self.rank} of {self.world_size}, "
+            f"{self.ranks_per_node} per node, {self.num_local_experts} of "
+            f"{self.config.num_experts} experts here, {broken if broken else 'usable'})"
+        )

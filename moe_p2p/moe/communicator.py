@@ -1,5 +1,6 @@
-"""A communicator: how ranks become one, and how it ends. The calls are in all_to_all.py.
+"""A communicator: how ranks become one, and how it ends. AllToAll holds one, and makes the calls.
 
+It owns the engine unless it was given, the C++ object (by number), the GPU's side and the masks.
 Control path only. Symbols: W ranks, L ranks per node, E_local experts of this rank.
 """
 
@@ -8,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,37 +20,21 @@ from torch._C._distributed_c10d import Store
 
 from moe_p2p import env, errors, library
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.lifetime import Closing, NotCopied
-from moe_p2p.engine.transfers import NicCounters, bytes_from, tensor_from
+from moe_p2p.engine.lifetime import Closing
+from moe_p2p.engine.transfers import bytes_from, tensor_from
 from moe_p2p.library import call
 from moe_p2p.machine import driver, transport, tuned
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernels import DeviceSide
 from moe_p2p.moe.gpu.partners import partners_of
-from moe_p2p.moe.gpu.prepared import (
-    combines_of,
-    dispatches_of,
-    refuse_capture,
-    usual_calls,
-    when_traced,
-)
-from moe_p2p.moe.options import (
-    QUANTIZE,
-    CombineOptions,
-    DispatchOptions,
-    gradient_of,
-    partials_from,
-    prepared_options,
-    sum_order_of,
-)
+from moe_p2p.moe.gpu.prepared import Combines, Dispatches, refuse_capture, usual_calls, when_traced
+from moe_p2p.moe.options import QUANTIZE, gradient_of, partials_from, sum_order_of
 from moe_p2p.moe.rendezvous import mirror, shared_memory
 from moe_p2p.moe.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
 from moe_p2p.moe.tuned import Shared
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from moe_p2p.fleet.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
@@ -72,7 +55,7 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
             library.raise_interrupt()  # of a signal that ended the wait for partners early
 
 
-class Communicator(NotCopied):
+class Communicator:
     """One rank's end of a group of ranks. See AllToAll for the arguments."""
 
     def __init__(
@@ -102,32 +85,32 @@ class Communicator(NotCopied):
             own_engine = engine is None
             self.engine = self._choose_engine(meeting, engine)
             try:
-                self._comm = self._create(meeting)
+                self.number = self._create(meeting)
             except BaseException:
                 if own_engine:
                     self.engine.close()
                 raise
             try:
-                self._device = self._make_device(meeting)
-                self._num_refused = meeting.num_refused
+                self.device = self._make_device(meeting)
+                self.num_refused = meeting.num_refused
             except BaseException:
-                _close(self._comm, self.engine if own_engine else None, None)
+                _close(self.number, self.engine if own_engine else None, None)
                 raise
             self._closing = Closing(
-                self, _close, self._comm, self.engine if own_engine else None, self._device
+                self, _close, self.number, self.engine if own_engine else None, self.device
             )
             try:
-                address = bytes_from(call(_ops.all_to_all_address.default, self._comm))
+                address = bytes_from(call(_ops.all_to_all_address.default, self.number))
                 addresses = meeting.exchange(address, mirror.ADDRESSES)
                 call(
                     _ops.all_to_all_connect.default,
-                    self._comm,
+                    self.number,
                     [tensor_from(data, "address") for data in addresses],
                 )
-                if self._device is not None:
-                    self._device.use_signals()
-                    self._device.prepare(*usual_calls(config))
-                    self._device.prepare_clean()
+                if self.device is not None:
+                    self.device.use_signals()
+                    self.device.prepare(*usual_calls(config))
+                    self.device.prepare_clean()
                 meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
@@ -180,7 +163,7 @@ class Communicator(NotCopied):
             return meeting.exchange(data, "fabric handles")[first : first + num_local]
 
         return DeviceSide(
-            self._comm,
+            self.number,
             config,
             meeting,
             device=torch.cuda.current_device(),
@@ -256,7 +239,7 @@ class Communicator(NotCopied):
         )
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
-        self._shape = CommunicatorShape(
+        self.shape = CommunicatorShape(
             world_size=self.world_size,
             ranks_per_node=self.ranks_per_node,
             num_local_experts=self.num_local_experts,
@@ -264,7 +247,7 @@ class Communicator(NotCopied):
             topk=config.topk,
             chunk_tokens=config.step_tokens,
         )
-        remember_shape(comm, self._shape)
+        remember_shape(comm, self.shape)
         return comm
 
     @property
@@ -272,62 +255,22 @@ class Communicator(NotCopied):
         return self.config.on_gpu
 
     @property
-    def closed(self) -> bool:
-        """True also in a child forked from the process that made it."""
-        return bool(self._closing.why_closed)
+    def why_closed(self) -> str:
+        """Why it cannot be used here; empty while it can."""
+        return self._closing.why_closed
 
-    @property
-    def arrival_flags(self) -> str:
-        """How arrivals from other nodes are seen: "write", "gdrcopy", "relay"; else "none"."""
-        return str(_ops.all_to_all_arrival_flags.default(self._comm))
-
-    @property
-    def broken(self) -> str:
-        """The error text of what broke the object; empty while it is usable."""
-        return self._closing.why_closed or str(_ops.all_to_all_broken.default(self._comm))
-
-    def check(self) -> None:
-        """Raises what has broken this object, with its whole text; nothing while it is usable.
-
-        Every call does so by itself, but the replay of a CUDA graph makes none: call it once per
-        step of an engine that replays graphs. It reads one word of pinned memory, waits for nothing
-        and launches nothing, so it finds what kernels have reported so far; what a kernel leaves
-        out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
-        waiting for this one. Raises as calls do, and ClosedError once it is closed.
-        """
-        call(_ops.all_to_all_check.default, [self._comm])
-
-    def counters(self) -> list[NicCounters]:
-        """What each NIC of this rank's engine wrote and received since the engine was made."""
-        return self.engine.counters()
-
-    @property
-    def refused_connections(self) -> int:
-        """Connections of strangers that this rank has refused: to its NICs, which `counters` lists
-        one by one, and to its node's ranks while they passed on memory of GPUs."""
-        return self._num_refused + sum(nic["connections_refused"] for nic in self.counters())
+    def close(self) -> None:
+        self._closing()
 
     @property
     def masked(self) -> Tensor:
-        """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
-
-        The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
-        order, which waits for nothing). Each rank masks others by itself, so masks may differ
-        for as long as a deadline. clean_masks() takes ranks back. Raises InvalidArgumentError
-        without mask_lost_ranks.
-        """
+        """The masks of the calls."""
         if self._masks is None:
             text = "this communicator has no masks; make it with mask_lost_ranks=True"
             raise errors.make(errors.InvalidArgumentError, text)
         return self._masks[0]
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
-        """Masks these ranks at once; on a GPU in stream order. Call it on all ranks: a rank that
-        does not waits for the masked ranks, and masked ranks wait for the callers. Data under way
-        to a masked rank need not arrive.
-
-        Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
-        """
         masked, chosen = self.masked, list(ranks)
         for rank in chosen:
             errors.require(
@@ -338,112 +281,33 @@ class Communicator(NotCopied):
         for rank in chosen:
             masked[rank].fill_(1)
 
-    def clean_masks(self) -> None:
-        """Takes masked ranks back, where all ranks are of one node; on a GPU in stream order.
-
-        Every rank calls it, equally often, also a rank that has masked none: others may have
-        masked it. It waits for nobody. A rank that makes its next call before another one has
-        cleaned waits for it there, and masks it at the deadline. The memory stays, so captured
-        CUDA graphs stay valid. Calls that are open end: what was dispatched before is not combined.
-
-        On this rank no call may run meanwhile: replays of graphs on other streams have ended.
-        Objects that share one mask all clean it. Raises UnavailableError between nodes: make a new
-        object there; InvalidArgumentError without mask_lost_ranks or in a capture; and the error
-        of an object that is broken, which stays so.
-        """
-        call(_ops.all_to_all_clean_masks.default, self._comm)
-
-    def gather_counts(self, values: Tensor) -> Tensor:
-        """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.
-
-        For numbers that the host must know ahead. All ranks call it, in the one order of their
-        calls; it waits for them, but neither uses a GPU nor waits for one. n: at most
-        num_experts + W + 16. Raises InvalidArgumentError before anything is sent; TimeoutError and
-        PeerDeadError, naming the missing ranks, and ProtocolError for another n break the object.
-        Not with mask_lost_ranks.
-        """
-        gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
-        return gathered
-
     # What must be compiled before a call runs on a GPU.
 
-    def prepare(
-        self,
-        *options: DispatchOptions,
-        x_dtype: torch.dtype | None = None,
-        y_dtype: torch.dtype | None = None,
-        combine: CombineOptions | None = None,
-        row_bytes: int = 0,
-        **moved: Any,
-    ) -> None:
-        """Compiles and loads, side by side, the kernels of dispatches with each of these options
-        and of one combine, so that no call waits for a compiler. Not collective.
-
-        A new AllToAll has the kernels of calls without options: of its dtype, quantized too, and of
-        combine_dtype. Others are compiled at their first call, for seconds, which raises
-        UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
-
-        x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
-        y_dtype: of combine; None: the widest combined. combine: its options.
-
-        Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
-        """
-        dispatches = dispatches_of(self.config, options, x_dtype, row_bytes)
-        combines = combines_of(self.config, y_dtype, prepared_options(combine, moved))
-        if self._device is not None:
-            self._device.prepare(dispatches, combines)
+    def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
+        if self.device is not None:
+            self.device.prepare(dispatches, combines)
 
     @when_traced
-    def _prepare_dispatch(
+    def prepare_dispatch(
         self, x_dtype: torch.dtype, options: int, trains: bool, x_bytes: int = 0
     ) -> None:
         key = x_dtype, options, trains, x_bytes
-        if self._device is None or key in self._prepared:
+        if self.device is None or key in self._prepared:
             return
-        self._device.prepare_dispatch(x_dtype, options, x_bytes)
+        self.device.prepare_dispatch(x_dtype, options, x_bytes)
         if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
-            self._device.prepare_combine(x_dtype, x_dtype)
+            self.device.prepare_combine(x_dtype, x_dtype)
         self._prepared.add(key)
 
     @when_traced
-    def _prepare_combine(
+    def prepare_combine(
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, options: int, trains: bool
     ) -> None:
         key = y_dtype, out_dtype, options, trains
-        if self._device is None or key in self._prepared:
+        if self.device is None or key in self._prepared:
             return
         by_topk = sum_order_of(options) > 0
-        self._device.prepare_combine(y_dtype, out_dtype, by_topk, partials_from(options))
+        self.device.prepare_combine(y_dtype, out_dtype, by_topk, partials_from(options))
         if trains:
-            self._device.prepare_dispatch(out_dtype, gradient_of(options))
+            self.device.prepare_dispatch(out_dtype, gradient_of(options))
         self._prepared.add(key)
-
-    def close(self) -> None:
-        """Idempotent. Each rank closes by itself; what it has sent still arrives. Does nothing in a
-        child forked from the process that made it."""
-        self._closing()
-
-    def __enter__(self) -> Self:
-        if self.closed:
-            text = f"rank {self.rank}: the communicator is closed, and cannot be entered again"
-            raise errors.make(errors.ClosedError, text)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            if error is None:
-                raise
-            # An ExitStack on the way has cut off `error`, the first failure.
-            warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
-
-    def __repr__(self) -> str:
-        broken = self.broken
-        return (
-            f"{type(self).__name__}(rank {self.rank} of {self.world_size}, "
-            f"{self.ranks_per_node} per node, {self.num_local_experts} of "
-            f"{self.config.num_experts} experts here, {broken if broken else 'usable'})"
-        )

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.options import (
     COLUMN_SCALES,
+    COPY_TOPK,
+    LAYOUT_MASK,
     WITH_RANGES,
     WITH_SOURCE,
     WITH_WAIT_TICKS,
@@ -125,3 +128,60 @@ def _new_scales(
     ld = -(-lead[-1] // 4) * 4
     strides = (width * ld, 1, ld)[-1 - len(lead) :]
     return like.new_empty_strided((*lead, width), strides, dtype=dtype)
+
+
+def fields_of(
+    made: tuple[Any, ...],
+    options: int,
+    topk_idx: Tensor,
+    has_scales: bool,
+    max_tokens: int,
+    capacity: int,
+) -> tuple[Any, ...]:
+    """Returns the fields of Dispatched from what a dispatch op has made."""
+    rows, row_scales, row_weights, counts, offsets, handle, more = made
+    extras: tuple[Tensor, ...] = ()
+    source = ranges = wait_ticks = row_topk = None
+    if more:
+        rest = iter(more)
+        source = next(rest) if options & WITH_SOURCE else None
+        ranges = next(rest) if options & WITH_RANGES else None
+        wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
+        topk_idx = next(rest) if options & COPY_TOPK else topk_idx
+        row_topk = next(rest) if LAYOUTS[options & LAYOUT_MASK].per_token else None
+        extras = tuple(rest)
+    return (
+        rows,
+        row_scales if has_scales else None,
+        extras,
+        row_weights,
+        row_topk,
+        counts,
+        offsets,
+        source,
+        ranges,
+        wait_ticks,
+        topk_idx,
+        new_tuple(Call, (handle, options, max_tokens, capacity)),
+    )
+
+
+def with_more(
+    out: Tensor, scalars: Tensor | None, ticks: Tensor | None
+) -> Tensor | tuple[Tensor, ...]:
+    """Returns what a combine returns: its result and the other outputs that were asked for."""
+    if scalars is None and ticks is None:
+        return out
+    return out, *(tensor for tensor in (scalars, ticks) if tensor is not None)
+
+
+def beside_sums(
+    like: Tensor, shape: CommunicatorShape, num_rows: int, with_scalars: bool, with_wait_ticks: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Makes tensors for the scalars and the wait_ticks of a combine."""
+    scalars = ticks = None
+    if with_scalars:
+        scalars = like.new_empty((num_rows, shape.topk), dtype=torch.float32)
+    if with_wait_ticks:
+        ticks = like.new_empty((shape.world_size,), dtype=torch.int64)
+    return scalars, ticks

@@ -27,9 +27,9 @@ from moe_p2p import errors
 from moe_p2p.fleet.bootstrap import store_of
 from moe_p2p.library import call, raise_typed, register_fake, watched, without_default_device
 from moe_p2p.moe import arguments, direct
-from moe_p2p.moe.all_to_all import AllToAll, fields_of
+from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.config import AllToAllConfig
-from moe_p2p.moe.dispatched import new_tuple
+from moe_p2p.moe.dispatched import fields_of, new_tuple
 from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.rendezvous.agreement import find_ranks_per_node
 from moe_p2p.moe.rendezvous.mirror import meet
@@ -86,7 +86,7 @@ class ReleasingAllToAll(AllToAll):
         """
         number = options.number
         if self._device is not None:
-            self._prepare_dispatch(x.dtype, number, False, arguments.bytes_of_rows(x))
+            self._communicator.prepare_dispatch(x.dtype, number, False, arguments.bytes_of_rows(x))
         try:
             *made, gathered, sizes, tokens, bound, grouped = _COUNTED(
                 self._comm,

@@ -260,7 +260,9 @@ def test_kernels_of_a_graph_are_prepared_while_it_is_traced(
     """They are those of the eager calls, and of their gradients."""
     tokens, kernels = make_tokens(0, 0, 6), Kernels()
     monkeypatch.setattr(alone, "_device", kernels)
-    monkeypatch.setattr(alone, "_prepared", set())
+    communicator = alone._communicator
+    monkeypatch.setattr(communicator, "device", kernels)
+    monkeypatch.setattr(communicator, "_prepared", set())
 
     def train(x: Tensor) -> Tensor:
         received = alone.dispatch(x, tokens.topk_idx, options=ROWS_BY_RANK)
@@ -289,7 +291,7 @@ def test_kernels_of_a_graph_are_prepared_while_it_is_traced(
             kernels.asked.clear()
             run(x)
             assert not kernels.asked  # each once
-            alone._prepared.clear()
+            communicator._prepared.clear()
         compiled(x)
         assert not kernels.asked  # nothing of it is left in the graph
         if step is train:

@@ -75,10 +75,7 @@ DERIVED = {
 }
 # Classes that are cut in two by inheritance, and why they may be.
 CUT = {
-    "Communicator": "AllToAll without its calls: the whole would be above 1,000 lines",
     "ElasticBase": "DeepEP's ElasticBuffer: what is not dispatch or combine",
-    "Endpoint": "Mooncake's TransferEngine: its memory, whose transfers are the other half",
-    "Halves": "AllToAll's calls in halves; likewise",
     "LowLatencyCalls": "DeepEP's Buffer has two sets of calls",
     "NormalCalls": "DeepEP's Buffer has two sets of calls",
 }

@@ -210,7 +210,7 @@ def parts_of(rank: Rank, mine: list[Tuned], explicit: list[int | None]) -> Share
     _this.tuned = mine[rank.rank]
     more = {} if explicit[rank.rank] is None else {"part_bytes": explicit[rank.rank]}
     with cases.make(rank, ranks_per_node=1, **more) as comm:
-        return comm._shared
+        return comm._communicator._shared
 
 
 _this = threading.local()
