@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "moe_p2p"
 GIVEN = {
     "aliases.py": {"sys": "a program's arguments, as Python sets them"},
     "deep_ep/buffer.py": {"Buffer": "DeepEP's set_num_sms is static, and of all buffers"},
-    "deep_ep/elastic_base.py": {"ElasticBase": "a method for each call that is not served"},
+    "deep_ep/elastic.py": {"ElasticBuffer": "a method for each call that is not served"},
     "examples/disaggregated.py": {"Handler": "http.server makes the handlers itself"},
     "examples/rl.py": {"mine": "torch's gradients"},
     "fleet/client.py": {"self._limits": "threading.local"},
@@ -76,11 +76,8 @@ DERIVED = {
 # Classes that are cut in two by inheritance, and why they may be.
 CUT = {
     "Communicator": "AllToAll without its calls: the whole would be above 1,000 lines",
-    "ElasticBase": "DeepEP's ElasticBuffer: what is not dispatch or combine",
     "Endpoint": "Mooncake's TransferEngine: its memory, whose transfers are the other half",
     "Halves": "AllToAll's calls in halves; likewise",
-    "LowLatencyCalls": "DeepEP's Buffer has two sets of calls",
-    "NormalCalls": "DeepEP's Buffer has two sets of calls",
 }
 
 
