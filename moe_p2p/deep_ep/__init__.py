@@ -11,8 +11,7 @@ import torch
 
 from moe_p2p.deep_ep.buffer import Buffer
 from moe_p2p.deep_ep.config import Config
-from moe_p2p.deep_ep.elastic import ElasticBuffer
-from moe_p2p.deep_ep.elastic_base import get_logical_domain_size, get_physical_domain_size
+from moe_p2p.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
 from moe_p2p.deep_ep.elastic_handle import EPHandle
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.hybrid import HybridEPBuffer

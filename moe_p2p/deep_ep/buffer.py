@@ -1,18 +1,150 @@
-"""V1's Buffer: DeepEP's normal and low-latency calls over AllToAll."""
+"""V1's Buffer: DeepEP's normal and low-latency calls over AllToAll.
+
+Symbols: W ranks, K top-k, E experts, E_local of this rank, H hidden size, P scales of a token. Of
+normal calls: T tokens, R rows received. Of low-latency calls: T the bound on a rank's tokens, t
+tokens of this rank.
+"""
 
 from __future__ import annotations
 
-from moe_p2p.deep_ep.config import Config, recommend
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.deep_ep import nvfp4, streams
+from moe_p2p.deep_ep.config import Config, check_alignment, recommend
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.deep_ep.low_latency import LowLatencyCalls
-from moe_p2p.deep_ep.normal import NormalCalls
+from moe_p2p.deep_ep.handle import ROWS, NormalHandle, no_handle
+from moe_p2p.deep_ep.low_latency import (
+    COMBINES,
+    Hook,
+    LowLatencyHandle,
+    LowLatencyKey,
+    Masks,
+    add_counts,
+    as_nvfp4,
+    config_and_form,
+    receive_rows,
+    receive_sums,
+    size_hint,
+    sums_of,
+)
+from moe_p2p.deep_ep.mpi import MpiComm, store_over
+from moe_p2p.deep_ep.normal import (
+    in_columns,
+    normal_config,
+    ranks_as_topk,
+    rows_of,
+    send,
+    widened,
+)
+from moe_p2p.deep_ep.runtime import NODE_RANKS, Runtime
+from moe_p2p.deep_ep.streams import Streams
+from moe_p2p.moe.arguments import bias_list
+from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
+from moe_p2p.moe.options import DispatchForm
+from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
+from moe_p2p.moe.row_counts import Extent, HostCounts, worst_extent
+
+_Event = EventOverlap | EventHandle
+_Values = Tensor | tuple[Tensor, Tensor]
+_Result = tuple[
+    _Values, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
+]
+_TWO_WAYS = (
+    "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
+    "needed, an event is waited for"
+)
 
 
-class Buffer(NormalCalls, LowLatencyCalls):
-    """All calls of one rank; base.py documents the constructor.
+class Buffer:
+    """All calls of one rank, under DeepEP's names.
+
+    The constructor is collective. Memory is allocated at the first call of each shape.
+
+    group: of any backend, also a CPU backend; None: `comm` or the default group.
+    num_nvl_bytes, num_rdma_bytes: normal calls may take their sum, in bytes. Steps of the first
+        shape have as many tokens as fit into 31/32 of it, of the next one into 31/32 of what is
+        left. 0: steps of 512 tokens, without a limit.
+    low_latency_mode: num_rdma_bytes are for low-latency calls; normal calls do not use them. Both
+        kinds of calls work in any case, also side by side.
+    explicitly_destroy: destroy() will be called. Otherwise memory is freed with the object.
+    enable_shrink: low-latency calls mask a lost rank and go on without it. Other calls raise.
+    comm: an mpi4py communicator instead of a group.
+    timeout_s: deadline of every wait, in seconds. A wait that passes it raises, or masks.
 
     num_sms: thread blocks of normal calls without a Config, for all buffers.
+
+    Accepted and ignored: num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
+    use_fabric (set MOE_P2P_FABRIC=1 for fabric handles). Works with any number of ranks.
     """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: MpiComm | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        if group is None and comm is not None:
+            store, rank, size = store_over(comm)
+            self._pool = AllToAllPool(store, rank=rank, world_size=size, timeout_s=self._timeout_s)
+        else:
+            self._pool = AllToAllPool(group, timeout_s=self._timeout_s)
+        self._streams = Streams()
+        self._host_counts = HostCounts()
+        self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
+        self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]] = {}
+        self._masks = Masks(self._pool.world_size)
+        self.rank = self._pool.rank
+        self.group_size = self._pool.world_size
+        self.group = comm if group is None and comm is not None else group
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.runtime: Runtime | None = Runtime(self.rank, self.group_size)
+
+    def destroy(self) -> None:
+        """Waits for all ranks, then frees everything. Collective.
+
+        A rank that has masked others does not wait.
+        """
+        assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
+        if self.runtime is None:
+            return
+        if not self._masks.some():
+            self._pool.meet("all ranks to destroy their buffers")
+        self._pool.close()
+        self._normal.clear()
+        self._low_latency_made.clear()
+        self.runtime = None
+
+    def check(self) -> None:
+        """Raises the error that broke this buffer, with its whole text. Not part of DeepEP's API.
+
+        Every call checks by itself. Replays of CUDA graphs do not: call this once per step of them.
+        It neither waits nor launches.
+        """
+        self._pool.check()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -38,3 +170,508 @@ class Buffer(NormalCalls, LowLatencyCalls):
     def get_combine_config(num_ranks: int) -> Config:
         """Returns the Config that combine uses by default; for any number of ranks."""
         return recommend(num_ranks, Buffer.num_sms, combine=True)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of asynchronous calls."""
+        return self._streams.comm
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """Returns a tensor of this size, or an empty one. This package does not use it.
+
+        DeepEP returns its raw buffer, which users clear after a fault. Here a later call cannot
+        mistake data of an earlier one for its own, so there is nothing to clear.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.zeros(size or (0,), dtype=dtype, device=device)
+
+    # --- normal calls (normal.py) ---
+    # All take previous_event (the work runs after it, not after the current stream), async_finish
+    # (the work runs on the communication stream; wait for the returned event) and
+    # allocate_on_comm_stream, which needs both and changes nothing: results are safe on both
+    # streams.
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: _Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Counts where the tokens of topk_idx [T, K] go; -1: nowhere.
+
+        Returns num_tokens_per_rank [W] int32, num_tokens_per_rdma_rank [W / 8] int32 or None up to
+        8 ranks, num_tokens_per_expert [E] int32, is_token_in_rank [T, W] bool, and the event.
+        """
+        turn = self._streams.turn(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
+        with turn:
+            num_nodes, left = divmod(self.group_size, NODE_RANKS)
+            num_nodes = num_nodes if num_nodes > 1 and not left else 0
+            counts = self._host_counts.count(
+                topk_idx, num_experts, self.group_size, num_nodes=num_nodes
+            )
+            if async_finish:
+                turn.uses((topk_idx,), counts)
+        return *counts, turn.event
+
+    def dispatch(
+        self,
+        x: _Values,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: _Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> _Result:
+        """Sends each token once to each rank that owns one of its experts.
+
+        x: [T, H], or a pair of float8_e4m3fn [T, H] and its scales [T, P], float32 or int32.
+        handle: of an earlier dispatch: the same routing again, without counts, top-k or waiting.
+        num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout.
+        topk_idx, topk_weights: [T, K]. Without topk_idx, is_token_in_rank decides where rows go.
+        expert_alignment: counts in the list are rounded up to it.
+        num_worst_tokens: greater than 0: R is this number, and the host does not wait, so the call
+            can be captured in a graph. At least W times the largest T of any rank, and equal on all
+            ranks: no rank may send more than its W-th part.
+        config: its num_sms applies to this dispatch and to later calls with its handle.
+
+        Returns x of R rows (a pair if a pair was given), their top-k as local experts [R, K] with
+        -1 elsewhere, their weights [R, K], tokens of each local expert as a list (empty with
+        num_worst_tokens), the handle and the event; with a handle None for all but rows and event.
+        Rows past the last have -1 for all experts, weights of 0 and any values.
+        """
+        self._pool.check_others(dispatches=handle is not None)
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
+        if handle is not None:
+            if not (topk_idx is None and topk_weights is None):
+                text = "a handle was given with topk_idx or topk_weights; give one or the other: a "
+                text += "handle brings the routing of its own dispatch"
+                raise errors.make(errors.InvalidArgumentError, text)
+            if not isinstance(handle, NormalHandle):
+                raise no_handle(handle)
+            with turn:
+                form, topk = handle.form_again, handle.dispatched.topk_idx
+                again = send(handle.all_to_all, form, values, scales, topk)
+                got = again[0] if scales is None else rows_of(again, scales)
+                if async_finish:
+                    turn.uses((values, scales, topk), again[:2])
+            return got, None, None, None, None, turn.event
+        with turn:
+            if expert_alignment != 1:
+                check_alignment(expert_alignment)
+            assert is_token_in_rank is not None, "is_token_in_rank is missing"
+            assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
+            assert num_tokens_per_expert is not None, "num_tokens_per_expert is missing"
+            num_experts = num_tokens_per_expert.shape[0]
+            if topk_idx is None:
+                topk = ranks_as_topk(is_token_in_rank, num_experts)
+            else:
+                topk = topk_idx.contiguous()
+            all_to_all = self._all_to_all(num_experts, topk.shape[1], values, config)
+            # The handle has a copy of topk_idx: the caller may overwrite the given one.
+            rows = ROWS[topk_idx is not None]
+            if num_worst_tokens > 0:
+                assert topk_idx is not None, "num_worst_tokens needs topk_idx"
+                extent = worst_extent(num_worst_tokens, values.shape[0], self.group_size)
+                form = DispatchForm(rows, extent.max_tokens, extent.num_rows)
+                fields = send(all_to_all, form, values, scales, topk, topk_weights)
+                counts = []
+            else:
+                fields, sizes = all_to_all.dispatch_counted(
+                    rows,
+                    values.contiguous(),
+                    topk,
+                    topk_weights,
+                    None if scales is None else in_columns(scales),
+                    self._host_counts.given(
+                        num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
+                    ),
+                    alignment=expert_alignment,
+                )
+                extent = new_tuple(Extent, (sizes.num_tokens, sizes.max_tokens, sizes.gathered))
+                counts = sizes.counts.tolist()
+            received = without_rows(fields)
+            got = fields[0] if scales is None else rows_of(fields, scales)
+            new_handle = NormalHandle(all_to_all, received, extent, is_token_in_rank)
+            if async_finish:
+                layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+                given = (values, scales, topk_idx, topk, topk_weights, *layout)
+                turn.uses(given, tensors_of(fields))
+        return (
+            got,
+            None if topk_idx is None else received.row_topk,
+            None if topk_weights is None else received.row_weights,
+            counts,
+            new_handle,
+            turn.event,
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: NormalHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: _Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sums the rows of each token of the dispatch that returned `handle`, without weights.
+
+        x: [R, H], a row for each row that dispatch returned.
+        topk_weights: [R, K] float32, summed over the ranks of each token as well.
+        bias: one or two [T, H]; each sum starts with them.
+
+        Returns [T, H] of x's type, [T, K] or None, and the event.
+        """
+        turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
+        with turn:
+            try:
+                all_to_all, dispatched = handle.all_to_all, handle.dispatched
+            except AttributeError:
+                raise no_handle(handle) from None
+            scalars = None
+            if topk_weights is not None:
+                scalars = widened(topk_weights, dispatched.topk_idx.shape[1])
+            result = all_to_all.combine_with(
+                x.contiguous(),
+                dispatched,
+                row_scalars=scalars,
+                terms=[] if bias is None else bias_list(bias),
+            )
+            out, summed = result if isinstance(result, tuple) else (result, None)
+            if summed is not None and topk_weights is not None:
+                summed = summed[:, : topk_weights.shape[1]]
+            if async_finish:
+                terms = bias if isinstance(bias, tuple) else (bias,)
+                turn.uses((x, topk_weights, *terms, dispatched.call.handle), (out, summed))
+        return out, summed, turn.event
+
+    def prepare(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+        config: Config | None = None,
+    ) -> None:
+        """Makes all that dispatch and combine of these shapes need, which their first call does
+        otherwise and no call can while a CUDA graph is captured. Collective. Not in DeepEP.
+
+        dtype: of x at dispatch; sums are bfloat16 where it is float8_e4m3fn. Tensors of the calls
+        are on this rank's GPU; on a machine without one on the CPU.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        values = torch.empty(0, hidden, dtype=dtype, device=device)
+        all_to_all = self._all_to_all(num_experts, num_topk, values, config)
+        summed = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+        all_to_all.prepare(ROWS[True], x_dtype=dtype, y_dtype=summed)
+
+    internode_dispatch = dispatch
+    internode_combine = combine
+
+    def _all_to_all(
+        self, num_experts: int, topk: int, values: Tensor, config: Config | None
+    ) -> ReleasingAllToAll:
+        """Returns the communicator of these shapes; types of 1 and 2 bytes share one."""
+        num_sms = config.num_sms if config else self.num_sms
+        key = num_experts, topk, values.dtype, values.shape[1], values.get_device(), num_sms
+        made = self._normal.get(key)
+        if made is None:
+            # In this mode num_rdma_bytes are kept for low-latency calls.
+            rdma_bytes = 0 if self.low_latency_mode else self.num_rdma_bytes
+            shape = normal_config(num_experts, topk, values, num_sms, timeout_s=self._timeout_s)
+            made = self._normal[key] = self._pool.get(
+                shape, limit_bytes=self.num_nvl_bytes + rdma_bytes
+            )
+        return made
+
+    # --- low-latency calls (low_latency.py) ---
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Sends tokens to the ranks of their experts.
+
+        x: [t, H] bfloat16. topk_idx: [t, K] int64 or int32; -1: none.
+        num_max_dispatch_tokens_per_rank: T, equal on all ranks.
+        cumulative_local_expert_recv_stats: [E_local] int32; each expert's tokens are added to it.
+        dispatch_wait_recv_cost_stats: [W] int64; time waited for each source is added.
+        use_fp8: x becomes float8_e4m3fn with a scale per 128 values. round_scale: scales are powers
+            of two; use_ue8m0: packed as bytes, four in an int32.
+        async_finish: runs on the communication stream; wait for the event.
+        return_recv_hook: only sends; the returned hook receives, into the tensors returned here.
+        use_nvfp4: instead of use_fp8, for which it stands; x becomes nvfp4, made for x_global_scale
+            [1] or [t]. Rows are a pair of uint8 [W * T, H / 2, E_local] and scales float8_e4m3fn
+            [32, 4, ceil(W * T / 128), 4, ceil(H / 64), E_local], as in the branch hybrid-ep.
+
+        Returns (rows, counts [E_local] int32, handle, event, hook): rows [E_local, W * T, H], with
+        use_fp8 a pair with scales of logical shape [E_local, W * T, P], stored column by column.
+        Rows of an expert are in the order of (source rank, token); rows past its count are not set.
+        """
+        assert not (async_finish and return_recv_hook), _TWO_WAYS
+        self._pool.check_others(dispatches=not return_recv_hook)
+        stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        hook: Hook | None = None
+        fields: tuple[Any, ...]  # fields of a Dispatched
+        with self._streams.turn(x, None, async_finish) as turn:
+            hidden = x.shape[1]
+            try:
+                topk = topk_idx.shape[1]
+            except (AttributeError, IndexError):
+                raise errors.wrong_type("topk_idx", topk_idx, "a tensor [t, K]") from None
+            key = (
+                x.dtype,
+                x.get_device(),
+                hidden,
+                topk,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                use_fp8 and not use_nvfp4,
+                round_scale,
+                use_ue8m0,
+                dispatch_wait_recv_cost_stats is not None,
+            )
+            all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
+            given, extras = (x, ()) if not use_nvfp4 else as_nvfp4(x, x_global_scale)
+            tiles: Tensor | None = None
+            if return_recv_hook:
+                pending = all_to_all.dispatch_send_with(form, given, topk_idx, extras=extras)
+                fields = outputs = all_to_all.make_outputs(pending)
+                tiles = nvfp4.tiles_for(fields[2][0]) if use_nvfp4 else None
+                hook = self._hook(
+                    x,
+                    functools.partial(receive_rows, all_to_all, pending, outputs, stats, tiles),
+                    (given, topk_idx, *stats, *tensors_of(fields), *fields[2], tiles),
+                )
+            else:
+                fields = all_to_all.dispatch_with(
+                    form, given, topk_idx, extras=extras, others=all_to_all.others
+                )
+                if use_nvfp4:
+                    tiles = nvfp4.tiles_for(fields[2][0])
+                    nvfp4.fill(tiles, fields[2][0])
+            received = without_rows(fields)
+            if hook is None:
+                add_counts(received, stats)
+            if async_finish:
+                made = [*tensors_of(fields), *fields[2], *([] if tiles is None else [tiles])]
+                turn.uses((x, topk_idx, x_global_scale, *stats), made)
+        rows, scales = fields[:2]
+        if tiles is not None:
+            rows, scales = rows.permute(1, 2, 0), tiles
+        got = rows if scales is None else (rows, scales)
+        handle = LowLatencyHandle(all_to_all, received, hidden, num_experts)
+        return got, received.counts, handle, turn.event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Returns rows to their tokens, each multiplied by its weight, and sums them in fp32.
+
+        x: [E_local, W * T, H] bfloat16, rows in dispatch's order.
+        topk_idx: [t, K] as at dispatch; ignored, the ids given there are used.
+        topk_weights: [t, K] float32.
+        use_logfmt: rows travel in 10 bits a value: not DeepEP's logarithms but integers with a
+            scale for each 32 values (partials="int10"), whose error is about bfloat16's. H
+            must be a multiple of 32, and use_logfmt alike on all ranks. False: as bfloat16.
+        zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
+            called, instead of x. Rows are never copied.
+        out: [t, H] bfloat16 to write to. None: a new tensor.
+        combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
+
+        Returns (sums [t, H], event, hook).
+        """
+        assert not (async_finish and return_recv_hook), _TWO_WAYS
+        assert isinstance(handle, LowLatencyHandle), (
+            "the handle is not one that low_latency_dispatch of this package returned; "
+            "pass the object itself, not a tuple of its elements"
+        )
+        all_to_all, received = handle.all_to_all, handle.received
+        stats = combine_wait_recv_cost_stats
+        y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+        hook: Hook | None = None
+        with self._streams.turn(x, None, async_finish) as turn:
+            if return_recv_hook:
+                pending = all_to_all.combine_send(
+                    y,
+                    received,
+                    options=COMBINES[bool(use_logfmt), False],
+                    topk_weights=topk_weights,
+                )
+                out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
+                hook = self._hook(
+                    x,
+                    functools.partial(receive_sums, all_to_all, pending, out, stats),
+                    (y, topk_weights, received.call.handle, stats, out),
+                )
+            else:
+                result = all_to_all.combine_with(
+                    y,
+                    received,
+                    COMBINES[bool(use_logfmt), stats is not None],
+                    topk_weights=topk_weights,
+                    out=out,
+                )
+                out = sums_of(result, stats)
+            if async_finish:
+                turn.uses((y, topk_weights, received.call.handle, stats, out), (out,))
+        return out, turn.event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """Returns a tensor [E_local, W * T, H] bfloat16 for the rows of a combine with zero_copy.
+
+        Each handle has its own: there is no ring of buffers that a later call would overwrite.
+        """
+        return handle.make_combine_buffer()
+
+    def prepare_low_latency(
+        self,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        use_logfmt: bool = False,
+    ) -> None:
+        """Makes all that low-latency calls of this shape need, which their first call does
+        otherwise and no call can while a CUDA graph is captured. Collective. Not in DeepEP.
+
+        Tensors of the calls are on this rank's GPU; on a machine without one on the CPU.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        x = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
+        key = (
+            x.dtype,
+            x.get_device(),
+            hidden,
+            num_topk,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            False,
+        )
+        all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
+        all_to_all.prepare(form.options, combine=COMBINES[bool(use_logfmt), False])
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Does nothing: calls do not depend on data that earlier calls left."""
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Returns the bytes that calls of this shape take on one rank, a multiple of 128.
+
+        For nodes of 8 ranks and any top-k. Memory is allocated at the first call, independent of
+        num_rdma_bytes.
+        """
+        return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def _make_low_latency(
+        self, x: Tensor, key: LowLatencyKey
+    ) -> tuple[ReleasingAllToAll, DispatchForm]:
+        config, form = config_and_form(
+            x, key, self.group_size, timeout_s=self._timeout_s, mask_lost_ranks=self.enable_shrink
+        )
+        masked = self._mask_status(x.device) if self.enable_shrink else None
+        all_to_all = self._pool.get(config, masked=masked)
+        self._low_latency_made[key] = all_to_all, form
+        return all_to_all, form
+
+    def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
+        """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""
+        return functools.partial(self._run_hook, x, receive, uses, streams.current(x))
+
+    def _run_hook(
+        self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None], sent_on: Any
+    ) -> None:
+        with self._streams.turn(x):
+            streams.use_here(x, uses, sent_on)
+            receive()
+
+    # --- masks: ranks that the calls above leave out, if enable_shrink is set ---
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank: low-latency calls no longer wait for it or send it tokens.
+
+        Calls mask a rank by themselves when it misses the deadline (`timeout_s`) or is gone. Mask
+        it on all ranks: otherwise ranks without the mask wait for it, and it waits for ranks with
+        the mask. mask=False undoes a mask only if no call was made since; otherwise the rank has
+        missed calls (AssertionError), and low_latency_clean_mask_buffer takes it back.
+        """
+        masks = self._mask_status()
+        assert mask or not self._low_latency_made or int(masks[rank_to_mask]) == 0, (
+            f"rank {rank_to_mask} is masked and has missed calls; low_latency_clean_mask_buffer, "
+            "called by all ranks, takes it back"
+        )
+        masks[rank_to_mask].fill_(int(mask))
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Writes 1 for each masked rank, else 0, to mask_status [W] int32, without waiting."""
+        mask_status.copy_(self._mask_status())
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Removes all masks. All ranks of the group call it, equally often, masked ranks too.
+
+        On one host it waits for nobody and captured CUDA graphs stay valid. The next call waits
+        for ranks that have not called this yet, and masks them at its deadline, as ranks that are
+        gone. On several hosts the next low-latency call of each shape makes a new communicator of
+        all ranks: if one is gone, that call raises a TimeoutError that names it. Handles of earlier
+        dispatches become invalid.
+        """
+        masks = self._mask_status()
+        self._pool.clean_masks()
+        self._low_latency_made.clear()
+        masks.zero_()
+
+    def _mask_status(self, device: torch.device | None = None) -> Tensor:
+        """Returns the masks. Before the first call of a shape they move to its device."""
+        assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
+        return self._masks.on(None if self._low_latency_made else device)

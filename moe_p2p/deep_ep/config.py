@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_p2p import errors
-from moe_p2p.deep_ep.base import NODE_RANKS
+from moe_p2p.deep_ep.runtime import NODE_RANKS
 
 _ALIGNMENT_BYTES = 128
 # In addition to its values a token may carry 128 expert ids (i64), 128 weights and 128 scales.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.deep_ep.base import NODE_RANKS
+from moe_p2p.deep_ep.runtime import NODE_RANKS
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.options import DispatchForm, DispatchOptions
 from moe_p2p.moe.pool import ReleasingAllToAll

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.deep_ep.elastic_base import usual_steps
+from moe_p2p.deep_ep.elastic import usual_steps
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.library import unaffected
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig

@@ -16,7 +16,7 @@ from moe_p2p.deep_ep import (
     get_logical_domain_size,
     get_physical_domain_size,
 )
-from moe_p2p.deep_ep.elastic_base import usual_steps
+from moe_p2p.deep_ep.elastic import usual_steps
 from moe_p2p.moe import pool
 from tests.support import elastic_cases as cases
 from tests.support.deep_ep_oracle import Place, Shape, make_batches

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import env
-from moe_p2p.deep_ep.elastic_base import get_logical_domain_size, get_physical_domain_size
+from moe_p2p.deep_ep.elastic import get_logical_domain_size, get_physical_domain_size
 
 __all__ = ["get_logical_domain_size", "get_physical_domain_size"]
 _local_rank, _local_seed, _global_seed = 0, 0, 0
