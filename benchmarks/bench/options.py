@@ -75,7 +75,7 @@ class Options(Common):
     gbps: float = option(0.0, "Gbit/s of a NIC, 0: not known (0; 400 / NICs)")
     latency_us: float = option(0.0, "link model: one way, microseconds")
     part_bytes: int | None = option(
-        None, "least bytes of a part of a step's send, 0: no parts (as tuned, else 2 MiB)",
+        None, "least bytes of a part of a step's send, 0: no parts (as tuned, else by transport)",
         type=at_least_0)
     seed: int = option(0, "not 0: software NICs reorder writes at random, by this seed (0)",
                        type=at_least_0)

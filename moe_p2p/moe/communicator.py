@@ -154,7 +154,8 @@ class Communicator:
         num_local = self.ranks_per_node
         if not self._on_gpu:
             return None
-        config = self._shared.on_gpu(self.config, self.world_size, num_local)
+        provider = self.engine.provider
+        config = self._shared.on_gpu(self.config, self.world_size, num_local, provider)
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
         keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
@@ -209,7 +210,7 @@ class Communicator:
         return engine
 
     def _create(self, meeting: Bootstrap) -> int:
-        config = self._shared.with_parts(self.config)
+        config = self._shared.with_parts(self.config, self.engine.provider)
         facts = Facts(
             fields=config.agreed(self._shared.bulk)
             | {"world_size": str(self.world_size), "arrival_flags": self.engine.arrivals},

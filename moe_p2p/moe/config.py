@@ -16,16 +16,31 @@ from moe_p2p import env, errors, library
 from moe_p2p.engine.config import ArrivalFlags, EngineConfig
 from moe_p2p.library import numbers_of, settings_text
 from moe_p2p.machine.launches import BulkSteps, few
-from moe_p2p.machine.transport import shared_settings
+from moe_p2p.machine.transport import LOOPBACK, shared_settings
 from moe_p2p.moe.gpu.launch_shape import flags_itself
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
-DEFAULT_PART_BYTES = 2 << 20
+MOST_PARTS = 4  # kMaxParts of kernels/abi/region.h
+_PART_BYTES, _NIC_PART_BYTES = 2 << 20, 256 << 10
 MAX_RANKS = 8192
 _CPU = torch.device("cpu")
 _DEVICES = ("cpu", "cuda")
+
+
+def default_part_bytes(provider: str, step_bytes: int) -> int:
+    """Returns part_bytes of communicators over that provider that nobody has measured; the model
+    (`python -m moe_p2p model`) takes it too.
+
+    step_bytes: of a step's longest message. Over NICs parts overlap sums with the wire, where they
+    are long enough for a post each (benchmarks/NOTES.md, "Parts"); "loopback" copies them one
+    after another.
+    """
+    fills = step_bytes >= MOST_PARTS * _NIC_PART_BYTES
+    return _NIC_PART_BYTES if fills and provider != LOOPBACK else _PART_BYTES
+
+
 # Each rank may choose these by itself; all other fields must be equal on all ranks. agreement.py
 # compares `transport`: ranks may choose the same one in different ways.
 LOCAL_FIELDS = frozenset(
@@ -60,7 +75,9 @@ class AllToAllConfig(EngineConfig):
     extra_bytes: bytes of all extras of one token, each rounded up to 16.
     part_bytes: between nodes, what a step sends leaves in up to four parts of at least so many
         bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
-        None: what `python -m moe_p2p tune` has measured on rank 0's machine, else 2 MiB.
+        None: what `python -m moe_p2p tune` has measured on rank 0's machine, else
+        default_part_bytes: 256 KiB over NICs where step_tokens rows make four such parts, 2 MiB
+        for shorter steps and over "loopback".
     steps_in_flight: S, 2 to 16: how many steps may begin from a dispatch to its combine, its own
         included.
     expert_rank: owner of each expert. None: equal blocks in order.
@@ -178,8 +195,17 @@ class AllToAllConfig(EngineConfig):
 
     @property
     def least_part_bytes(self) -> int:
-        """part_bytes, or what None stands for where nothing was measured."""
-        return DEFAULT_PART_BYTES if self.part_bytes is None else self.part_bytes
+        """part_bytes, or what None stands for over "loopback" (regions are alike over all)."""
+        return _PART_BYTES if self.part_bytes is None else self.part_bytes
+
+    def with_parts(self, provider: str, measured: int | None = None) -> AllToAllConfig:
+        """Itself with the part_bytes that None stands for over this provider."""
+        if self.part_bytes is not None:
+            return self
+        if measured is None:
+            row_bytes = self.hidden_dim * self.widest_combine_dtype.itemsize
+            measured = default_part_bytes(provider, self.step_tokens * row_bytes)
+        return dataclasses.replace(self, part_bytes=measured)
 
     def agreed(self, bulk: BulkSteps | None = None) -> dict[str, str]:
         """The fields that must be equal on all ranks, as text. bulk: rank 0's; None: shipped."""

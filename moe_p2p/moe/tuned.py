@@ -24,15 +24,15 @@ class Shared(NamedTuple):
         *bulk, part_bytes = numbers
         return Shared(BulkSteps(*bulk), None if part_bytes < 0 else part_bytes)
 
-    def with_parts(self, config: AllToAllConfig) -> AllToAllConfig:
-        """config, with measured parts where it leaves them open."""
-        if config.part_bytes is None and self.part_bytes is not None:
-            return dataclasses.replace(config, part_bytes=self.part_bytes)
-        return config
+    def with_parts(self, config: AllToAllConfig, provider: str) -> AllToAllConfig:
+        """config, with parts as measured, else the provider's, where it leaves them open."""
+        return config.with_parts(provider, self.part_bytes)
 
-    def on_gpu(self, config: AllToAllConfig, world_size: int, local: int) -> AllToAllConfig:
+    def on_gpu(
+        self, config: AllToAllConfig, world_size: int, local: int, provider: str
+    ) -> AllToAllConfig:
         """Likewise, and with the multiprocessors that are best for its steps."""
-        config = self.with_parts(config)
+        config = self.with_parts(config, provider)
         if config.num_sms is not None or self.bulk is None or config.mask_lost_ranks:
             return config
         num_sms = self.bulk.num_sms(config.step_tokens)

@@ -20,6 +20,7 @@ import torch
 from moe_p2p import env
 from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.machine import jit, tuned
+from moe_p2p.machine.transport import VERBS
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel
@@ -121,7 +122,7 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
             num_sms=num_sms or None,
             mask_lost_ranks=given.masks,
         )
-        config = shared.on_gpu(config, given.ranks, local)
+        config = shared.on_gpu(config, given.ranks, local, VERBS)  # nodes have NICs
         shape = shape_macros(config, world_size=given.ranks, ranks_per_node=local, bulk=shared.bulk)
         dispatches, combines = usual_calls(config)
         dispatches.append((config.dtype, options.number, 0))

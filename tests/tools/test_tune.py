@@ -254,15 +254,15 @@ def test_parts_of_another_transport_or_memory_are_not_used() -> None:
 def test_long_steps_take_the_blocks_that_were_best() -> None:
     shared = Shared(BulkSteps(64, 511, 40), 4096)
     config = AllToAllConfig(**JOB, chunk_tokens=512)
-    assert shared.on_gpu(config, 8, 8).num_sms == 40
-    assert shared.on_gpu(config, 8, 8).part_bytes == 4096
-    assert shared.on_gpu(config, 8, 4).num_sms is None, "nodes are not reached in bulk"
+    assert shared.on_gpu(config, 8, 8, "verbs").num_sms == 40
+    assert shared.on_gpu(config, 8, 8, "verbs").part_bytes == 4096
+    assert shared.on_gpu(config, 8, 4, "verbs").num_sms is None, "nodes are not reached in bulk"
     short = AllToAllConfig(**JOB, chunk_tokens=511)
-    assert shared.on_gpu(short, 8, 8).num_sms is None
+    assert shared.on_gpu(short, 8, 8, "verbs").num_sms is None
     given = AllToAllConfig(**JOB, chunk_tokens=512, num_sms=132, part_bytes=0)
-    assert shared.on_gpu(given, 8, 8) == given, "what is given goes first"
+    assert shared.on_gpu(given, 8, 8, "verbs") == given, "what is given goes first"
     masked = AllToAllConfig(**JOB, mask_lost_ranks=True)
-    assert shared.on_gpu(masked, 8, 8).num_sms is None
+    assert shared.on_gpu(masked, 8, 8, "verbs").num_sms is None
     # The format of rows follows from rank 0's number: ranks of both kinds are refused from 65 on.
     few = AllToAllConfig(**JOB, chunk_tokens=100, num_sms=24, device="cuda")
     assert few.agreed()["num_sms"] == "any"

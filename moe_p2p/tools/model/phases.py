@@ -10,10 +10,13 @@ fitted: each term was measured alone, or is published.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from moe_p2p.machine.transport import VERBS
+from moe_p2p.moe.config import MOST_PARTS, default_part_bytes
 from moe_p2p.moe.reference.wire import LINE, align, slot_head_bytes
 from moe_p2p.tools.model.wire import Job, Message, Nic, arrivals
 
@@ -97,8 +100,6 @@ class Ours:
     publish: float = 0.6  # completion, immediate, word for the GPU
     flush: float = 1.4  # cuFlushGPUDirectRDMAWrites; twice with a node to share it
     relay: float = 2.1  # a block sees the host's word and repeats it to the node
-    most_parts: int = 4  # writes into which a step is cut, so that receivers begin early
-    part_bytes: int = 64 << 10
 
 
 def slot_bytes(job: Job) -> Pair:
@@ -122,9 +123,9 @@ def ours(job: Job, nic: Nic, *, flat: bool = False, terms: Ours | None = None) -
             continue
         begin = terms.kernels / 2 + terms.ring + terms.bell + terms.proxy
         behind = terms.publish + terms.flush * (2 if job.ranks_per_node > 1 else 1) + terms.relay
-        there = _there(nic, peers, header + slot * each, begin, terms)
+        there = _there(nic, peers, header + slot * each, begin, num_parts(job, slot, each))
         # NVLink's work on arrivals hides behind the wire, except the work on the last part.
-        last = near / terms.most_parts
+        last = near / MOST_PARTS
         times.append(max(there + last, begin + near) + behind)
     return Pair(*times)
 
@@ -135,10 +136,17 @@ def _headers(job: Job) -> Pair:
     return Pair(LINE + align(4 * job.ranks_per_node * each, LINE), LINE)
 
 
-def _there(nic: Nic, peers: int, num_bytes: float, begin: float, terms: Ours) -> float:
+def num_parts(job: Job, slot: int, num_slots: float) -> int:
+    """Of a message of so many slots, in a step of all the job's tokens: RegionPart of
+    kernels/abi/region.h, with the communicator's default."""
+    least = -(-job.tokens // MOST_PARTS)
+    part_bytes = default_part_bytes(VERBS, 2 * job.hidden * job.tokens)
+    return max(1, math.ceil(num_slots / max(least, -(-part_bytes // slot))))
+
+
+def _there(nic: Nic, peers: int, num_bytes: float, begin: float, parts: int) -> float:
     """When the last part is there. The proxy posts one write after another; ranks begin with the
     peer behind them, so that no receiver is busy with two."""
-    parts = max(1, min(terms.most_parts, int(num_bytes // terms.part_bytes)))
     sent = [
         Message(begin + nic.post_us * (number + 1), 0, 1 + number // parts, num_bytes / parts)
         for number in range(peers * parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -14,7 +15,6 @@ FEW_STEPS = (32, 64, 128, 256)  # tokens
 ALL_STEPS = (512, 1024, 4096)
 BLOCKS = (24, 32, 40, 48)
 PART_BYTES = (0, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
-SHIPPED_PART = 2 << 20
 
 
 def bulk(world: World, launches: tuple[TunedLaunch, ...]) -> BulkSteps:
@@ -92,7 +92,7 @@ def parts(world: World) -> Parts | None:
         return None
     nodes = options.hosts if options.hosts > 1 else 2
     gains = dict.fromkeys(PART_BYTES, 1.0)
-    name = ""
+    name, shipped = "", 0
     for tokens in sorted({each for each in options.tokens if each <= 1024}, reverse=True)[:2]:
         with ExitStack() as stack:
             runs = {}
@@ -101,9 +101,12 @@ def parts(world: World) -> Parts | None:
                 more = {"part_bytes": part_bytes, "ranks_per_node": local}
                 comm = stack.enter_context(world.communicator(tokens, **more))
                 name = tuned.transport_name(comm.engine.provider, comm.engine.opening.settings)
+                config = dataclasses.replace(comm.config, part_bytes=None)
+                usual = config.with_parts(comm.engine.provider).least_part_bytes
+                shipped = shipped or usual  # of the longest steps
                 runs[part_bytes] = Timed(world.pair(comm, tokens))
             medians = world.medians_us(runs)
         gains = {each: gain * medians[each] for each, gain in gains.items()}
         shown = ", ".join(f"{each >> 10} KiB: {us:.1f}" for each, us in medians.items())
         world.say(f"parts: {tokens} tokens, {nodes} nodes over {name}: {shown} us")
-    return Parts(name, options.device, best(gains, SHIPPED_PART))
+    return Parts(name, options.device, best(gains, shipped))
