@@ -24,7 +24,8 @@ SAME_SIZE(DeviceAttr, ibv_device_attr);
 SAME_FIELDS(DeviceAttr, ibv_device_attr, max_qp_wr, max_cqe, max_qp_rd_atom, max_qp_init_rd_atom,
             max_srq_wr, phys_port_cnt);
 SAME_SIZE(PortAttr, ibv_port_attr);
-SAME_FIELDS(PortAttr, ibv_port_attr, lid, link_layer);
+SAME_FIELDS(PortAttr, ibv_port_attr, lid, link_layer, flags);
+static_assert(kPortNeedsGrh == IBV_QPF_GRH_REQUIRED);
 SAME_SIZE(SrqInitAttr, ibv_srq_init_attr);
 SAME_SIZE(QpInitAttr, ibv_qp_init_attr);
 SAME_FIELDS(QpInitAttr, ibv_qp_init_attr, qp_type);

@@ -48,6 +48,11 @@ class FakeVerbs {
     bool no_thread_domains = false;
     bool no_extended_ops = false;  // a library that has no calls but the first ones
     bool slow_memory = false;
+    // Ports are InfiniBand ones; by device: its flag, subnet and FLID. What has no
+    // global address where it is needed, or another LID, gets nowhere, and nobody says so.
+    bool infiniband = false;
+    bool needs_grh[3] = {};
+    uint8_t subnet[3] = {}, flid[3] = {};
     bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
   struct Counters {

@@ -179,6 +179,30 @@ TEST_CASE("verbs: addresses that do not reach each other are told when connectin
   }
 }
 
+TEST_CASE(
+    "verbs: InfiniBand ports that need global addresses get them, and routers their own LID") {
+  FakeVerbs& fake = FakeVerbs::install();
+  const auto arrives = [&](const auto& change) {
+    fake.locked([&](FakeVerbs& f) {
+      f.faults = {.infiniband = true};
+      change(f.faults);
+    });
+    Node a = open_fake("devices=fake0"), b = open_fake("devices=fake1");
+    const Memory at_a(a, 100), at_b(b, 100);
+    post_all(a, {&a, &b}, make_write(1, a.connect(b), at_a, 0, at_b, 0, 100));
+    post_all(b, {&a, &b}, make_write(1, b.connect(a), at_b, 0, at_a, 0, 100));
+    CHECK(pump({&a, &b}, [&] { return a.done.size() == 1 && b.done.size() == 1; }));
+    return a.code(1) == Code::kOk && b.code(1) == Code::kOk;
+  };
+  CHECK(arrives([](auto&) {}));
+  CHECK(arrives([](auto& f) { f.needs_grh[0] = true; }));
+  CHECK(arrives([](auto& f) { f.needs_grh[1] = true; }));
+  CHECK(arrives([](auto& f) { f.subnet[1] = 7; }));  // a router without FLIDs
+  CHECK(arrives([](auto& f) { f.subnet[1] = 7, f.flid[0] = 60, f.flid[1] = 61; }));
+  CHECK(arrives([](auto& f) { f.flid[0] = 60, f.flid[1] = 61; }));  // one subnet
+  FakeVerbs::install();
+}
+
 TEST_CASE("verbs: memory that cannot be registered says why") {
   FakeVerbs& fake = FakeVerbs::install();
   Node a = open_fake();

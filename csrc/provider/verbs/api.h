@@ -145,6 +145,8 @@ struct PortAttr {
 };
 inline constexpr int kPortActive = 4;
 inline constexpr uint8_t kLinkEthernet = 2;
+// In PortAttr::flags of an InfiniBand port: addresses must be global, in all packets.
+inline constexpr uint8_t kPortNeedsGrh = 1;
 
 struct SrqInitAttr {
   void* srq_context;
