@@ -60,6 +60,12 @@ SAME_FIELDS(Context, ibv_context, async_fd);
 
 static_assert(kPortActive == IBV_PORT_ACTIVE && kLinkEthernet == IBV_LINK_LAYER_ETHERNET);
 static_assert(kQpReliable == IBV_QPT_RC);
+static_assert(kEventCqError == +IBV_EVENT_CQ_ERR && kEventSrqError == +IBV_EVENT_SRQ_ERR);
+static_assert(kEventQpFatal == +IBV_EVENT_QP_FATAL);
+static_assert(kEventQpRequestError == +IBV_EVENT_QP_REQ_ERR);
+static_assert(kEventQpAccessError == +IBV_EVENT_QP_ACCESS_ERR);
+static_assert(kEventGidChange == +IBV_EVENT_GID_CHANGE);
+static_assert(kEventLidChange == +IBV_EVENT_LID_CHANGE);
 static_assert(kQpInit == +IBV_QPS_INIT && kQpReadyToReceive == +IBV_QPS_RTR);
 static_assert(kQpReadyToSend == +IBV_QPS_RTS && kQpError == +IBV_QPS_ERR);
 static_assert(kMaskState == +IBV_QP_STATE && kMaskAccess == +IBV_QP_ACCESS_FLAGS);

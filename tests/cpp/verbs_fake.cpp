@@ -51,7 +51,7 @@ Gid gid_of(int device, int index) {
     gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[15] = static_cast<uint8_t>(device + 1);
   } else {
     gid.raw[10] = gid.raw[11] = 0xff;
-    gid.raw[12] = 127, gid.raw[15] = static_cast<uint8_t>(device + 1);
+    gid.raw[12] = ports.gid_moved ? 10 : 127, gid.raw[15] = static_cast<uint8_t>(device + 1);
   }
   return gid;
 }
@@ -434,6 +434,8 @@ void FakeVerbs::raise(const char* device, int event_type) {
       if (std::string(context->device->name) != device) continue;
       AsyncEvent event{};
       event.type = event_type;
+      for (const auto& [number, qp] : world().qps)  // ordered by number
+        if (qp->context == context) event.element = qp;
       context->events.put(&event, sizeof event);
     }
   });

@@ -53,6 +53,7 @@ class FakeVerbs {
     bool infiniband = false;
     bool needs_grh[3] = {};
     uint8_t subnet[3] = {}, flid[3] = {};
+    bool gid_moved = false;        // addresses of Ethernet ports are others
     bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
   struct Counters {
@@ -76,7 +77,8 @@ class FakeVerbs {
   Counters counters;                       // since install(), but for those alive
   std::vector<std::pair<int, int>> paths;  // service level, traffic class of each end, as made
   std::mt19937_64 random{1};
-  // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
+  // An event of a device, not its effect: of a link that goes down (Faults::link_down), of a GID
+  // that is another one (Faults::gid_moved). Events of queue pairs name the one made last.
   void raise(const char* device, int event_type);
   // What lies before memory gets there. Returns how many writes.
   size_t let_through();

@@ -301,10 +301,17 @@ struct AsyncEvent {
   int type;
 };
 enum AsyncType : int {
+  kEventCqError = 0,
+  kEventQpFatal = 1,  // `element` of these three: the queue pair
+  kEventQpRequestError = 2,
+  kEventQpAccessError = 3,
   kEventDeviceFatal = 8,
   kEventPortActive = 9,
   kEventPortError = 10,
+  kEventLidChange = 11,
+  kEventSrqError = 14,
   kEventLastReceive = 16,  // `element`: a queue pair in error that takes no more receives
+  kEventGidChange = 18,
 };
 
 // Only the data path's calls are used; the other members keep their offsets.
