@@ -59,6 +59,7 @@ SAME_DISTANCE(bytes, sz);
 SAME_FIELDS(Context, ibv_context, async_fd);
 
 static_assert(kPortActive == IBV_PORT_ACTIVE && kLinkEthernet == IBV_LINK_LAYER_ETHERNET);
+static_assert(kForkDisabled == +IBV_FORK_DISABLED && kForkUnneeded == +IBV_FORK_UNNEEDED);
 static_assert(kQpReliable == IBV_QPT_RC);
 static_assert(kEventCqError == +IBV_EVENT_CQ_ERR && kEventSrqError == +IBV_EVENT_SRQ_ERR);
 static_assert(kEventQpFatal == +IBV_EVENT_QP_FATAL);

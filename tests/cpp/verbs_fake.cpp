@@ -374,6 +374,22 @@ int get_async_event(Context* context, AsyncEvent* event) {
 }
 void ack_async_event(AsyncEvent*) {}
 
+// ibv_fork_init(3): before any other call.
+int fork_init() {
+  return locked([](FakeVerbs& f, World& w) {
+    if (f.faults.fork_error != 0) return f.faults.fork_error;
+    if (f.counters.fork_inits > 0) return 0;
+    if (!w.contexts.empty()) return EINVAL;
+    return ++f.counters.fork_inits, 0;
+  });
+}
+int is_fork_initialized() {
+  return locked([](FakeVerbs& f, World&) -> int {
+    if (!f.faults.old_kernel) return kForkUnneeded;
+    return f.counters.fork_inits > 0 ? kForkEnabled : kForkDisabled;
+  });
+}
+
 Api make_table() {
   return {.get_device_list = get_device_list,
           .free_device_list = free_device_list,
@@ -401,7 +417,9 @@ Api make_table() {
           .modify_qp = modify_qp,
           .destroy_qp = destroy_qp,
           .get_async_event = get_async_event,
-          .ack_async_event = ack_async_event};
+          .ack_async_event = ack_async_event,
+          .fork_init = fork_init,
+          .is_fork_initialized = is_fork_initialized};
 }
 
 // There for every test program: the contract suite opens library=fake by its name.
@@ -415,6 +433,7 @@ FakeVerbs& FakeVerbs::install(const std::string& old_sysfs) {
   old.query_gid_table = nullptr;
   old.reg_mr_iova2 = nullptr;
   old.reg_dmabuf_mr = nullptr;
+  old.is_fork_initialized = nullptr;
   set_fake_api_for_tests(old_sysfs.empty() ? &table : &old);
   for (int i = 0; i < 3 && !old_sysfs.empty(); ++i)
     std::snprintf(devices()[i].ibdev_path, sizeof devices()[i].ibdev_path, "%s/%s",

@@ -26,7 +26,7 @@ class FakeVerbs {
  public:
   // What the setting library=fake opens from now on; the same one at each call, without faults.
   // With `old_sysfs` a library as it was in 2018: no query_gid_table (types of GIDs stand in files
-  // below that folder), no reg_mr_iova2, no dma-bufs.
+  // below that folder), no reg_mr_iova2, no dma-bufs, no is_fork_initialized.
   static FakeVerbs& install(const std::string& old_sysfs = "");
 
   struct Faults {
@@ -53,6 +53,8 @@ class FakeVerbs {
     bool infiniband = false;
     bool needs_grh[3] = {};
     uint8_t subnet[3] = {}, flid[3] = {};
+    bool old_kernel = false;       // one before 5.12: memory has to be kept from children
+    int fork_error = 0;            // what ibv_fork_init returns
     bool gid_moved = false;        // addresses of Ethernet ports are others
     bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
@@ -66,6 +68,7 @@ class FakeVerbs {
     uint64_t reads = 0, read_waits = 0;      // started; found as many under way as were agreed
     uint64_t broken = 0;                     // queue pairs that were moved to error
     uint64_t busy = 0;                       // was to be destroyed and is in use
+    uint64_t fork_inits = 0;                 // with no device open; others are refused
     uint64_t full_receives = 0;              // receives that found no place
   };
   template <typename Step>

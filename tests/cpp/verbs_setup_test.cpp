@@ -40,6 +40,26 @@ bool has(const std::string& text, const std::string& part) {
   return found;
 }
 
+TEST_CASE("verbs: memory is kept from children where the kernel does not, before a device opens") {
+  FakeVerbs& fake = FakeVerbs::install();
+  const auto inits = [&] {
+    return fake.locked([](FakeVerbs& f) { return f.counters.fork_inits; });
+  };
+  open_fake();
+  CHECK(inits() == 0);
+  fake.locked([](FakeVerbs& f) { f.faults.old_kernel = true; });
+  {
+    const Node a = open_fake(), b = open_fake();
+    CHECK(inits() == 1);
+  }
+  FakeVerbs::install(".");  // a library that cannot say
+  {
+    const Node a = open_fake("gid_type=v1"), b = open_fake("gid_type=v1");
+    CHECK(inits() == 1);
+  }
+  FakeVerbs::install();
+}
+
 TEST_CASE("verbs: a missing library says what to install") {
   const std::string text = refusal("library=libibverbs_none.so.9", Code::kUnavailable);
   has(text, "libibverbs_none.so.9");
