@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import secrets
 import warnings
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ from moe_p2p.moe.options import (
     sum_order_of,
 )
 from moe_p2p.moe.rendezvous import mirror, shared_memory
-from moe_p2p.moe.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
+from moe_p2p.moe.rendezvous.agreement import Facts, Host, Offer, agree_on_transport, conclude
 from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
 from moe_p2p.moe.tuned import Shared
 
@@ -70,6 +71,11 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
         finally:
             _ops.all_to_all_close.default(comm)
             library.raise_interrupt()  # of a signal that ended the wait for partners early
+
+
+def own_host() -> Host:
+    """Where this rank is, for ranks that conclude who share memory."""
+    return Host(call(_ops.host_identity.default), platform.node())
 
 
 class Communicator(NotCopied):
@@ -204,7 +210,7 @@ class Communicator(NotCopied):
             mine.provider, config.provider_settings if given is None else given.opening.settings
         )
         shared = self._tuned.shared(name, str(config.device))
-        offer = Offer(call(_ops.host_identity.default), mine, shared)
+        offer = Offer(own_host().key, mine, shared)
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
         self._shared = Shared.of(offers[0].tuned)
         choice = agree_on_transport(offers, config.ranks_per_node)
@@ -227,10 +233,12 @@ class Communicator(NotCopied):
 
     def _create(self, meeting: Bootstrap) -> int:
         config = self._shared.with_parts(self.config)
+        host = own_host()
         facts = Facts(
             fields=config.agreed(self._shared.bulk)
             | {"world_size": str(self.world_size), "arrival_flags": self.engine.arrivals},
-            host=call(_ops.host_identity.default),
+            host=host.key,
+            host_name=host.name,
             next_communicator=self.engine.next_communicator,
         )
         facts_of_all = [
