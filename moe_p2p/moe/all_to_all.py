@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.library import num_modes, raise_typed, watched, without_default_device
@@ -151,6 +152,8 @@ class AllToAll(Halves):
         """
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
+        if forward_ad._current_level >= 0:
+            arguments.refuse_tangents(x=x, topk_weights=topk_weights, scales=scales, extras=extras)
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
@@ -252,6 +255,9 @@ class AllToAll(Halves):
         """
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
+        if forward_ad._current_level >= 0:
+            late = {"topk_weights": topk_weights, "row_scalars": row_scalars, "bias": terms}
+            arguments.refuse_tangents(y=y, row_weights=row_weights, out=out, **late)
         out_dtype, with_wait_ticks, number = given.out_dtype, given.with_wait_ticks, given.number
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
@@ -286,6 +292,8 @@ class AllToAll(Halves):
                 _COMBINE_OUT(
                     self._comm, *inputs, max_tokens, out, scalars, ticks, partials_from(number)
                 )
+                if not is_dynamo_compiling():  # a compiler counts by the op's schema
+                    arguments.count_versions(out)
                 return with_more(out, scalars, ticks)
             last = (row_weights, topk_weights, row_scalars, terms, sum_dtype, capacity)
             run = _COMBINE if grad else _COMBINE_INFERENCE

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.library import call, refusal, unaffected, without_default_device
@@ -99,6 +100,8 @@ class Halves(Communicator):
             raise errors.wrong_type("x", x)
         if x.is_nested and (refused := refusal({"x": x})):  # no shape is looked at then
             raise refused
+        if forward_ad._current_level >= 0:
+            arguments.refuse_tangents(x=x, topk_weights=topk_weights, scales=scales, extras=extras)
         given, max_tokens, capacity = form
         options = given.number
         self._prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
@@ -160,6 +163,7 @@ class Halves(Communicator):
         )
         if out is None or out.call is pending.call:
             return into  # made for this dispatch
+        arguments.count_versions(into.x, into.scales, into.row_weights, *into.extras)
         return into._replace(topk_idx=pending.topk_idx, call=pending.call)
 
     @unaffected
@@ -193,6 +197,9 @@ class Halves(Communicator):
             )
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
+        if forward_ad._current_level >= 0:
+            late = {"topk_weights": topk_weights, "row_scalars": row_scalars}
+            arguments.refuse_tangents(y=y, row_weights=row_weights, **late)
         dtype = y.dtype if out_dtype is None else out_dtype
         handle, call_options, max_tokens, _ = dispatched.call
         self._prepare_combine(y.dtype, dtype, call_options | given.number, False)
@@ -230,12 +237,15 @@ class Halves(Communicator):
             out = pending.handle.new_empty(
                 (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
             )
+        elif torch.is_grad_enabled():
+            arguments.refuse_gradient(arguments.OUT_HAS_GRADIENT, out=out)
         scalars, ticks = self._beside_sums(
             pending.handle, num_rows, pending.with_scalars, with_wait_ticks
         )
         terms = [] if bias is None else arguments.bias_list(bias)
         given = (pending.handle, out, scalars, terms, ticks, pending.partials)
         call(_ops.combine_recv.default, self._comm, *given)
+        arguments.count_versions(out)
         return with_more(out, scalars, ticks)
 
     def release(self, given: Dispatched | PendingDispatch) -> None:
