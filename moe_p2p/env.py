@@ -183,7 +183,8 @@ def mooncake_timeout_s() -> float:
     except ValueError:
         pass
     raise make(
-        InvalidArgumentError, f"MC_TRANSFER_TIMEOUT is {given!r}, must be a number of seconds above 0"
+        InvalidArgumentError,
+        f"MC_TRANSFER_TIMEOUT is {given!r}, must be a number of seconds above 0",
     )
 
 

@@ -43,8 +43,8 @@ OUT_HAS_GRADIENT = (
     "`out`, pass out.detach(), or use torch.no_grad()"
 )
 NO_TANGENT = (
-    "{} is a dual tensor, and dispatch and combine have no forward-mode derivative (torch.func.jvp, "
-    "torch.autograd.forward_ad); use reverse mode, or pass the primal alone"
+    "{} is a dual tensor, and dispatch and combine have no forward-mode derivative "
+    "(torch.func.jvp, torch.autograd.forward_ad); use reverse mode, or pass the primal alone"
 )
 NO_INT10_GRADIENT = (
     "an input of combine requires grad, but with partials it is not differentiable; leave out "

@@ -464,9 +464,7 @@ def test_forward_mode_and_transforms_are_refused_by_name(rank: Rank) -> None:
                     for refused in (
                         lambda dual=dual, got=got: comm.combine(dual, got),
                         lambda dual=dual, got=got: comm.combine_send(dual, got),
-                        lambda got=got: comm.combine(
-                            got.x, got, bias=forward_ad.make_dual(x, x)
-                        ),
+                        lambda got=got: comm.combine(got.x, got, bias=forward_ad.make_dual(x, x)),
                     ):
                         with pytest.raises(InvalidArgumentError, match=FORWARD):
                             refused()

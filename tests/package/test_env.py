@@ -1,4 +1,4 @@
-"""What the environment says: words of switches, and numbers, or an error that names the variable."""
+"""What the environment says: words of switches and numbers, or an error that names it."""
 
 from __future__ import annotations
 
