@@ -32,6 +32,7 @@ FILES = (
     "csrc/provider/libfabric/peers.cpp",
     "csrc/provider/libfabric/writers.h",
     "csrc/provider/verbs/proof.cpp",
+    "csrc/provider/verbs/queue_pair.h",
     "csrc/provider/verbs/wire.cpp",
     "moe_p2p/engine/checksum.py",
     "moe_p2p/engine/strides.py",

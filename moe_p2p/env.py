@@ -1,5 +1,8 @@
 """The one module that reads or sets the environment. Values are read at each call.
 
+Switches, below "1:" or "0:", take 1, true, on or yes, and 0, false, off or no, in any case; another
+word raises InvalidArgumentError.
+
 MOE_P2P_TRANSPORT           provider behind transport="auto" (default: what the machine has)
 MOE_P2P_TRANSPORT_SETTINGS  its settings where a configuration gives none
 MOE_P2P_NICS                RDMA devices in rail order where a configuration names none
@@ -42,8 +45,24 @@ import os
 import tempfile
 from pathlib import Path
 
+from moe_p2p.errors import InvalidArgumentError, make
+
 _PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # of a wheel
 _one_folder = False  # use_cache_folder() was called
+
+
+_ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")  # setup.py has the latter too
+
+
+def _switch(name: str, *, default: bool = False) -> bool:
+    given = os.environ.get(name, "")
+    word = given.strip().lower()
+    if word in _ON or word in _OFF:
+        return word in _ON
+    if word:
+        words = ", ".join((*_ON, *_OFF))
+        raise make(InvalidArgumentError, f"{name} is {given!r}, must be one of {words}")
+    return default
 
 
 def transport() -> str:
@@ -137,32 +156,41 @@ def use_cache_folder(folder: Path) -> None:
 
 def fabric() -> bool:
     """Whether GPU memory is shared by fabric handle instead of by file descriptor."""
-    return os.environ.get("MOE_P2P_FABRIC") == "1"
+    return _switch("MOE_P2P_FABRIC")
 
 
 def direct() -> bool:
     """Whether eager calls may go past torch's dispatcher. Read when the package is imported."""
-    return os.environ.get("MOE_P2P_DIRECT") != "0"
+    return _switch("MOE_P2P_DIRECT", default=True)
 
 
 def as_deep_ep() -> bool:
     """Whether `import deep_ep` shall give moe_p2p.deep_ep."""
-    return os.environ.get("MOE_P2P_AS_DEEP_EP") == "1"
+    return _switch("MOE_P2P_AS_DEEP_EP")
 
 
 def as_mooncake() -> bool:
     """Whether `import mooncake.engine` shall give moe_p2p.mooncake.engine."""
-    return os.environ.get("MOE_P2P_AS_MOONCAKE") == "1"
+    return _switch("MOE_P2P_AS_MOONCAKE")
 
 
 def mooncake_timeout_s() -> float:
-    """Deadline of a transfer of moe_p2p.mooncake. Raises ValueError when it is no number."""
-    return float(os.environ.get("MC_TRANSFER_TIMEOUT") or 30)
+    """Deadline of a transfer of moe_p2p.mooncake. Raises InvalidArgumentError unless above 0."""
+    given = os.environ.get("MC_TRANSFER_TIMEOUT") or "30"
+    try:
+        if (seconds := float(given)) > 0:
+            return seconds
+    except ValueError:
+        pass
+    raise make(
+        InvalidArgumentError,
+        f"MC_TRANSFER_TIMEOUT is {given!r}, must be a number of seconds above 0",
+    )
 
 
 def engines() -> bool:
     """Whether vLLM's and SGLang's plugin replaces their classes for DeepEP."""
-    return os.environ.get("MOE_P2P_ENGINES") == "1"
+    return _switch("MOE_P2P_ENGINES")
 
 
 def disable_gin() -> None:

@@ -102,7 +102,12 @@ def refusal(given: Mapping[str, object]) -> errors.MoeP2pError | None:
 
 
 def _refusal_of(name: str, tensor: Tensor) -> errors.MoeP2pError | None:
-    if tensor.device.type == "meta":
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        text = (
+            f"{name} is a tensor of a transform of torch.func (vmap, grad): there is no rule for "
+            "it; make the call outside of the transform, and take gradients by torch.autograd"
+        )
+    elif tensor.device.type == "meta":
         text = f"{name} is on the meta device: it has no bytes; pass a tensor on the CPU or a GPU"
     elif tensor.is_nested:
         text = f"{name} is a nested tensor, must be a plain one; pass torch.cat({name}.unbind())"

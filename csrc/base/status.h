@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace moe_p2p::base {
 
@@ -38,6 +39,11 @@ struct [[nodiscard]] Status {
 // "peer dead", "transport, detail 5".
 std::string describe(Status status);
 
+// The text with a "?" for each byte that is neither UTF-8 nor printable, but for line ends and tabs:
+// text of another process or of a file must not stop an error from being reported.
+std::string readable(std::string_view text);
+
+// Its message is readable().
 class Error : public std::runtime_error {
  public:
   Error(Code code, const std::string& message);

@@ -51,9 +51,10 @@ class WireReader {
     return value;
   }
   std::span<const std::byte> get_bytes() { return take(get<uint32_t>()); }
+  // For names and texts: readable().
   std::string get_string() {
     const auto bytes = get_bytes();
-    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+    return readable({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
   }
   void expect_end() const {
     MOE_P2P_CHECK(bytes_.empty(), Code::kInvalidArgument, what_, ": ", bytes_.size(),

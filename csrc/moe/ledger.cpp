@@ -43,10 +43,16 @@ void Ledger::check_room(int64_t num_steps, uint64_t capture) {
     });
     return;
   }
-  MOE_P2P_CHECK(steps.empty(), base::Code::kInvalidArgument,
-                "an earlier call is still open and this call needs ", num_steps,
-                " of steps_in_flight ", steps_in_flight_,
-                "; combine or release the earlier dispatch first");
+  if (steps.empty()) return;
+  const uint64_t oldest = *std::ranges::min_element(steps);
+  const uint64_t next = counts_apart(capture) ? captured_steps_ : steps_;
+  throw base::Error(
+      base::Code::kInvalidArgument,
+      base::concat("the dispatch of step ", oldest, " is still open; ", next - oldest - 1,
+                   " have begun after it, and this call begins ", num_steps,
+                   ": with steps_in_flight ", steps_in_flight_, " at most ", steps_in_flight_ - 1,
+                   " further steps may begin while a dispatch is open; combine or release that "
+                   "dispatch first"));
 }
 
 const OpenCall* Ledger::find(const int32_t* handle, Stage stage, uint64_t capture) const {

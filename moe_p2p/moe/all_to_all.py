@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
@@ -199,6 +200,8 @@ class AllToAll(NotCopied):
         """
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
+        if forward_ad._current_level >= 0:
+            arguments.refuse_tangents(x=x, topk_weights=topk_weights, scales=scales, extras=extras)
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
@@ -300,6 +303,9 @@ class AllToAll(NotCopied):
         """
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
+        if forward_ad._current_level >= 0:
+            late = {"topk_weights": topk_weights, "row_scalars": row_scalars, "bias": terms}
+            arguments.refuse_tangents(y=y, row_weights=row_weights, out=out, **late)
         out_dtype, with_wait_ticks, number = given.out_dtype, given.with_wait_ticks, given.number
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
@@ -334,6 +340,8 @@ class AllToAll(NotCopied):
                 _COMBINE_OUT(
                     self._comm, *inputs, max_tokens, out, scalars, ticks, partials_from(number)
                 )
+                if not is_dynamo_compiling():  # a compiler counts by the op's schema
+                    arguments.count_versions(out)
                 return with_more(out, scalars, ticks)
             last = (row_weights, topk_weights, row_scalars, terms, sum_dtype, capacity)
             run = _COMBINE if grad else _COMBINE_INFERENCE
@@ -402,6 +410,8 @@ class AllToAll(NotCopied):
             raise errors.wrong_type("x", x)
         if x.is_nested and (refused := refusal({"x": x})):  # no shape is looked at then
             raise refused
+        if forward_ad._current_level >= 0:
+            arguments.refuse_tangents(x=x, topk_weights=topk_weights, scales=scales, extras=extras)
         given, max_tokens, capacity = form
         options = given.number
         self._communicator.prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
@@ -463,6 +473,7 @@ class AllToAll(NotCopied):
         )
         if out is None or out.call is pending.call:
             return into  # made for this dispatch
+        arguments.count_versions(into.x, into.scales, into.row_weights, *into.extras)
         return into._replace(topk_idx=pending.topk_idx, call=pending.call)
 
     @unaffected
@@ -496,6 +507,9 @@ class AllToAll(NotCopied):
             )
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
+        if forward_ad._current_level >= 0:
+            late = {"topk_weights": topk_weights, "row_scalars": row_scalars}
+            arguments.refuse_tangents(y=y, row_weights=row_weights, **late)
         dtype = y.dtype if out_dtype is None else out_dtype
         handle, call_options, max_tokens, _ = dispatched.call
         self._communicator.prepare_combine(y.dtype, dtype, call_options | given.number, False)
@@ -533,12 +547,15 @@ class AllToAll(NotCopied):
             out = pending.handle.new_empty(
                 (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
             )
+        elif torch.is_grad_enabled():
+            arguments.refuse_gradient(arguments.OUT_HAS_GRADIENT, out=out)
         scalars, ticks = beside_sums(
             pending.handle, self._shape, num_rows, pending.with_scalars, with_wait_ticks
         )
         terms = [] if bias is None else arguments.bias_list(bias)
         given = (pending.handle, out, scalars, terms, ticks, pending.partials)
         call(_ops.combine_recv.default, self._comm, *given)
+        arguments.count_versions(out)
         return with_more(out, scalars, ticks)
 
     def release(self, given: Dispatched | PendingDispatch) -> None:

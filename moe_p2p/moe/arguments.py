@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.moe.dispatched import Dispatched
@@ -37,6 +38,14 @@ NO_OUT_GRADIENT = (
     "an input of combine requires grad, but with `out` it is not differentiable; leave out `out`, "
     "or use torch.no_grad()"
 )
+OUT_HAS_GRADIENT = (
+    "out requires grad, and combine would overwrite it without autograd's knowledge; leave out "
+    "`out`, pass out.detach(), or use torch.no_grad()"
+)
+NO_TANGENT = (
+    "{} is a dual tensor, and dispatch and combine have no forward-mode derivative "
+    "(torch.func.jvp, torch.autograd.forward_ad); use reverse mode, or pass the primal alone"
+)
 NO_INT10_GRADIENT = (
     "an input of combine requires grad, but with partials it is not differentiable; leave out "
     "partials, or use torch.no_grad()"
@@ -45,6 +54,22 @@ NO_LATE_GRADIENT = (
     "{} requires grad, but a combine that is given topk_weights is not differentiable; give them "
     "to dispatch, or use torch.no_grad()"
 )
+
+
+def count_versions(*written: Tensor | None) -> None:
+    """Called after an op has written to tensors of the caller: autograd then refuses a backward
+    pass that has saved what they held before. torch's dispatcher does so for its own ops alone."""
+    counted = [each for each in written if each is not None and not each.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+
+
+def refuse_tangents(**given: Tensor | Sequence[Tensor] | None) -> None:
+    """Raises for the first tensor that carries a tangent. Called where a level of forward mode is
+    open: the calls have no formula for it, and results would have no tangent."""
+    for name, value in given.items():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise errors.make(errors.InvalidArgumentError, NO_TANGENT.format(name))
 
 
 def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
@@ -128,6 +153,8 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
     errors.require_type("out", out, Tensor)
     if grad:
         text = NO_OUT_GRADIENT
+    elif out.requires_grad and torch.is_grad_enabled():
+        text = OUT_HAS_GRADIENT
     elif out.dim() != 2:
         text = f"out is of {out.dim()} dimensions, must be of 2"
     elif out.shape[0] != num_rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import secrets
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from moe_p2p.moe.gpu.partners import partners_of
 from moe_p2p.moe.gpu.prepared import Combines, Dispatches, refuse_capture, usual_calls, when_traced
 from moe_p2p.moe.options import QUANTIZE, gradient_of, partials_from, sum_order_of
 from moe_p2p.moe.rendezvous import mirror, shared_memory
-from moe_p2p.moe.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
+from moe_p2p.moe.rendezvous.agreement import Facts, Host, Offer, agree_on_transport, conclude
 from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
 from moe_p2p.moe.tuned import Shared
 
@@ -53,6 +54,11 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
         finally:
             _ops.all_to_all_close.default(comm)
             library.raise_interrupt()  # of a signal that ended the wait for partners early
+
+
+def own_host() -> Host:
+    """Where this rank is, for ranks that conclude who share memory."""
+    return Host(call(_ops.host_identity.default), platform.node())
 
 
 class Communicator:
@@ -188,7 +194,7 @@ class Communicator:
             mine.provider, config.provider_settings if given is None else given.opening.settings
         )
         shared = self._tuned.shared(name, str(config.device))
-        offer = Offer(call(_ops.host_identity.default), mine, shared)
+        offer = Offer(own_host().key, mine, shared)
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
         self._shared = Shared.of(offers[0].tuned)
         choice = agree_on_transport(offers, config.ranks_per_node)
@@ -211,10 +217,12 @@ class Communicator:
 
     def _create(self, meeting: Bootstrap) -> int:
         config = self._shared.with_parts(self.config, self.engine.provider)
+        host = own_host()
         facts = Facts(
             fields=config.agreed(self._shared.bulk)
             | {"world_size": str(self.world_size), "arrival_flags": self.engine.arrivals},
-            host=call(_ops.host_identity.default),
+            host=host.key,
+            host_name=host.name,
             next_communicator=self.engine.next_communicator,
         )
         facts_of_all = [

@@ -229,8 +229,9 @@ def _without_modes(make: Callable[[], _Made]) -> _Made:
 
 def find_facts() -> Facts | None:
     """Returns what direct calls have to know; None, and says why, where there are none."""
+    wanted = env.direct()
     try:
-        _require(env.direct(), "MOE_P2P_DIRECT is 0")
+        _require(wanted, "MOE_P2P_DIRECT is 0")
         return _without_modes(_facts)
     except Exception as error:  # whatever another torch does differently
         logging.getLogger("moe_p2p").debug("calls go through torch's dispatcher: %s", error)

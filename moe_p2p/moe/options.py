@@ -181,7 +181,8 @@ class CombineOptions:
         configuration. By rank, "rows" is "topk". Not with `out`, nor in halves.
     partials: how the partial sums travel. None: in out_dtype. "int10": as 10-bit integers with a
         scale for each 32 values, two thirds of bfloat16's bytes and about its error; for H of whole
-        blocks, order "ranks", without gradients. "int10_nodes": what goes from node to node only.
+        blocks, and not 32, 64, 96 or 288 with a 16-bit combine_dtype (docs/calls.md), order
+        "ranks", without gradients. "int10_nodes": what goes from node to node only.
         A block that holds an inf or a NaN arrives as NaN.
     with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 

@@ -28,10 +28,11 @@ from moe_p2p.fleet.bootstrap import store_of
 from moe_p2p.library import call, raise_typed, register_fake, watched, without_default_device
 from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.all_to_all import AllToAll
+from moe_p2p.moe.communicator import own_host
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import fields_of, new_tuple
 from moe_p2p.moe.options import DispatchOptions
-from moe_p2p.moe.rendezvous.agreement import find_ranks_per_node
+from moe_p2p.moe.rendezvous.agreement import Host, find_ranks_per_node
 from moe_p2p.moe.rendezvous.mirror import meet
 from moe_p2p.moe.row_counts import Given, HostSizes
 
@@ -143,8 +144,9 @@ class AllToAllPool:
     ) -> None:
         self._store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
         self.timeout_s = timeout_s
-        hosts = self.meet("the hosts", call(_ops.host_identity.default))
-        self.ranks_per_node = find_ranks_per_node(hosts, None)
+        hosts = self.meet("the hosts", own_host().encode().decode())
+        where = [Host.decode(host.encode()) for host in hosts]
+        self.ranks_per_node = find_ranks_per_node(where, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
         self._comms: list[int] = []  # numbers of those, for check()
         self._closed = False

@@ -38,6 +38,7 @@ LIBRARIES = {
     "libgdrapi": ("libgdrapi.so.2", "libgdrapi.so"),  # GDRCopy's
 }
 LIBRARY_OF = {"efa": "libfabric", "verbs": "libibverbs"}  # by kind of NIC
+FORK_UNNEEDED = 2  # of ibv_is_fork_initialized: Linux 5.12 and later
 CAP_IPC_LOCK = 14  # linux/capability.h
 WRITE_BYTES, NUM_WRITES, WRITE_TIMEOUT_S = 4 << 20, 4, 10.0
 
@@ -88,6 +89,7 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
             (root / "sys/module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem")
         ),
         torch_cuda=torch.version.cuda is not None,
+        forks=_forks(),
         gdrdrv=os.access(root / "dev/gdrdrv", os.R_OK | os.W_OK),
         tuned=tuned.describe(),
     )
@@ -183,6 +185,18 @@ def _library(files: tuple[str, ...]) -> str:
             version = f"{packed >> 16}.{packed & 0xFFFF}"
         return f"{version} {path}".strip()
     return ""
+
+
+def _forks() -> str:
+    """What provider verbs does for forks here (csrc/provider/verbs/api.cpp)."""
+    try:
+        library = ctypes.CDLL(LIBRARIES["libibverbs"][0])
+    except OSError:
+        return ""
+    status = getattr(library, "ibv_is_fork_initialized", lambda: 0)()
+    if status == FORK_UNNEEDED:
+        return "the kernel keeps registered memory for the parent"
+    return "ibv_fork_init: children of a fork must not touch registered host memory"
 
 
 def _mapped(stem: str) -> str:

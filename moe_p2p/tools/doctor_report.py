@@ -54,6 +54,7 @@ class Report:
     shm_free_bytes: int
     peer_memory: bool
     torch_cuda: bool  # torch is built for CUDA
+    forks: str  # what happens to memory registered over verbs in a fork; empty: no libibverbs
     gdrdrv: bool  # GDRCopy's driver is there
     tuned: str  # the file of `tune` that is used, and from when
     writes: list[Write] = field(default_factory=list)

@@ -132,6 +132,7 @@ def _memory(report: Report) -> list[str]:
         [
             *([("arrivals", seen)] if seen else []),
             ("lockable", "unlimited" if lock < 0 else f"{lock >> 10} KiB"),
+            *([("forks", report.forks)] if report.forks else []),
             ("/dev/shm", f"{report.shm_bytes >> 20} MiB, {report.shm_free_bytes >> 20} free"),
             ("GPU peer memory", "module loaded" if report.peer_memory else "no module"),
         ]

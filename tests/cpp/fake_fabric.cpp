@@ -181,6 +181,11 @@ int open_endpoint(AccessDomain* domain, Info*, Endpoint** out, void*) {
   endpoint->rma = &rma;
   endpoint->domain = static_cast<FakeDomain*>(domain);
   const Call call(*endpoint->domain);
+  const FakeFabric::Machine& machine = network().machine;
+  const char* wish = std::getenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV");
+  endpoint->unsolicited =
+      machine.version >= make_version(1, 22) && (!wish || std::strcmp(wish, "0") != 0);
+  endpoint->emulates = machine.emulates_writes;
   endpoint->id = network().next_id++;
   network().endpoints[endpoint->id] = endpoint;
   *out = endpoint;
@@ -204,6 +209,7 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
   // domain CUDA's memory is taken for the host's (efa_mr_hmem_setup).
   if (attr->iface == kHmemCuda && !network().machine.cuda) return -ENOSYS;
   region->access = attr->access;
+  region->is_foreign = flags & kMrDmabuf && attr->iface == kHmemSystem;
   region->needs_sync = attr->iface == kHmemCuda && domain->has_hmem;
   ++network().num_registering;
   while (network().hold_registrations) std::this_thread::yield();

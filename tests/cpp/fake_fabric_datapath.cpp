@@ -1,6 +1,7 @@
 // The data path of the fake of EFA: posting, polling, and what the NICs do in between.
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <utility>
 
 #include "fake_driver.h"
@@ -54,6 +55,13 @@ void carry_out(const Operation& op) {
       op.bytes > found->second->bytes - offset)
     return report(op, EINVAL, kBadAddress);
   std::byte* const remote = found->second->data + offset;
+  // efa_rdm_rma_should_write_using_rdma() (efa_rdm_rma.h): else packets, which the target's polling
+  // thread copies with memcpy.
+  const bool alike = !op.has_imm || op.source->unsolicited == target->second->unsolicited;
+  if (!op.is_read && (!alike || op.source->emulates || target->second->emulates)) {
+    ++n.counts.emulated;
+    if (found->second->is_foreign) std::abort();
+  }
   FakeDriver::write_by_nic(op.is_read ? op.local : remote, op.is_read ? remote : op.local,
                            op.bytes);
   if (op.has_imm)

@@ -26,6 +26,7 @@ struct FakeRegion : MemoryRegion {
   size_t bytes = 0;
   uint64_t access = 0;
   bool needs_sync = false;  // registered as CUDA's: not synchronised with CUDA yet
+  bool is_foreign = false;  // a dma-buf said to be the host's: CPUs cannot reach it
 };
 
 struct Operation {
@@ -72,6 +73,7 @@ struct FakeEndpoint : Endpoint {
   FakeCq* cq = nullptr;
   uint64_t id = 0;
   bool enabled = false, cuda_permitted = true, shm_permitted = true;
+  bool unsolicited = false, emulates = false;  // of the machine, as it was opened
   std::vector<Operation> unrung;
   std::vector<Operation> before_handshake;  // accepted, kept back
   bool cut = false;                         // the last post was refused

@@ -233,6 +233,34 @@ TEST_CASE(
   CHECK(has(write_gpu_memory(kEfa.settings), "emulates writes"));
 }
 
+TEST_CASE("libfabric on efa: hosts with unlike software are refused by name, before they write") {
+  FakeFabric::use_for(kEfa.settings);
+  FakeFabric::set_machine({});
+  Node here(kEfa.name, kEfa.settings);
+  const auto refusal = [&](const FakeFabric::Machine& machine) {
+    const OnMachine other(machine);
+    Node there(kEfa.name, "provider=efa,interfaces=efa8");
+    const std::string text = text_of_error([&] { here.connect(there); });
+    CHECK(text_of_error([&] { there.connect(here); }).empty() == text.empty());
+    return text;
+  };
+  CHECK(refusal({}) == "");
+  const std::string old = refusal({.version = provider::libfabric::make_version(1, 21)});
+  CHECK(has(old, "efa7"));
+  CHECK(has(old, "is libfabric 2.1, driver "));
+  CHECK(has(old, " libfabric 1.21, driver "));
+  CHECK(has(old, "unsolicited writes off: libfabric may emulate writes"));
+  CHECK(has(old, "Install one EFA driver"));
+  CHECK(has(refusal({.emulates_writes = true}), "no RDMA writes: libfabric may"));
+  for (const char* word : {"0", "False", "off"}) {
+    ::setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", word, 1);
+    CHECK(has(refusal({}), "unsolicited writes off: libfabric may"));
+  }
+  ::setenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "1", 1);
+  CHECK(refusal({}) == "");
+  ::unsetenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV");
+}
+
 TEST_CASE("libfabric on efa: a library that is too old is refused by its version") {
   const OnMachine old({.version = provider::libfabric::make_version(1, 17)});
   CHECK(has(error_of(kEfa.settings, Code::kUnavailable), "libfabric 1.17 is too old"));

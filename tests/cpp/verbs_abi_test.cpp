@@ -24,7 +24,8 @@ SAME_SIZE(DeviceAttr, ibv_device_attr);
 SAME_FIELDS(DeviceAttr, ibv_device_attr, max_qp_wr, max_cqe, max_qp_rd_atom, max_qp_init_rd_atom,
             max_srq_wr, phys_port_cnt);
 SAME_SIZE(PortAttr, ibv_port_attr);
-SAME_FIELDS(PortAttr, ibv_port_attr, lid, link_layer);
+SAME_FIELDS(PortAttr, ibv_port_attr, lid, link_layer, flags);
+static_assert(kPortNeedsGrh == IBV_QPF_GRH_REQUIRED);
 SAME_SIZE(SrqInitAttr, ibv_srq_init_attr);
 SAME_SIZE(QpInitAttr, ibv_qp_init_attr);
 SAME_FIELDS(QpInitAttr, ibv_qp_init_attr, qp_type);
@@ -58,7 +59,14 @@ SAME_DISTANCE(bytes, sz);
 SAME_FIELDS(Context, ibv_context, async_fd);
 
 static_assert(kPortActive == IBV_PORT_ACTIVE && kLinkEthernet == IBV_LINK_LAYER_ETHERNET);
+static_assert(kForkDisabled == +IBV_FORK_DISABLED && kForkUnneeded == +IBV_FORK_UNNEEDED);
 static_assert(kQpReliable == IBV_QPT_RC);
+static_assert(kEventCqError == +IBV_EVENT_CQ_ERR && kEventSrqError == +IBV_EVENT_SRQ_ERR);
+static_assert(kEventQpFatal == +IBV_EVENT_QP_FATAL);
+static_assert(kEventQpRequestError == +IBV_EVENT_QP_REQ_ERR);
+static_assert(kEventQpAccessError == +IBV_EVENT_QP_ACCESS_ERR);
+static_assert(kEventGidChange == +IBV_EVENT_GID_CHANGE);
+static_assert(kEventLidChange == +IBV_EVENT_LID_CHANGE);
 static_assert(kQpInit == +IBV_QPS_INIT && kQpReadyToReceive == +IBV_QPS_RTR);
 static_assert(kQpReadyToSend == +IBV_QPS_RTS && kQpError == +IBV_QPS_ERR);
 static_assert(kMaskState == +IBV_QP_STATE && kMaskAccess == +IBV_QP_ACCESS_FLAGS);

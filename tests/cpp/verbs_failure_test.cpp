@@ -1,5 +1,8 @@
 // The data path of the verbs provider over a fake libibverbs: queues that are full, drivers that
 // refuse, and completions that are not good.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cerrno>
 
 #include "verbs_pair.h"
@@ -144,6 +147,73 @@ TEST_CASE("verbs: a device that dies fails what is under way") {
   pair.fake.raise("fake0", provider::verbs::kEventDeviceFatal);
   CHECK(pump({&pair.a}, [&] { return pair.a.done.size() == 30; }));
   CHECK(pair.a.code(29) == Code::kTransport);
+}
+
+// What stderr shows, for the time of a scope.
+class Stderr {
+ public:
+  Stderr() { dup2(file_, STDERR_FILENO); }
+  ~Stderr() {
+    dup2(before_, STDERR_FILENO);
+    close(before_);
+    close(file_);
+  }
+  bool shows(const char* text) const {
+    std::string all(1 << 16, ' ');
+    all.resize(static_cast<size_t>(std::max<ssize_t>(pread(file_, all.data(), all.size(), 0), 0)));
+    return all.find(text) != all.npos;
+  }
+
+ private:
+  const int before_ = dup(STDERR_FILENO), file_ = memfd_create("stderr", 0);
+};
+
+TEST_CASE("verbs: a queue of the NIC that failed ends all its peers, on both sides, by name") {
+  for (const auto& [event, name] :
+       {std::pair(provider::verbs::kEventCqError, "completion queue (IBV_EVENT_CQ_ERR)"),
+        std::pair(provider::verbs::kEventSrqError, "receive queue (IBV_EVENT_SRQ_ERR)"),
+        std::pair(provider::verbs::kEventDeviceFatal, "fatal error")}) {
+    CAPTURE(name);
+    FakePair pair("receives=1");
+    CHECK(pair.a.domain->post(pair.writes(30, 8)) == 30);  // most wait for receives
+    for (int i = 0; i < 20; ++i) pair.a.poll();
+    pair.fake.raise("fake1", event);  // the target's, which has no peers that it writes to
+    CHECK(pump({&pair.a}, [&] { return pair.a.done.size() == 30; }));
+    CHECK(pair.a.code(29) == Code::kPeerDead);
+    CHECK(contains(pair.b.domain->failure(), name));
+    CHECK(contains(text_of_error([&] { pair.b.connect(pair.a); }), name));
+    pair.fake.raise("fake0", event);
+    CHECK(pump({&pair.a}, [&] { return contains(pair.a.domain->failure(), name); }));
+    CHECK(contains(pair.a.domain->failure(), "fake0 port 1: the own device"));
+  }
+}
+
+TEST_CASE("verbs: a queue pair that reports an error is named by its connection") {
+  FakePair pair;
+  const Stderr log;
+  pair.fake.raise("fake0", provider::verbs::kEventQpFatal);
+  CHECK(pump({&pair.a}, [&] { return log.shows("failed (IBV_EVENT_QP_FATAL)"); }));
+  CHECK(log.shows("fake0 port 1: a connection to fake1 of "));
+  pair.fake.raise("fake1", provider::verbs::kEventQpAccessError);
+  CHECK(pump({&pair.a}, [&] { return log.shows("may not use (IBV_EVENT_QP_ACCESS_ERR)"); }));
+  CHECK(log.shows("fake1 port 1: a connection from "));
+  pair.fake.raise("fake1", provider::verbs::kEventQpRequestError);
+  CHECK(pump({&pair.a}, [&] { return log.shows("(IBV_EVENT_QP_REQ_ERR)"); }));
+}
+
+TEST_CASE("verbs: an address that changes under a NIC is named, one that stays is not") {
+  FakePair pair;
+  const Stderr log;
+  pair.fake.raise("fake1", provider::verbs::kEventGidChange);
+  pair.fake.raise("fake1", provider::verbs::kEventPortActive);  // read behind it
+  CHECK(pump({&pair.a}, [&] { return log.shows("fake1 port 1: the link is up again"); }));
+  CHECK_FALSE(log.shows("its GID"));
+  pair.fake.locked([](FakeVerbs& f) { f.faults.gid_moved = true; });
+  pair.fake.raise("fake0", provider::verbs::kEventGidChange);
+  CHECK(pump({&pair.a}, [&] {
+    return log.shows("fake0 port 1: its GID 2 changed from 127.0.0.1 to 10.0.0.1");
+  }));
+  pair.fake.locked([](FakeVerbs& f) { f.faults.gid_moved = false; });
 }
 
 TEST_CASE("verbs: a poller that sleeps is woken by what arrives") {

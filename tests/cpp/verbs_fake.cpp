@@ -40,11 +40,18 @@ int index_of(const Context* context) { return static_cast<int>(context->device -
 // GID 0 is link-local, 1 RoCE v1, 2 RoCE v2 of the same IPv4 address.
 Gid gid_of(int device, int index) {
   Gid gid{};
+  const FakeVerbs::Faults& ports = fake().faults;
+  if (ports.infiniband) {  // 0 without FLID, 1 with
+    gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[15] = static_cast<uint8_t>(device + 1);
+    gid.raw[5] = index == 1 ? ports.flid[device] : 0;
+    gid.raw[7] = ports.subnet[device];
+    return gid;
+  }
   if (index == 0) {
     gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[15] = static_cast<uint8_t>(device + 1);
   } else {
     gid.raw[10] = gid.raw[11] = 0xff;
-    gid.raw[12] = 127, gid.raw[15] = static_cast<uint8_t>(device + 1);
+    gid.raw[12] = ports.gid_moved ? 10 : 127, gid.raw[15] = static_cast<uint8_t>(device + 1);
   }
   return gid;
 }
@@ -98,14 +105,19 @@ int query_device(Context*, DeviceAttr* attr) {
     return 0;
   });
 }
+uint16_t lid_of(int device) { return static_cast<uint16_t>(10 + device); }
 int query_port(Context* context, uint8_t port, PortAttr* attr) {
   if (port != 1) return EINVAL;
   *attr = {};
-  attr->state = index_of(context) == 2 ? 1 : kPortActive;
+  const int index = index_of(context);
+  const FakeVerbs::Faults ports = locked([](FakeVerbs& f, World&) { return f.faults; });
+  attr->state = index == 2 ? 1 : kPortActive;
   attr->active_mtu = 5;
   attr->gid_tbl_len = 8;
   attr->max_msg_sz = 1u << 31;
-  attr->link_layer = kLinkEthernet;
+  attr->link_layer = ports.infiniband ? 1 : kLinkEthernet;
+  attr->lid = lid_of(index);
+  attr->flags = ports.needs_grh[index] ? kPortNeedsGrh : 0;
   return 0;
 }
 int query_gid(Context* context, uint8_t, int index, Gid* gid) {
@@ -113,6 +125,11 @@ int query_gid(Context* context, uint8_t, int index, Gid* gid) {
   return 0;
 }
 ssize_t query_gid_table(Context* context, GidTableEntry* table, size_t, uint32_t, size_t) {
+  if (fake().faults.infiniband) {
+    const int device = index_of(context), num = fake().faults.flid[device] != 0 ? 2 : 1;
+    for (int i = 0; i < num; ++i) table[i] = {gid_of(device, i), static_cast<uint32_t>(i), 1, 0, 0};
+    return num;
+  }
   for (uint32_t i = 0; i < 3; ++i)
     table[i] = {gid_of(index_of(context), static_cast<int>(i)), i, 1, i == 1 ? 1u : 2u, 0};
   return 3;
@@ -289,6 +306,14 @@ Qp* create_qp(Pd* pd, QpInitAttr* init) {
     return qp;
   });
 }
+// Whether packets of this path arrive, which a real device finds out on the wire.
+bool arrives(const FakeVerbs::Faults& ports, int from, const AhAttr& path) {
+  const int to = path.dgid.raw[15] - 1;
+  const bool routed = ports.subnet[from] != ports.subnet[to];
+  const bool needs_grh = routed || ports.needs_grh[from] || ports.needs_grh[to];
+  const int lid = routed && ports.flid[to] != 0 ? ports.flid[to] : lid_of(to);
+  return (path.is_global || !needs_grh) && path.dlid == lid;
+}
 bool gid_exists(const Gid& gid) {
   for (int device = 0; device < 3; ++device)
     for (int i = 0; i < 3; ++i)
@@ -312,8 +337,10 @@ int modify_qp(Qp* plain, QpAttr* attr, int mask) {
     if (attr->qp_state != qp.state + 1) return EINVAL;  // reset, init, receive, send
     if (mask & kMaskPeerQp) {
       if (!gid_exists(attr->ah_attr.dgid)) return ENETUNREACH;
+      qp.lost = f.faults.infiniband && !arrives(f.faults, index_of(qp.context), attr->ah_attr);
       // Link-local addresses and others do not reach each other.
-      if ((attr->ah_attr.dgid.raw[0] == 0xfe) != (attr->ah_attr.sgid_index == 0))
+      if (!f.faults.infiniband &&
+          (attr->ah_attr.dgid.raw[0] == 0xfe) != (attr->ah_attr.sgid_index == 0))
         return ENETUNREACH;
       qp.peer_qp = attr->dest_qp_num;
       f.paths.emplace_back(attr->ah_attr.sl, attr->ah_attr.traffic_class);
@@ -347,6 +374,22 @@ int get_async_event(Context* context, AsyncEvent* event) {
 }
 void ack_async_event(AsyncEvent*) {}
 
+// ibv_fork_init(3): before any other call.
+int fork_init() {
+  return locked([](FakeVerbs& f, World& w) {
+    if (f.faults.fork_error != 0) return f.faults.fork_error;
+    if (f.counters.fork_inits > 0) return 0;
+    if (!w.contexts.empty()) return EINVAL;
+    return ++f.counters.fork_inits, 0;
+  });
+}
+int is_fork_initialized() {
+  return locked([](FakeVerbs& f, World&) -> int {
+    if (!f.faults.old_kernel) return kForkUnneeded;
+    return f.counters.fork_inits > 0 ? kForkEnabled : kForkDisabled;
+  });
+}
+
 Api make_table() {
   return {.get_device_list = get_device_list,
           .free_device_list = free_device_list,
@@ -374,7 +417,9 @@ Api make_table() {
           .modify_qp = modify_qp,
           .destroy_qp = destroy_qp,
           .get_async_event = get_async_event,
-          .ack_async_event = ack_async_event};
+          .ack_async_event = ack_async_event,
+          .fork_init = fork_init,
+          .is_fork_initialized = is_fork_initialized};
 }
 
 // There for every test program: the contract suite opens library=fake by its name.
@@ -388,6 +433,7 @@ FakeVerbs& FakeVerbs::install(const std::string& old_sysfs) {
   old.query_gid_table = nullptr;
   old.reg_mr_iova2 = nullptr;
   old.reg_dmabuf_mr = nullptr;
+  old.is_fork_initialized = nullptr;
   set_fake_api_for_tests(old_sysfs.empty() ? &table : &old);
   for (int i = 0; i < 3 && !old_sysfs.empty(); ++i)
     std::snprintf(devices()[i].ibdev_path, sizeof devices()[i].ibdev_path, "%s/%s",
@@ -407,6 +453,8 @@ void FakeVerbs::raise(const char* device, int event_type) {
       if (std::string(context->device->name) != device) continue;
       AsyncEvent event{};
       event.type = event_type;
+      for (const auto& [number, qp] : world().qps)  // ordered by number
+        if (qp->context == context) event.element = qp;
       context->events.put(&event, sizeof event);
     }
   });

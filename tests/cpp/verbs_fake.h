@@ -26,7 +26,7 @@ class FakeVerbs {
  public:
   // What the setting library=fake opens from now on; the same one at each call, without faults.
   // With `old_sysfs` a library as it was in 2018: no query_gid_table (types of GIDs stand in files
-  // below that folder), no reg_mr_iova2, no dma-bufs.
+  // below that folder), no reg_mr_iova2, no dma-bufs, no is_fork_initialized.
   static FakeVerbs& install(const std::string& old_sysfs = "");
 
   struct Faults {
@@ -48,6 +48,14 @@ class FakeVerbs {
     bool no_thread_domains = false;
     bool no_extended_ops = false;  // a library that has no calls but the first ones
     bool slow_memory = false;
+    // Ports are InfiniBand ones; by device: its flag, subnet and FLID. What has no
+    // global address where it is needed, or another LID, gets nowhere, and nobody says so.
+    bool infiniband = false;
+    bool needs_grh[3] = {};
+    uint8_t subnet[3] = {}, flid[3] = {};
+    bool old_kernel = false;       // one before 5.12: memory has to be kept from children
+    int fork_error = 0;            // what ibv_fork_init returns
+    bool gid_moved = false;        // addresses of Ethernet ports are others
     bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
   struct Counters {
@@ -60,6 +68,7 @@ class FakeVerbs {
     uint64_t reads = 0, read_waits = 0;      // started; found as many under way as were agreed
     uint64_t broken = 0;                     // queue pairs that were moved to error
     uint64_t busy = 0;                       // was to be destroyed and is in use
+    uint64_t fork_inits = 0;                 // with no device open; others are refused
     uint64_t full_receives = 0;              // receives that found no place
   };
   template <typename Step>
@@ -71,7 +80,8 @@ class FakeVerbs {
   Counters counters;                       // since install(), but for those alive
   std::vector<std::pair<int, int>> paths;  // service level, traffic class of each end, as made
   std::mt19937_64 random{1};
-  // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
+  // An event of a device, not its effect: of a link that goes down (Faults::link_down), of a GID
+  // that is another one (Faults::gid_moved). Events of queue pairs name the one made last.
   void raise(const char* device, int event_type);
   // What lies before memory gets there. Returns how many writes.
   size_t let_through();

@@ -141,7 +141,7 @@ int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
   Pending& write = qp.pending.front();
   const SendWr& wr = write.wr;
   const uint32_t bytes = wr.num_sge > 0 ? write.sge.length : 0;
-  if (f.faults.link_down) return kWcRetriesExceeded;
+  if (f.faults.link_down || qp.lost) return kWcRetriesExceeded;
   if (f.faults.next_status != 0) return std::exchange(f.faults.next_status, 0);
   const bool inlined = (wr.send_flags & kSendInline) != 0;
   const bool read = wr.opcode == kOpRead;

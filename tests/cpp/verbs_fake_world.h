@@ -87,6 +87,7 @@ struct FakeQp : Qp {
   std::deque<Pending> pending;
   std::deque<FakeCq::Entry> late;  // acknowledged to the peer, not yet in the completion queue
   bool last_receive_reported = false;
+  bool lost = false;  // what it sends does not arrive
   FakeTd* thread = nullptr;
 };
 

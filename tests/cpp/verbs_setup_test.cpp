@@ -40,6 +40,26 @@ bool has(const std::string& text, const std::string& part) {
   return found;
 }
 
+TEST_CASE("verbs: memory is kept from children where the kernel does not, before a device opens") {
+  FakeVerbs& fake = FakeVerbs::install();
+  const auto inits = [&] {
+    return fake.locked([](FakeVerbs& f) { return f.counters.fork_inits; });
+  };
+  open_fake();
+  CHECK(inits() == 0);
+  fake.locked([](FakeVerbs& f) { f.faults.old_kernel = true; });
+  {
+    const Node a = open_fake(), b = open_fake();
+    CHECK(inits() == 1);
+  }
+  FakeVerbs::install(".");  // a library that cannot say
+  {
+    const Node a = open_fake("gid_type=v1"), b = open_fake("gid_type=v1");
+    CHECK(inits() == 1);
+  }
+  FakeVerbs::install();
+}
+
 TEST_CASE("verbs: a missing library says what to install") {
   const std::string text = refusal("library=libibverbs_none.so.9", Code::kUnavailable);
   has(text, "libibverbs_none.so.9");
@@ -177,6 +197,30 @@ TEST_CASE("verbs: addresses that do not reach each other are told when connectin
     has(error.what(), "127.0.0.1");
     has(error.what(), "gid_index");
   }
+}
+
+TEST_CASE(
+    "verbs: InfiniBand ports that need global addresses get them, and routers their own LID") {
+  FakeVerbs& fake = FakeVerbs::install();
+  const auto arrives = [&](const auto& change) {
+    fake.locked([&](FakeVerbs& f) {
+      f.faults = {.infiniband = true};
+      change(f.faults);
+    });
+    Node a = open_fake("devices=fake0"), b = open_fake("devices=fake1");
+    const Memory at_a(a, 100), at_b(b, 100);
+    post_all(a, {&a, &b}, make_write(1, a.connect(b), at_a, 0, at_b, 0, 100));
+    post_all(b, {&a, &b}, make_write(1, b.connect(a), at_b, 0, at_a, 0, 100));
+    CHECK(pump({&a, &b}, [&] { return a.done.size() == 1 && b.done.size() == 1; }));
+    return a.code(1) == Code::kOk && b.code(1) == Code::kOk;
+  };
+  CHECK(arrives([](auto&) {}));
+  CHECK(arrives([](auto& f) { f.needs_grh[0] = true; }));
+  CHECK(arrives([](auto& f) { f.needs_grh[1] = true; }));
+  CHECK(arrives([](auto& f) { f.subnet[1] = 7; }));  // a router without FLIDs
+  CHECK(arrives([](auto& f) { f.subnet[1] = 7, f.flid[0] = 60, f.flid[1] = 61; }));
+  CHECK(arrives([](auto& f) { f.flid[0] = 60, f.flid[1] = 61; }));  // one subnet
+  FakeVerbs::install();
 }
 
 TEST_CASE("verbs: memory that cannot be registered says why") {

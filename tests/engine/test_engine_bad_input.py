@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import Engine, InvalidArgumentError, PageRows, kv
+from moe_p2p import Engine, InvalidArgumentError, MoeP2pError, PageRows, kv
 from moe_p2p.engine.lifetime import close_and_await
 from moe_p2p.engine.transfers import Gate, Slice
 from tests.engine.test_engine import pair
@@ -201,3 +202,43 @@ def test_close_goes_on_once_threads_that_wait_are_back() -> None:
 
     close_and_await(close, 3, waiting)
     assert (closed, waiting) == ([3], [])
+
+
+def changed(draw: random.Random, data: bytes) -> bytes:
+    """`data` with some bits, words or pieces that are others."""
+    made = bytearray(data)
+    for _ in range(draw.choice([1, 1, 2, 5, 20])):
+        at = draw.randrange(len(made) + 1)
+        match draw.randrange(4):
+            case 0 if at < len(made):
+                made[at] ^= 1 << draw.randrange(8)
+            case 1:
+                made[at : at + 4] = draw.choice([b"\xff" * 4, bytes(4), draw.randbytes(4)])
+            case 2:
+                del made[at : at + draw.randint(1, 9)]
+            case _:
+                made[at:at] = draw.randbytes(draw.randint(1, 9))
+    return bytes(made)
+
+
+def test_foreign_bytes_in_addresses_and_descriptors_are_errors_of_the_package() -> None:
+    draw = random.Random(7)
+    sender, receiver = pair()
+    with sender, receiver:
+        memory = receiver.register(torch.zeros(4096, dtype=torch.uint8))
+        address, descriptor = receiver.address, memory.descriptor
+        name = bytes(address).find(b"moe_p2p.nic")
+        assert name > 0
+        no_text = bytearray(address)
+        no_text[name + 8] = 0xFF
+        with pytest.raises(MoeP2pError, match=r"moe_p2p\.\?ic"):
+            sender.connect(bytes(no_text))
+        refused = 0
+        for _ in range(300):
+            for call, data in ((sender.connect, address), (sender.resolve, descriptor)):
+                try:
+                    call(changed(draw, bytes(data)))  # type: ignore[operator]
+                except MoeP2pError:
+                    refused += 1
+        assert refused > 400
+        sender.resolve(descriptor)  # it goes on

@@ -6,15 +6,16 @@ order than the dense layer's, so 1e-5 is ten times what rounding can do.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_p2p
-from moe_p2p import AllToAll, Dispatched, DispatchOptions
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, InvalidArgumentError
 from moe_p2p.moe import row_dots
 from tests.moe.test_compile import next_step
 from tests.support.cases import HIDDEN_DIM, TOPK, in_options, make
@@ -423,3 +424,95 @@ def test_a_combine_of_a_wider_type_trains(rank: Rank) -> None:
         for wide, narrow in zip(*gradients, strict=True):
             assert torch.equal(wide, narrow)
             assert wide.any() or len(given.x) == 0
+
+
+FORWARD = "is a dual tensor, and dispatch and combine have no forward-mode derivative"
+TRANSFORM = "x is a tensor of a transform of torch.func"
+
+
+@on_ranks(1)
+def test_forward_mode_and_transforms_are_refused_by_name(rank: Rank) -> None:
+    x = torch.ones(4, HIDDEN_DIM)
+    weights = torch.ones(4, 2)
+    idx = torch.tensor([[0, 1]] * 4)
+    with make(rank, topk=2) as comm:
+
+        def pair(x: Tensor, weights: Tensor = weights) -> Tensor:
+            got = comm.dispatch(x, idx, weights, layout="grouped")
+            return cast(Tensor, comm.combine(got.x, got))
+
+        def halves(x: Tensor) -> Tensor:
+            pending = comm.dispatch_send(x, idx, weights)
+            got = comm.dispatch_recv(pending)
+            return cast(Tensor, comm.combine_recv(comm.combine_send(got.x, got)))
+
+        for call in (pair, halves):
+            with pytest.raises(InvalidArgumentError, match="x " + FORWARD):
+                torch.func.jvp(call, (x,), (x,))
+            with pytest.raises(InvalidArgumentError, match=TRANSFORM):
+                torch.func.vmap(call)(x[None].expand(2, -1, -1))
+        with pytest.raises(InvalidArgumentError, match=TRANSFORM):
+            torch.func.grad(lambda x: pair(x).sum())(x)
+        with forward_ad.dual_level():
+            assert torch.equal(pair(x), pair(x))  # a level alone is no tangent
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    with pytest.raises(InvalidArgumentError, match="topk_weights " + FORWARD):
+                        pair(x, forward_ad.make_dual(weights, weights))
+                    got = comm.dispatch(x, idx, weights, layout="grouped")
+                    dual = forward_ad.make_dual(got.x, got.x)
+                    for refused in (
+                        lambda dual=dual, got=got: comm.combine(dual, got),
+                        lambda dual=dual, got=got: comm.combine_send(dual, got),
+                        lambda got=got: comm.combine(got.x, got, bias=forward_ad.make_dual(x, x)),
+                    ):
+                        with pytest.raises(InvalidArgumentError, match=FORWARD):
+                            refused()
+                    comm.combine(got.x, got)
+
+
+@on_ranks(1)
+def test_what_is_written_to_a_given_tensor_is_known_to_autograd(rank: Rank) -> None:
+    x, idx = torch.ones(4, HIDDEN_DIM), torch.tensor([[0, 1]] * 4)
+    with make(rank, topk=2) as comm:
+
+        def write(out: Tensor, in_halves: bool) -> None:
+            got = comm.dispatch(x, idx, layout="grouped")
+            try:
+                if not in_halves:
+                    comm.combine(got.x, got, out=out)
+                    return
+                sent = comm.combine_send(got.x, got)
+            except InvalidArgumentError:
+                comm.combine(got.x, got)
+                raise
+            try:
+                comm.combine_recv(sent, out)
+            except InvalidArgumentError:
+                comm.combine_recv(sent)
+                raise
+
+        for in_halves in (False, True):
+            leaf = torch.zeros(4, HIDDEN_DIM, requires_grad=True)
+            for out in (leaf, leaf * 1):
+                with pytest.raises(InvalidArgumentError, match="out requires grad"):
+                    write(out, in_halves)
+                assert not out.any()
+                with torch.no_grad():
+                    write(out, in_halves)
+                assert out.any()
+            factor = torch.ones_like(x)
+            product = torch.ones_like(x).requires_grad_() * factor
+            write(factor, in_halves)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+        with torch.inference_mode():  # such tensors have no versions
+            write(torch.zeros_like(x), False)
+        pending = comm.dispatch_send(x, idx, layout="grouped")
+        earlier = comm.dispatch_recv(pending)
+        product = torch.ones_like(earlier.x).requires_grad_() * earlier.x
+        comm.combine(earlier.x, earlier)
+        later = comm.dispatch_recv(comm.dispatch_send(x, idx, layout="grouped"), earlier)
+        comm.combine(later.x, later)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()

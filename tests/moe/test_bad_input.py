@@ -340,6 +340,24 @@ def test_too_many_open_steps(alone: AllToAll) -> None:
     alone.release(alone.dispatch(**good()))
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_dispatch_that_stays_open_is_named_by_the_step_that_is_one_too_many(steps: int) -> None:
+    with make(Rank(0, 1, dist.HashStore()), steps_in_flight=steps, dtype=torch.bfloat16) as comm:
+        open_one = comm.dispatch(**good())
+        for _ in range(steps - 1):  # each is combined at once
+            received = comm.dispatch(**good())
+            comm.combine(received.x, received)
+        said = (
+            f"the dispatch of step 0 is still open; {steps - 1} have begun after it, and "
+            f"this call begins 1: with steps_in_flight {steps} at most {steps - 1} further steps"
+        )
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=said):
+            comm.dispatch(**good())
+        comm.combine(open_one.x, open_one)
+        received = comm.dispatch(**good())
+        comm.combine(received.x, received)
+
+
 def test_gradients_that_do_not_exist(alone: AllToAll) -> None:
     arguments = good()
     arguments["x"].requires_grad_()

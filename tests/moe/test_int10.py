@@ -144,13 +144,36 @@ def test_what_cannot_be_sent_so_is_refused_by_name() -> None:
             comm.combine_recv(sent)
         for size, text in (
             (272, "272, must be a multiple of 32"),
-            (32, "a combined row is 384 bytes"),
+            (32, "hidden_dim 32 is 384 bytes, 336 for each 256 .* leave partials out"),
         ):
             with cases.make(rank, hidden_dim=size) as comm:
                 got = comm.dispatch(tokens.x[:, :size].contiguous(), tokens.topk_idx)
                 with pytest.raises(InvalidArgumentError, match=text):
                     comm.combine(got.x, got, options=INT10)
                 comm.combine(got.x, got)
+
+    run_threads(1, refused)
+
+
+def test_widths_that_docs_refuse_are_those_whose_rows_do_not_fit() -> None:
+    tokens = cases.make_tokens(0, 0, 3, hidden_dim=544)
+
+    def refused(rank: Rank) -> None:
+        for dtype, too_short in (
+            (torch.bfloat16, {32, 64, 96, 288}),
+            (torch.float32, {32}),
+        ):
+            found = set()
+            for size in range(32, 545, 32):
+                with cases.make(rank, hidden_dim=size, dtype=dtype) as comm:
+                    x = tokens.x[:, :size].to(dtype).contiguous()
+                    got = comm.dispatch(x, tokens.topk_idx, layout="grouped")
+                    try:
+                        comm.combine(got.x, got, options=INT10)
+                    except InvalidArgumentError:
+                        found.add(size)
+                        comm.combine(got.x, got)
+            assert found == too_short
 
     run_threads(1, refused)
 

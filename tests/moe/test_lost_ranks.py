@@ -21,7 +21,7 @@ import moe_p2p
 from moe_p2p import Engine, EngineConfig, library
 from moe_p2p.moe import communicator
 from moe_p2p.moe.rendezvous import agreement
-from moe_p2p.moe.rendezvous.agreement import find_ranks_per_node
+from moe_p2p.moe.rendezvous.agreement import Host, find_ranks_per_node
 from tests.support import cases
 from tests.support.cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.gpu_ranks import meet
@@ -95,16 +95,25 @@ def test_a_late_member_learns_that_the_others_gave_up() -> None:
 
 
 def test_ranks_on_hosts() -> None:
-    assert find_ranks_per_node(["a", "a", "b", "b"], None) == 2
-    assert find_ranks_per_node(["a"] * 4, None) == 4
-    assert find_ranks_per_node(["a"] * 4, 2) == 2
-    with pytest.raises(moe_p2p.InvalidArgumentError, match="not in equal blocks"):
-        find_ranks_per_node(["a", "b", "a", "b"], None)
-    with pytest.raises(moe_p2p.InvalidArgumentError, match="not in equal blocks"):
-        find_ranks_per_node(["a", "a", "b"], None)
+    def found(keys: str, wanted: int | None, names: str = "") -> int:
+        where = [Host(key, f"host{name}") for key, name in zip(keys, names or keys, strict=True)]
+        return find_ranks_per_node([Host.decode(host.encode()) for host in where], wanted)
+
+    assert found("aabb", None) == 2
+    assert found("aaaa", None) == 4
+    assert found("aaaa", None, "aabb") == 4  # containers that share memory
+    assert found("aaaa", 2) == 2
+    with pytest.raises(moe_p2p.InvalidArgumentError) as blocks:
+        found("abab", None)
+    assert "not in equal blocks per host (ranks from 0 on hosta; ranks from 1 on hostb; " in str(
+        blocks.value
+    )
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"from 2 on hostx \(b\)"):
+        found("aab", None, "xxx")  # one name for two hosts
     with pytest.raises(moe_p2p.InvalidArgumentError, match="ranks 2 to 3 are not on one host"):
-        find_ranks_per_node(["a", "a", "a", "b"], 2)
-    assert agreement.Facts.decode(agreement.Facts({"a": "1"}, "h", 3).encode()).host == "h"
+        found("aaab", 2)
+    facts = agreement.Facts({"a": "1"}, "h", "host7", 3)
+    assert agreement.Facts.decode(facts.encode()) == facts
 
 
 # --- ranks that are lost or do something else ---

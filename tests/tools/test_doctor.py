@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,3 +265,26 @@ def test_how_gpus_see_arrivals(
 def test_without_gpus_nothing_is_said_of_arrivals(tmp_path: Path) -> None:
     machines.laptop(tmp_path)
     assert doctor_text.arrivals(healthy(tmp_path)) == ""
+
+
+@pytest.mark.parametrize(("status", "text"), [(2, "the kernel keeps"), (0, "ibv_fork_init")])
+def test_forks_over_verbs_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, text: str
+) -> None:
+    machines.hgx(tmp_path)
+    library = SimpleNamespace(ibv_is_fork_initialized=lambda: status)
+    monkeypatch.setattr(doctor, "_library", lambda files: "")
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: library)
+    assert f"forks            {text}" in doctor_text.render(healthy(tmp_path))
+
+
+def test_forks_are_not_said_without_libibverbs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    machines.laptop(tmp_path)
+    monkeypatch.setattr(doctor, "_library", lambda files: "")
+    monkeypatch.setattr(doctor.ctypes, "CDLL", missing)
+    assert "forks" not in doctor_text.render(healthy(tmp_path))

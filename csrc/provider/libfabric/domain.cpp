@@ -95,6 +95,7 @@ DomainLimits LibfabricDomain::limits() const noexcept {
 
 PeerId LibfabricDomain::connect(std::span<const std::byte> address) {
   Address parsed = Address::parse(address, config_.provider);
+  peers_.check_software(parsed);
   const Gate::Control inside(gate_);
   const PeerId peer = peers_.connect(std::move(parsed));
   end_connections();

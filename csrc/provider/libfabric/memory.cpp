@@ -64,7 +64,8 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
       attr.memory = &dmabuf;
       // A dma-buf declared as host memory: EFA registers it without looking at CUDA and posts it
       // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195,
-      // 521, 959; of 2.5.1: 212, 629, 1152). Only writes by the device touch the memory.
+      // 521, 959; of 2.5.1: 212, 629, 1152). Only writes by the device touch the memory:
+      // peers with other software, whose writes are emulated, are refused (Peers::check_software).
       attr.iface = session_.gpu_memory == kHmem ? kHmemCuda : kHmemSystem;
       attr.device = attr.iface == kHmemCuda ? static_cast<uint32_t>(span.device) : 0;
       error = reg(kMrDmabuf);

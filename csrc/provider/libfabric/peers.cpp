@@ -1,5 +1,7 @@
 #include "provider/libfabric/peers.h"
 
+#include <unistd.h>
+
 #include <string_view>
 #include <utility>
 
@@ -29,6 +31,8 @@ base::Bytes Address::serialize(const std::string& provider) const {
   out.put_bytes(name);
   out.put(scratch_addr);
   out.put(scratch_key);
+  out.put_string(host);
+  out.put_string(software);
   return out.take();
 }
 
@@ -44,6 +48,8 @@ Address Address::parse(std::span<const std::byte> bytes, const std::string& prov
   address.name.assign(name.begin(), name.end());
   address.scratch_addr = in.get<uint64_t>();
   address.scratch_key = in.get<uint64_t>();
+  address.host = in.get_string();
+  address.software = in.get_string();
   in.expect_end();
   return address;
 }
@@ -60,7 +66,21 @@ Address Peers::own_address() const {
   const int error = endpoint.cm->getname(&endpoint.fid, address.name.data(), &length);
   MOE_P2P_CHECK(error == 0, Code::kTransport, name_, ": has no address: ", error_text(error));
   address.name.resize(length);
+  char host[256] = "?";
+  gethostname(host, sizeof host - 1);
+  address.host = host;
+  address.software = session_.software;
   return address;
+}
+
+void Peers::check_software(const Address& peer) const {
+  const Address own = own_address();
+  MOE_P2P_CHECK(
+      peer.software == own.software, Code::kTransport, name_, ": the EFA software of ", own.host,
+      " is ", own.software, ", of ", peer.host, " ", peer.software,
+      ": libfabric may emulate writes between them with packets, which is slow and cannot reach "
+      "GPU memory. Install one EFA driver and libfabric on all hosts, and set the same FI_EFA_* "
+      "variables for all ranks");
 }
 
 PeerId Peers::connect(Address address) {

@@ -21,6 +21,7 @@ struct Address {
   base::Bytes name;  // of the endpoint, as libfabric gives it
   uint64_t scratch_addr = 0;
   uint64_t scratch_key = 0;
+  std::string host = {}, software = {};  // of efa: Session::software
 
   base::Bytes serialize(const std::string& provider) const;
   // Throws Error{kInvalidArgument} for an address made by another provider or version.
@@ -60,6 +61,8 @@ class Peers {
 
   Address own_address() const;  // without scratch
   PeerId connect(Address address);
+  // Throws Error{kTransport} where libfabric would emulate writes between the two.
+  void check_software(const Address& peer) const;
   // Throws Error{kInvalidArgument} for an id that is not connected.
   Peer& at(PeerId id);
   void disconnect(PeerId id);

@@ -1,6 +1,11 @@
 #include "provider/libfabric/session.h"
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
+#include <cstdlib>
+#include <fstream>
+#include <string_view>
 #include <utility>
 
 #include "base/log.h"
@@ -64,6 +69,30 @@ void bind(const Opening& opening, const Config& config, Session& session) {
                                          : "enabling the endpoint");
 }
 
+// True unless FI_EFA_USE_UNSOLICITED_WRITE_RECV switches it off, in libfabric's own words
+// (fi_param_get). Releases before 1.22 do not have it.
+bool has_unsolicited_writes() {
+  constexpr std::string_view kOff[] = {"0", "false", "no", "off"};
+  const char* given = std::getenv("FI_EFA_USE_UNSOLICITED_WRITE_RECV");
+  std::string word = given ? given : "";
+  std::ranges::transform(word, word.begin(), [](unsigned char c) { return std::tolower(c); });
+  return library().version() >= make_version(1, 22) && std::ranges::count(kOff, word) == 0;
+}
+
+// libfabric decides for each peer: a write with an immediate is one of the device if both ends have
+// RDMA writes, and both or neither have "unsolicited write recv" (efa_rdm_rma.h of 2.1 and later,
+// efa_rdm_rma_should_write_using_rdma). It depends on driver, library and environment, and
+// libfabric says neither what it has nor, but for a line at level info, what it decided.
+std::string efa_software(bool emulates_writes) {
+  std::string driver;
+  std::getline(std::ifstream("/sys/module/efa/version"), driver);  // of the host, in containers too
+  const uint32_t version = library().version();
+  return base::concat("libfabric ", version >> 16, ".", version & 0xffff, ", driver ",
+                      driver.empty() ? "of the kernel" : driver, ", unsolicited writes ",
+                      has_unsolicited_writes() ? "on" : "off",
+                      emulates_writes ? ", no RDMA writes" : "");
+}
+
 // Sets EFA's own options, before the endpoint is enabled. Unless this forbids it, EFA calls CUDA
 // for each region of GPU memory at its first write (efa_rdm_ep.h,
 // efa_rdm_attempt_to_sync_memops_iov): CUDA refuses that for memory of cuMemCreate, and the write
@@ -99,6 +128,7 @@ void set_efa_options(const Opening& opening, const Config& config, Session& s) {
   } else if (config.hmem == Config::Hmem::kAuto) {
     s.gpu_memory = Session::GpuMemory::kDmabuf;
   }
+  s.software = efa_software(emulated);
   MOE_P2P_CHECK(config.hmem != Config::Hmem::kOn || s.gpu_memory == Session::GpuMemory::kHmem,
                 Code::kUnavailable, opening.name(),
                 ": hmem=on asks for GPU memory: ", s.why_no_hmem);

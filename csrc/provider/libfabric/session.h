@@ -22,6 +22,9 @@ struct Session {
   enum class GpuMemory { kNone, kDmabuf, kHmem };
   GpuMemory gpu_memory = GpuMemory::kNone;
   std::string why_no_hmem;  // unless kHmem
+  // Of efa: all that decides whether a write with an immediate between two hosts is one of the
+  // device, as text for errors. Peers must have equal ones (Peers::check_software). "": not efa.
+  std::string software;
 
   bool mr_mode(int bit) const { return (info->domain_attr->mr_mode & bit) != 0; }
   // True when memory is registered without the gate (gate.h).

@@ -1,8 +1,10 @@
 #include "provider/verbs/api.h"
 
+#include <cstring>
 #include <map>
 #include <mutex>
 
+#include "base/log.h"
 #include "platform/library.h"
 
 namespace moe_p2p::provider::verbs {
@@ -51,21 +53,37 @@ Api open_library(const std::string& file) {
   library.load("ibv_destroy_qp", api.destroy_qp);
   library.load("ibv_get_async_event", api.get_async_event);
   library.load("ibv_ack_async_event", api.ack_async_event);
+  library.load("ibv_fork_init", api.fork_init);
+  library.load_if_there("ibv_is_fork_initialized", api.is_fork_initialized);
   return api;
+}
+
+// Before 5.12 a fork makes the parent's next write to private memory move the page, while the NIC
+// goes on writing the old one. libibverbs then keeps registered pages from children (madvise). It
+// must be told before the first device is opened.
+void protect_from_forks(const Api& api) {
+  const int status = api.is_fork_initialized ? api.is_fork_initialized() : kForkDisabled;
+  const int error = status == kForkDisabled ? api.fork_init() : 0;
+  if (error != 0)
+    MOE_P2P_LOG(base::LogLevel::kWarning, "ibv_fork_init: ", std::strerror(error),
+                ": after a fork of this process NICs may write to pages of registered host memory "
+                "that it has no longer; start children before the first engine, or by spawn");
 }
 
 }  // namespace
 
 const Api& load_api(const std::string& library) {
 #if defined(MOE_P2P_TESTING)
-  if (library == kFakeLibrary && fake_api) return *fake_api;
+  if (library == kFakeLibrary && fake_api) return protect_from_forks(*fake_api), *fake_api;
 #endif
   static std::mutex mutex;
   static std::map<std::string, Api> loaded;
   const std::lock_guard lock(mutex);
   const auto found = loaded.find(library);
   if (found != loaded.end()) return found->second;
-  return loaded.emplace(library, open_library(library)).first->second;
+  const Api& api = loaded.emplace(library, open_library(library)).first->second;
+  protect_from_forks(api);
+  return api;
 }
 
 const ExtendedOps* extended_ops(const Context* context) noexcept {

@@ -145,6 +145,8 @@ struct PortAttr {
 };
 inline constexpr int kPortActive = 4;
 inline constexpr uint8_t kLinkEthernet = 2;
+// In PortAttr::flags of an InfiniBand port: addresses must be global, in all packets.
+inline constexpr uint8_t kPortNeedsGrh = 1;
 
 struct SrqInitAttr {
   void* srq_context;
@@ -299,10 +301,17 @@ struct AsyncEvent {
   int type;
 };
 enum AsyncType : int {
+  kEventCqError = 0,
+  kEventQpFatal = 1,  // `element` of these three: the queue pair
+  kEventQpRequestError = 2,
+  kEventQpAccessError = 3,
   kEventDeviceFatal = 8,
   kEventPortActive = 9,
   kEventPortError = 10,
+  kEventLidChange = 11,
+  kEventSrqError = 14,
   kEventLastReceive = 16,  // `element`: a queue pair in error that takes no more receives
+  kEventGidChange = 18,
 };
 
 // Only the data path's calls are used; the other members keep their offsets.
@@ -348,8 +357,11 @@ struct ExtendedOps {
 // Null when the library has no such calls; each of them may be null, too.
 const ExtendedOps* extended_ops(const Context* context) noexcept;
 
-// Named without the library's prefix. query_gid_table, reg_mr_iova2 and reg_dmabuf_mr are null in
-// older libraries.
+// What is_fork_initialized() returns: the kernel keeps registered pages for the parent from 5.12 on.
+enum ForkStatus : int { kForkDisabled, kForkEnabled, kForkUnneeded };
+
+// Named without the library's prefix. query_gid_table, reg_mr_iova2, reg_dmabuf_mr and
+// is_fork_initialized are null in older libraries.
 struct Api {
   VerbsDevice** (*get_device_list)(int* num_devices);
   void (*free_device_list)(VerbsDevice** list);
@@ -379,9 +391,11 @@ struct Api {
   int (*destroy_qp)(Qp*);
   int (*get_async_event)(Context*, AsyncEvent*);
   void (*ack_async_event)(AsyncEvent*);
+  int (*fork_init)();
+  int (*is_fork_initialized)();
 };
 
-// Opened once per name and kept. Throws Error{kUnavailable} that names what to install.
+// Opened once per name and kept, with fork protection where the kernel needs it. Throws Error{kUnavailable} that names what to install.
 const Api& load_api(const std::string& library);
 
 #if defined(MOE_P2P_TESTING)

@@ -52,6 +52,7 @@ std::string VerbsDomain::failure() const {
   if (const int error = changes_.receive_error.load(std::memory_order_acquire))
     return base::concat(nic_.name(), ": the driver takes no more receives: ", error_text(error),
                         "; all peers of this NIC are given up");
+  if (std::string loss = control_.nic_loss(); !loss.empty()) return loss;
   const Failure* failure = failure_.get();
   if (!failure) return control_.first_loss();
   return base::concat(

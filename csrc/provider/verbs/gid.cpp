@@ -24,7 +24,8 @@ std::string table_text(std::span<const GidTableEntry> table) {
   return text.empty() ? "none; has the port an IP address?" : text;
 }
 
-int rank_of(const GidTableEntry& entry) {
+int rank_of(const GidTableEntry& entry, bool ethernet) {
+  if (!ethernet) return flid_of(entry.gid) != 0 ? 0 : 1;
   if (gid_is_ipv4(entry.gid)) return 0;
   return gid_is_link_local(entry.gid) ? 2 : 1;
 }
@@ -33,6 +34,15 @@ int rank_of(const GidTableEntry& entry) {
 
 bool gid_is_ipv4(const Gid& gid) noexcept { return std::memcmp(gid.raw, kIpv4Prefix, 12) == 0; }
 bool gid_is_link_local(const Gid& gid) noexcept { return gid.raw[0] == 0xfe && gid.raw[1] == 0x80; }
+
+uint64_t subnet_of(const Gid& gid) noexcept {
+  Gid prefix = gid;
+  prefix.raw[4] = prefix.raw[5] = 0;
+  return prefix.words[0];
+}
+uint16_t flid_of(const Gid& gid) noexcept {
+  return static_cast<uint16_t>(gid.raw[4] << 8 | gid.raw[5]);
+}
 
 std::string gid_text(const Gid& gid) {
   char text[INET6_ADDRSTRLEN] = {};
@@ -66,7 +76,7 @@ GidTableEntry choose_gid(std::span<const GidTableEntry> table, const Config& wis
   MOE_P2P_CHECK(!fitting.empty(), Code::kUnavailable, device, ": no GID fits ", wanted,
                 "; the port has: ", table_text(table), ". Set gid_index, gid_type or gid_address");
   return *std::ranges::min_element(fitting, [&](const auto& a, const auto& b) {
-    return (ethernet ? rank_of(a) : 0) < (ethernet ? rank_of(b) : 0);
+    return rank_of(a, ethernet) < rank_of(b, ethernet);
   });
 }
 

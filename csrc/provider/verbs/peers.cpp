@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "platform/thread.h"
+#include "provider/verbs/gid.h"
 
 namespace moe_p2p::provider::verbs {
 
@@ -145,23 +146,86 @@ void Control::read_device_events() {
   AsyncEvent event{};
   while (nic_.api.get_async_event(nic_.context.get(), &event) == 0) {
     nic_.api.ack_async_event(&event);
-    if (event.type == kEventLastReceive) {
-      sessions_.last_receive(event.element);
-    } else if (event.type == kEventPortError) {
-      MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": the link went down");
-    } else if (event.type == kEventPortActive) {
-      MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": the link is up again");
-    } else if (event.type == kEventDeviceFatal) {
-      MOE_P2P_LOG(base::LogLevel::kError, nic_.name(), ": the device reports a fatal error");
-      const std::lock_guard lock(mutex_);
-      end_peers("the own device reports a fatal error");
-    }
+    note_device_event(event);
   }
+}
+
+void Control::note_device_event(const AsyncEvent& event) {
+  switch (event.type) {
+    case kEventLastReceive: return sessions_.last_receive(event.element);
+    case kEventDeviceFatal: return lose_nic("the own device reports a fatal error");
+    case kEventCqError:
+      return lose_nic("the own device reports an error of its completion queue (IBV_EVENT_CQ_ERR)");
+    case kEventSrqError:
+      return lose_nic("the own device reports an error of its receive queue (IBV_EVENT_SRQ_ERR)");
+    case kEventQpFatal: return report_qp(event.element, "failed (IBV_EVENT_QP_FATAL)");
+    case kEventQpRequestError:
+      return report_qp(event.element, "had a request that is not valid (IBV_EVENT_QP_REQ_ERR)");
+    case kEventQpAccessError:
+      return report_qp(event.element, "named memory that it may not use (IBV_EVENT_QP_ACCESS_ERR)");
+    case kEventGidChange:
+    case kEventLidChange: return report_addresses();
+    case kEventPortError:
+    case kEventPortActive:
+      MOE_P2P_LOG(
+          base::LogLevel::kWarning, nic_.name(),
+          event.type == kEventPortError ? ": the link went down" : ": the link is up again");
+      return;
+    default: return;  // a path that migrated, a new subnet manager: nothing to do or report
+  }
+}
+
+// No completion comes any more, so nothing else would end what is under way here, or what peers
+// send here.
+void Control::lose_nic(const char* sign) {
+  const std::string text = base::concat(nic_.name(), ": ", sign,
+                                        "; all peers of this NIC are given up. See the kernel log");
+  MOE_P2P_LOG(base::LogLevel::kError, text);
+  {
+    const std::lock_guard lock(mutex_);
+    if (nic_loss_.empty()) nic_loss_ = text;
+    end_peers(sign);
+  }
+  sessions_.end_all();
+}
+
+// The queue pair's own writes fail, or its peer's: this names the connection beside them.
+void Control::report_qp(const void* qp, const char* sign) {
+  std::string of = sessions_.host_of(qp);
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [id, peer] : peers_)
+      for (const auto& lane : peer->lanes)
+        if (lane->owner.get() == qp) of = "to " + peer->address.label;
+  }
+  MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": a connection ",
+              of.empty() ? "that has ended" : of, " ", sign);
+}
+
+void Control::report_addresses() {
+  const uint8_t number = nic_.config.port;
+  PortAttr port{};
+  Gid gid{};
+  if (nic_.api.query_port(nic_.context.get(), number, &port) != 0 ||
+      nic_.api.query_gid(nic_.context.get(), number, static_cast<int>(nic_.gid.index), &gid) != 0)
+    return;
+  const auto changed = [&](const auto&... what) {
+    MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": its ", what...,
+                ": peers can no longer be connected from here, and connections that are open may "
+                "break; make this engine anew");
+  };
+  if (gid_text(gid) != gid_text(nic_.gid.gid))
+    changed("GID ", nic_.gid.index, " changed from ", gid_text(nic_.gid.gid), " to ",
+            gid_text(gid));
+  if (!nic_.ethernet && port.lid != nic_.port.lid)
+    changed("LID changed from ", nic_.port.lid, " to ", port.lid);
 }
 
 // --- peers that we connect to ---
 
 PeerId Control::connect(std::span<const std::byte> address, int priority, uint64_t tag) {
+  const std::string loss = nic_loss();
+  MOE_P2P_CHECK(loss.empty(), Code::kTransport, loss);
   auto peer = std::make_unique<Peer>();
   peer->priority = priority;
   peer->tag = tag;
@@ -303,6 +367,11 @@ std::string Control::peer_label(PeerId id) const {
   const std::lock_guard lock(mutex_);
   const auto found = peers_.find(id);
   return found == peers_.end() ? "a peer that was disconnected" : found->second->address.label;
+}
+
+std::string Control::nic_loss() const {
+  const std::lock_guard lock(mutex_);
+  return nic_loss_;
 }
 
 std::string Control::first_loss() const {

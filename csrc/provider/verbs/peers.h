@@ -36,6 +36,8 @@ class Control {
   uint64_t num_refused() const noexcept { return sessions_.num_refused(); }
   // The first peer that ended without being disconnected, and the sign of its end; empty: none.
   std::string first_loss() const;
+  // Why the whole NIC is given up: no completions come from it any more; empty: it works.
+  std::string nic_loss() const;
 
  private:
   void run() noexcept;
@@ -59,6 +61,10 @@ class Control {
   bool holds(uint64_t tag) const;
 
   void read_device_events();
+  void note_device_event(const AsyncEvent& event);
+  void lose_nic(const char* sign);
+  void report_qp(const void* qp, const char* sign);
+  void report_addresses();
 
   const Nic& nic_;
   PeerTable& table_;
@@ -74,7 +80,7 @@ class Control {
   mutable std::mutex mutex_;  // guards the peers; never held during a handshake
   std::map<PeerId, std::unique_ptr<Peer>> peers_;
   PeerId next_id_ = 0;
-  std::string first_loss_;
+  std::string first_loss_, nic_loss_;
   std::map<uint64_t, bool> severed_;  // by tag: nothing of it is left; stays, so that it is refused
   std::condition_variable severed_one_;
 

@@ -28,9 +28,13 @@ AhAttr path_to(const Nic& nic, const PortAddress& peer) {
   path.sgid_index = static_cast<uint8_t>(nic.gid.index);
   path.hop_limit = kHopLimit;
   path.traffic_class = nic.config.traffic_class[priority];
-  path.dlid = peer.lid;
+  // Between subnets of InfiniBand a router's own LID stands in the peer's GID, if it has one.
+  const bool routed = !nic.ethernet && subnet_of(nic.gid.gid) != subnet_of(peer.gid);
+  const uint16_t router = flid_of(peer.gid);
+  path.dlid = routed && router != 0 ? router : peer.lid;
   path.sl = nic.config.service_level[priority];
-  path.is_global = nic.ethernet || nic.config.gid_index >= 0 ? 1 : 0;
+  const bool needs_grh = routed || peer.needs_grh || own_port(nic).needs_grh != 0;
+  path.is_global = nic.ethernet || needs_grh || nic.config.gid_index >= 0 ? 1 : 0;
   path.port_num = nic.config.port;
   return path;
 }
@@ -41,12 +45,14 @@ PortAddress own_port(const Nic& nic, int priority) {
   int mtu = nic.port.active_mtu;
   if (nic.config.mtu_bytes != 0)
     mtu = std::min(mtu, static_cast<int>(std::countr_zero(nic.config.mtu_bytes)) - 7);
-  return {.gid = nic.gid.gid,
-          .lid = nic.port.lid,
-          .mtu = static_cast<uint8_t>(mtu),
-          .ethernet = static_cast<uint8_t>(nic.ethernet ? 1 : 0),
-          .max_reads = nic.max_reads_served,
-          .priority = static_cast<uint8_t>(priority)};
+  return {
+      .gid = nic.gid.gid,
+      .lid = nic.port.lid,
+      .mtu = static_cast<uint8_t>(mtu),
+      .ethernet = static_cast<uint8_t>(nic.ethernet ? 1 : 0),
+      .max_reads = nic.max_reads_served,
+      .priority = static_cast<uint8_t>(priority),
+      .needs_grh = static_cast<uint8_t>(!nic.ethernet && (nic.port.flags & kPortNeedsGrh) ? 1 : 0)};
 }
 
 uint32_t random_psn() {

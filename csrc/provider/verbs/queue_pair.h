@@ -16,7 +16,8 @@ struct PortAddress {
   uint8_t ethernet = 0;
   uint8_t max_reads = 0;  // that a queue pair here serves at a time
   uint8_t priority = 0;   // of the connection, from the end that sends
-  uint8_t unused[2] = {};
+  uint8_t needs_grh = 0;  // kPortNeedsGrh
+  uint8_t unused[1] = {};
 };
 // One end of a connection; `lane` is its index among the peer's connections.
 struct QpAddress {

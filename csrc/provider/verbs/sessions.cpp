@@ -177,6 +177,13 @@ void Sessions::last_receive(const void* qp) noexcept {
     for (auto& [index, lane] : session.lanes) lane.has_ended |= lane.qp.get() == qp;
 }
 
+std::string Sessions::host_of(const void* qp) const {
+  for (const auto& [id, session] : sessions_)
+    for (const auto& [index, lane] : session.lanes)
+      if (lane.qp.get() == qp) return "from " + session.link.peer_host();
+  return "";
+}
+
 void Sessions::sever(uint64_t tag) {
   severed_.insert(tag);
   std::vector<uint32_t> ids;

@@ -35,6 +35,8 @@ class Sessions {
   // Checks deadlines, and what has been drained.
   void look();
   void last_receive(const void* qp) noexcept;
+  // "from 10.0.0.1"; empty: no session has this queue pair.
+  std::string host_of(const void* qp) const;
   uint64_t num_refused() const noexcept { return num_refused_.load(std::memory_order_relaxed); }
 
  private:

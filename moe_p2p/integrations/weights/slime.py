@@ -203,7 +203,9 @@ def _on_all(group: Any, call: Callable[[], _T]) -> _T:
         raise failed
     for rank, text in enumerate(heard):
         if text:
-            raise make(AbortedError, f"rank {rank} of slime failed: {text.decode()}")
+            raise make(
+                AbortedError, f"rank {rank} of slime failed: {text.decode(errors='replace')}"
+            )
     return found
 
 

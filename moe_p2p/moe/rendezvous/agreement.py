@@ -12,10 +12,24 @@ from moe_p2p import errors
 from moe_p2p.machine.transport import LOOPBACK, SOFTWARE, Choice
 
 
+class Host(NamedTuple):
+    """Where a rank is. Only `key` is compared: names may be equal, or differ among containers."""
+
+    key: str  # equal for ranks that can share memory
+    name: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Host:
+        return Host(*json.loads(data))
+
+
 class Offer(NamedTuple):
     """The transport that a rank would use, before there is an engine."""
 
-    host: str  # equal for ranks that can share memory
+    host: str  # Host.key
     choice: Choice
     tuned: tuple[int, ...] = ()  # what all have to do alike, as rank 0 has measured it (tuned.py)
 
@@ -32,7 +46,8 @@ class Facts(NamedTuple):
     """What a rank publishes about itself when it joins."""
 
     fields: dict[str, str]  # must be equal on all ranks
-    host: str  # equal for ranks that can share memory
+    host: str  # Host.key
+    host_name: str
     next_communicator: int  # first number that its engine has not used
 
     def encode(self) -> bytes:
@@ -101,14 +116,14 @@ def check_fields(facts: list[Facts]) -> None:
             )
 
 
-def find_ranks_per_node(hosts: list[str], wanted: int | None) -> int:
+def find_ranks_per_node(where: list[Host], wanted: int | None) -> int:
     """Returns how many consecutive ranks form a node; `wanted` may split a host into several."""
-    world_size = len(hosts)
+    hosts, world_size = [host.key for host in where], len(where)
     starts = [r for r in range(world_size) if r == 0 or hosts[r] != hosts[r - 1]]
     sizes = {
         after - before for before, after in zip(starts, [*starts[1:], world_size], strict=True)
     }
-    found = "; ".join(f"ranks from {start} on {hosts[start]}" for start in starts[:8])
+    found = _by_host(where, starts)
     if wanted is None:
         errors.require(
             len(sizes) == 1 and len(set(hosts)) == len(starts),
@@ -129,12 +144,27 @@ def find_ranks_per_node(hosts: list[str], wanted: int | None) -> int:
     return wanted
 
 
+def _by_host(where: list[Host], starts: list[int]) -> str:
+    """Lists where ranks are, by name; by key too where hosts that share no memory have one name."""
+    keys: dict[str, set[str]] = {}
+    for host in where:
+        keys.setdefault(host.name, set()).add(host.key)
+    parts = []
+    for start in starts[:8]:
+        key, name = where[start]
+        unclear = not name or len(keys[name]) > 1
+        parts.append(f"ranks from {start} on {f'{name} ({key})'.strip() if unclear else name}")
+    return "; ".join(parts)
+
+
 def conclude(facts: list[Facts], rank: int, wanted_ranks_per_node: int | None) -> Agreement:
     """Returns what all ranks do, given the facts of all ranks."""
     check_fields(facts)
     hosts = [fact.host for fact in facts]
     return Agreement(
-        ranks_per_node=find_ranks_per_node(hosts, wanted_ranks_per_node),
+        ranks_per_node=find_ranks_per_node(
+            [Host(fact.host, fact.host_name) for fact in facts], wanted_ranks_per_node
+        ),
         communicator=max(fact.next_communicator for fact in facts),
         ranks_on_host=hosts.count(hosts[rank]),
     )
