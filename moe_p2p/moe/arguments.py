@@ -74,6 +74,7 @@ def dispatch_form(
         options = DEFAULT
     elif not isinstance(options, DispatchOptions):
         raise errors.wrong_type("options", options, "a DispatchOptions")
+    errors.require(max_tokens >= 0, f"max_tokens is {max_tokens}, must be at least 0")
     if capacity is None:
         capacity = most_rows(shape, max_tokens, options)
     return options, max_tokens, capacity
