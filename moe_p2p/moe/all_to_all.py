@@ -33,6 +33,7 @@ from moe_p2p.moe.options import (
     COPY_TOPK,
     DEFAULT_COMBINE,
     LAYOUT_MASK,
+    MERGE_DUPLICATES,
     SOLO,
     WITH_RANGES,
     WITH_SOURCE,
@@ -100,7 +101,8 @@ class AllToAll(Halves):
         x: [T, H] bfloat16, float16, float32 or float8_e4m3fn, contiguous, T from 0 to max_tokens.
             Or uint8 [T, B], bytes of any meaning (packed fp4), B a multiple of 16 that a row has
             room for: they arrive unchanged.
-        topk_idx: [T, K] int32 or int64 expert ids, distinct in a row; -1: none.
+        topk_idx: [T, K] int32 or int64 expert ids, distinct in a row unless merge_duplicates of the
+            options; -1: none.
         topk_weights: [T, K] float32. None: 1.
         options: how rows travel and lie, and what else is returned. None: DispatchOptions().
         layout, quantize: replace options that differ from DispatchOptions() in these alone.
@@ -153,6 +155,9 @@ class AllToAll(Halves):
             raise errors.wrong_type("x", x)
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
+        if merges := options & MERGE_DUPLICATES:
+            options ^= merges
+            topk_idx, topk_weights = arguments.merged(topk_idx, topk_weights)
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
         dtype = x.dtype
         if self._device is not None:
@@ -190,7 +195,7 @@ class AllToAll(Halves):
             more = {"scales": scales, "extras": extras, "num_tokens": count}
             raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
         has_scales = quantize or scales is not None
-        return fields_of(made, options, topk_idx, has_scales, max_tokens, capacity)
+        return fields_of(made, options | merges, topk_idx, has_scales, max_tokens, capacity)
 
     def combine(
         self,
@@ -261,6 +266,9 @@ class AllToAll(Halves):
         dtype = y.dtype
         sum_dtype = dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
+        if options & MERGE_DUPLICATES:
+            arguments.refuse_late_weights(options, topk_weights)
+            options ^= MERGE_DUPLICATES
         options |= number
         if grad and partials_from(number):
             raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)

@@ -19,6 +19,7 @@ from moe_p2p.moe.dispatched import Call, Dispatched, PendingCombine, PendingDisp
 from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.options import (
     COPY_TOPK,
+    MERGE_DUPLICATES,
     CombineOptions,
     DispatchForm,
     DispatchOptions,
@@ -101,6 +102,9 @@ class Halves(Communicator):
             raise refused
         given, max_tokens, capacity = form
         options = given.number
+        if merges := options & MERGE_DUPLICATES:
+            options ^= merges
+            topk_idx, topk_weights = arguments.merged(topk_idx, topk_weights)
         self._prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
         words = self._shape.handle_words(x.shape[0], max_tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
@@ -120,7 +124,7 @@ class Halves(Communicator):
         )
         has_scales = given.quantize or scales is not None
         return PendingDispatch(
-            Call(handle, options, max_tokens, capacity),
+            Call(handle, options | merges, max_tokens, capacity),
             topk_idx.clone() if options & COPY_TOPK else topk_idx,
             torch.float8_e4m3fn if given.quantize else x.dtype,
             arguments.bytes_of_rows(x) or self.config.hidden_dim,
@@ -141,6 +145,7 @@ class Halves(Communicator):
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
         into = self.make_outputs(pending) if out is None else out
         handle, options, _, capacity = pending.call
+        options &= ~MERGE_DUPLICATES
         call(
             _ops.dispatch_recv.default,
             self._comm,
@@ -195,6 +200,8 @@ class Halves(Communicator):
             raise errors.wrong_type("y", y)
         dtype = y.dtype if out_dtype is None else out_dtype
         handle, call_options, max_tokens, _ = dispatched.call
+        arguments.refuse_late_weights(call_options, topk_weights)
+        call_options &= ~MERGE_DUPLICATES
         self._prepare_combine(y.dtype, dtype, call_options | given.number, False)
         call(
             _ops.combine_send.default,
