@@ -49,7 +49,8 @@ struct OpenCall {
   const int32_t*
       handle;  // address of its words; on hosts only for a sent half: else it may be a copy
   int64_t num_steps;
-  int32_t num_slots = 0;  // HandleMeta's
+  int32_t num_slots = 0;   // HandleMeta's
+  int32_t max_tokens = 0;  // of a dispatch
   bool solo;
   Stage stage;
   DispatchVariant variant{};  // of a dispatch

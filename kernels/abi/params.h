@@ -27,11 +27,12 @@ enum FaultKind : u32 {
   kCapacity = 2,         // expected: rows available, got: rows needed
   kBadExpert = 3,        // expected: token, got: expert id
   kWrongHeader = 4,      // expected, got: flags or slot bytes
-  kTooManyTokens = 5,    // expected: at most, got: tokens
+  kTooManyTokens = 5,    // this rank's; expected: at most, got: tokens
   kAborted = 6,          // the abort word of the signal memory; got: that word
   kBadHandle = 7,        // expected, got: communicator
   kDuplicateExpert = 8,  // expected: token, got: expert id
   kTwoAtOnce = 9,        // expected: kernels that had ended, got: that had begun
+  kOtherMaxTokens = 10,  // expected, got: max_tokens of the call
 };
 
 // Device memory of one communicator that only its own kernels use: DeviceState, then the words.
@@ -162,7 +163,8 @@ struct DispatchParams {
   i32 num_rows;  // T
   i32 num_chunks;
   i32 num_slots;  // HandleMeta's
-  i32 solo;       // the receiving half answers with the empty combine
+  i32 max_tokens;
+  i32 solo;  // the receiving half answers with the empty combine
   i32 topk_is_int64;
   i32 num_tokens_is_int64;
   DevicePart extras[kMaxExtras];

@@ -11,13 +11,21 @@ enum RegionFlags : u32 {
   kScalars = 1u << 1,   // combine rows are followed by K fp32 scalars
   kPerToken = 1u << 2,  // positions count the tokens for a rank, not for an expert
   kOpaque = 1u << 3,    // what follows the payload may hold any word, so slots have flags
-  kDTypeShift = 8,      // payload type, 4 bits
+  kDTypeShift = 4,      // payload type, 3 bits
+  // max_tokens of the call, of dispatches; 25 bits, as it is at most 2^24. Readers compare all bits
+  // with their own call's.
+  kMaxTokensShift = 7,
 };
 
 // What the rows of a call are, as its headers name it.
 MOE_P2P_HD constexpr u32 dtype_flags(DType dtype) { return static_cast<u32>(dtype) << kDTypeShift; }
-MOE_P2P_HD constexpr u32 dispatch_flags(DType dtype, RowLayout layout) {
-  return dtype_flags(dtype) | (facts_of(layout).per_token ? static_cast<u32>(kPerToken) : 0);
+MOE_P2P_HD constexpr u32 dispatch_flags(DType dtype, RowLayout layout, i32 max_tokens) {
+  return dtype_flags(dtype) | (facts_of(layout).per_token ? static_cast<u32>(kPerToken) : 0) |
+         static_cast<u32>(max_tokens) << kMaxTokensShift;
+}
+// Whether the flags of two dispatches differ in max_tokens alone.
+MOE_P2P_HD constexpr bool only_max_tokens_differ(u32 a, u32 b) {
+  return a != b && (a ^ b) << (32 - kMaxTokensShift) == 0;
 }
 MOE_P2P_HD constexpr u32 combine_flags(DType dtype, bool scalars) {
   return dtype_flags(dtype) | (scalars ? static_cast<u32>(kScalars) : 0);
@@ -29,8 +37,8 @@ struct RegionHeader {
   u32 num_tokens;  // slots that follow
   u32 flags;       // RegionFlags
   u64 slot_bytes;  // stride the sender used
-  // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it num_tokens
-  // and announced_shape(), so that readers need not wait for the whole header and its flag.
+  // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it
+  // announced_size() and flags, so that readers need not wait for the whole header and its flag.
   u64 announced[2];
   // In partial_inbox of step slot 0: the last round that its writer has begun to clean for, and
   // that it has cleaned for (kernels/clean.cu). The host uses the second one only.
@@ -56,8 +64,9 @@ MOE_P2P_HD auto* behind_header(Byte* region) {
   return values_at<T>(region, sizeof(RegionHeader));
 }
 
-MOE_P2P_HD constexpr u32 announced_shape(u32 flags, u64 slot_bytes) {
-  return flags | static_cast<u32>(slot_bytes / kLine) << 16;
+// Steps whose rows flag themselves are short: 16 bits hold their tokens.
+MOE_P2P_HD constexpr u32 announced_size(u32 num_tokens, u64 slot_bytes) {
+  return num_tokens | static_cast<u32>(slot_bytes / kLine) << 16;
 }
 
 // A dispatch region: header, expert counts, slots. The counts cover the whole call (all its

@@ -105,27 +105,27 @@ __device__ inline i32 receive_slots(const Receiver& a, u64 step, i32 source) {
   const u32 flags = wire_flags(p);
   i32 slots;
   u64 slot_bytes;
-  bool fits;
+  u32 got;
   if (kSelfFlagged && a.self.same_node(source)) {
     const Awaited what{Phase::kDispatch, source, step};
     u64 words[2] = {ld_relaxed_sys_u64(&header->announced[0]),
                     ld_relaxed_sys_u64(&header->announced[1])};
     for (i32 i = 0; i < 2; ++i)
       if (!wait_tagged(p.comm, &header->announced[i], words[i], what)) return -1;
-    const auto shape = static_cast<u32>(words[1]);
-    slots = static_cast<i32>(static_cast<u32>(words[0]));
-    slot_bytes = (shape >> 16) * kLine;
-    fits = shape == announced_shape(flags, p.parts.slot_bytes);
+    const auto size = static_cast<u32>(words[0]);
+    slots = static_cast<i32>(size & 0xffff);
+    slot_bytes = (size >> 16) * kLine;
+    got = static_cast<u32>(words[1]);
   } else {
     if (!await_source(a, step, source)) return -1;
     slots = static_cast<i32>(header->num_tokens);
     slot_bytes = header->slot_bytes;
-    fits = header->flags == flags && slot_bytes == p.parts.slot_bytes;
+    got = header->flags;
   }
-  if (fits && slots <= p.num_slots) return slots;
-  if (fits) {
-    raise_fault(p.comm, kTooManyTokens, Phase::kDispatch, source, step,
-                static_cast<u64>(p.num_slots), static_cast<u64>(slots));
+  if (got == flags && slot_bytes == p.parts.slot_bytes && slots <= p.num_slots) return slots;
+  if (only_max_tokens_differ(got, flags)) {
+    raise_fault(p.comm, kOtherMaxTokens, Phase::kDispatch, source, step,
+                static_cast<u64>(p.max_tokens), got >> kMaxTokensShift);
   } else {
     raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes,
                 slot_bytes);

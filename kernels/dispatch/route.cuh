@@ -261,8 +261,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk, bool c
     RegionHeader* header = region_header(region);
     const auto num_tokens = static_cast<u32>(tokens_in(a.s.has[column]));
     if (kSelfFlagged && i < kLocal) {
-      st_tagged(&header->announced[0], step, num_tokens);
-      st_tagged(&header->announced[1], step, announced_shape(flags, a.p.parts.slot_bytes));
+      st_tagged(&header->announced[0], step, announced_size(num_tokens, a.p.parts.slot_bytes));
+      st_tagged(&header->announced[1], step, flags);
     }
     header->describe(num_tokens, flags, a.p.parts.slot_bytes);
   }

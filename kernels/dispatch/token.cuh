@@ -30,7 +30,8 @@ __device__ __forceinline__ bool is_timed(const DispatchParams& p) {
 }
 
 __device__ __forceinline__ u32 wire_flags(const DispatchParams& p) {
-  return dispatch_flags(kWireType, kLayout) | (is_opaque(p) ? static_cast<u32>(kOpaque) : 0);
+  return dispatch_flags(kWireType, kLayout, p.max_tokens) |
+         (is_opaque(p) ? static_cast<u32>(kOpaque) : 0);
 }
 inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
 inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));

@@ -67,7 +67,8 @@ class HybridEPBuffer:
     """Dispatch and combine of one rank. The constructor is collective.
 
     group: of any backend. hidden_dim: not used, calls bring theirs.
-    max_num_of_tokens_per_rank: tokens of a step, as far as 2 GiB allow; calls may bring more.
+    max_num_of_tokens_per_rank: equal on all ranks; tokens of a step, as far as 2 GiB allow. Calls
+        may bring more.
     num_local_experts: E_local, for calls that pass none. use_fp8: of calls that do not say.
     num_sms_dispatch_api: thread blocks of a call and its combine. None: all that help.
 
@@ -129,7 +130,8 @@ class HybridEPBuffer:
             [T, K] with num_of_experts.
         pad_multiple: each expert's rows begin at a multiple of it; rows between are zero.
         num_permuted_tokens: R where the host does not wait (non_blocking, or with a handle): then
-            T is equal on all ranks, and the call can be captured in a graph.
+            T is at most max_num_of_tokens_per_rank, or equal on all ranks, and the call can be
+            captured in a graph.
         handle: of an earlier call: other values along the same routes.
 
         Returns rows [R, H], their probs [R] or None, their scales or None, the rows of each local
@@ -158,8 +160,8 @@ class HybridEPBuffer:
             assert blocking, "non_blocking needs num_permuted_tokens"
             fields, padded = self._dispatch_exactly(all_to_all, given, alignment)
         else:
-            num_tokens, capacity = max(1, values.shape[0]), int(num_permuted_tokens)
-            form = DispatchForm(_options(alignment), num_tokens, capacity)
+            most = max(1, self.max_num_of_tokens_per_rank, values.shape[0])
+            form = DispatchForm(_options(alignment), most, int(num_permuted_tokens))
             fields = all_to_all.dispatch_with(form, *given)
             padded = (without_rows(fields).counts + (alignment - 1)) // alignment * alignment
             padded = padded.cpu() if blocking else padded

@@ -60,6 +60,7 @@ from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
 from moe_p2p.moe.options import (
     COPY_TOPK,
     DEFAULT_COMBINE,
+    MERGE_DUPLICATES,
     SOLO,
     ZERO_PADDING,
     CombineOptions,
@@ -149,7 +150,8 @@ class AllToAll(NotCopied):
         x: [T, H] bfloat16, float16, float32 or float8_e4m3fn, contiguous, T from 0 to max_tokens.
             Or uint8 [T, B], bytes of any meaning (packed fp4), B a multiple of 16 that a row has
             room for: they arrive unchanged.
-        topk_idx: [T, K] int32 or int64 expert ids, distinct in a row; -1: none.
+        topk_idx: [T, K] int32 or int64 expert ids, distinct in a row unless merge_duplicates of the
+            options; -1: none.
         topk_weights: [T, K] float32. None: 1.
         options: how rows travel and lie, and what else is returned. None: DispatchOptions().
         layout, quantize: replace options that differ from DispatchOptions() in these alone.
@@ -204,6 +206,9 @@ class AllToAll(NotCopied):
             arguments.refuse_tangents(x=x, topk_weights=topk_weights, scales=scales, extras=extras)
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
+        if merges := options & MERGE_DUPLICATES:
+            options ^= merges
+            topk_idx, topk_weights = arguments.merged(topk_idx, topk_weights)
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
         dtype = x.dtype
         if self._device is not None:
@@ -241,7 +246,7 @@ class AllToAll(NotCopied):
             more = {"scales": scales, "extras": extras, "num_tokens": count}
             raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
         has_scales = quantize or scales is not None
-        return fields_of(made, options, topk_idx, has_scales, max_tokens, capacity)
+        return fields_of(made, options | merges, topk_idx, has_scales, max_tokens, capacity)
 
     def combine(
         self,
@@ -315,6 +320,9 @@ class AllToAll(NotCopied):
         dtype = y.dtype
         sum_dtype = dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
+        if options & MERGE_DUPLICATES:
+            arguments.refuse_late_weights(options, topk_weights)
+            options ^= MERGE_DUPLICATES
         options |= number
         if grad and partials_from(number):
             raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)
@@ -414,6 +422,9 @@ class AllToAll(NotCopied):
             arguments.refuse_tangents(x=x, topk_weights=topk_weights, scales=scales, extras=extras)
         given, max_tokens, capacity = form
         options = given.number
+        if merges := options & MERGE_DUPLICATES:
+            options ^= merges
+            topk_idx, topk_weights = arguments.merged(topk_idx, topk_weights)
         self._communicator.prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
         words = self._shape.handle_words(x.shape[0], max_tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
@@ -433,7 +444,7 @@ class AllToAll(NotCopied):
         )
         has_scales = given.quantize or scales is not None
         return PendingDispatch(
-            Call(handle, options, max_tokens, capacity),
+            Call(handle, options | merges, max_tokens, capacity),
             topk_idx.clone() if options & COPY_TOPK else topk_idx,
             torch.float8_e4m3fn if given.quantize else x.dtype,
             arguments.bytes_of_rows(x) or self.config.hidden_dim,
@@ -454,6 +465,7 @@ class AllToAll(NotCopied):
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
         into = self.make_outputs(pending) if out is None else out
         handle, options, _, capacity = pending.call
+        options &= ~MERGE_DUPLICATES
         call(
             _ops.dispatch_recv.default,
             self._comm,
@@ -512,6 +524,8 @@ class AllToAll(NotCopied):
             arguments.refuse_tangents(y=y, row_weights=row_weights, **late)
         dtype = y.dtype if out_dtype is None else out_dtype
         handle, call_options, max_tokens, _ = dispatched.call
+        arguments.refuse_late_weights(call_options, topk_weights)
+        call_options &= ~MERGE_DUPLICATES
         self._communicator.prepare_combine(y.dtype, dtype, call_options | given.number, False)
         call(
             _ops.combine_send.default,

@@ -18,6 +18,7 @@ from moe_p2p.moe.ops import NO_SCALAR_GRADIENT
 from moe_p2p.moe.options import (
     DEFAULT,
     LAYOUT_MASK,
+    MERGE_DUPLICATES,
     DispatchOptions,
     refuse_moved,
     rows_of,
@@ -99,6 +100,7 @@ def dispatch_form(
         options = DEFAULT
     elif not isinstance(options, DispatchOptions):
         raise errors.wrong_type("options", options, "a DispatchOptions")
+    errors.require(max_tokens >= 0, f"max_tokens is {max_tokens}, must be at least 0")
     if capacity is None:
         capacity = most_rows(shape, max_tokens, options)
     return options, max_tokens, capacity
@@ -192,3 +194,36 @@ def refuse_gradient(text: str, **tensors: Tensor | None) -> None:
     """Called by calls without a gradient: raises where autograd would need one."""
     for name, tensor in tensors.items():
         errors.require(not require_grad(tensor), text.format(name))
+
+
+def merged(topk_idx: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Leaves of each token's equal experts the first, with the sum of their weights, rounded once.
+
+    [[3, 1, 3]] with [[0.5, 1.0, 0.25]]: [[3, 1, -1]] with [[0.75, 1.0, 0.0]]. No weights are 1.
+    What is no routing is returned as it is: the op refuses it by name. Shapes do not depend on
+    values, so calls are captured and traced; the gradient of a sum goes to each of its weights.
+    """
+    if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or topk_idx.is_floating_point():
+        return topk_idx, topk_weights
+    if topk_weights is not None and (
+        not isinstance(topk_weights, Tensor)
+        or (topk_weights.shape, topk_weights.dtype) != (topk_idx.shape, torch.float32)
+    ):
+        return topk_idx, topk_weights
+    same = topk_idx[:, :, None] == topk_idx[:, None, :]  # [T, K, K]
+    repeats = same.tril(-1).any(2)  # an earlier one is equal
+    if topk_weights is None:
+        sums = same.sum(2, dtype=torch.float32)
+    else:
+        # float64 holds sums of K float32 numbers, in any order.
+        sums = topk_weights.double()[:, None, :].where(same, 0.0).sum(2).float()
+    return topk_idx.masked_fill(repeats, -1), sums.masked_fill(repeats | (topk_idx < 0), 0.0)
+
+
+def refuse_late_weights(options: int, topk_weights: Tensor | None) -> None:
+    """Raises where a combine would give weights to experts that its dispatch has merged."""
+    errors.require(
+        topk_weights is None or not options & MERGE_DUPLICATES,
+        "topk_weights of combine do not go with merge_duplicates: give them to dispatch, which "
+        "adds those of equal experts",
+    )

@@ -52,7 +52,9 @@ class Dispatched(NamedTuple):
     source: Tensor | None  # [R, 2] int32: source rank and its token; with_source only
     ranges: Tensor | None  # [E_local, W] int64; with_ranges only
     wait_ticks: Tensor | None  # [W] int64; with_wait_ticks only
-    topk_idx: Tensor  # [T, K] of this rank's tokens, as it was given; with copy_topk a copy
+    # [T, K] of this rank's tokens, as it was given; with copy_topk a copy; with merge_duplicates
+    # without what repeats
+    topk_idx: Tensor
     call: Call  # for combine and release; not for users
 
 

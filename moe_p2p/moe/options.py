@@ -37,6 +37,7 @@ _SCALE_FORMAT_SHIFT = 2
 QUANTIZE, COLUMN_SCALES, ZERO_PADDING, SOLO = 1 << 4, 1 << 5, 1 << 6, 1 << 7
 WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 _ALIGNMENT_SHIFT, DROP, _SUM_ORDER_SHIFT, _PARTIALS_SHIFT = 12, 1 << 43, 44, 46
+MERGE_DUPLICATES = 1 << 62  # of Python alone: ops never see it
 _ALIGNMENT_MASK = _MAX_ALIGNMENT << _ALIGNMENT_SHIFT
 _FLAGS = {
     "quantize": QUANTIZE,
@@ -47,6 +48,7 @@ _FLAGS = {
     "with_wait_ticks": WITH_WAIT_TICKS,
     "copy_topk": COPY_TOPK,
     "drop": DROP,
+    "merge_duplicates": MERGE_DUPLICATES,
 }
 
 
@@ -113,6 +115,9 @@ class DispatchOptions:
         was combined.
     drop: when grouped, leave rows past the capacity out, without an error; offsets[-1] is then the
         capacity that would have been enough, and their share is absent from sums.
+    merge_duplicates: topk_idx may name an expert more than once in a row (hash routing): it gets
+        the token once, with the sum of the weights. Else such a row is an error. May differ
+        between ranks. Not with topk_weights of combine, nor in the torch op.
     solo: no combine follows while other calls are under way (training does this by itself).
     zero_padding: rows without a token become zero. None: when autograd records the call. Experts
         that train need it: the gradient of their weights multiplies all rows.
@@ -130,6 +135,7 @@ class DispatchOptions:
     with_wait_ticks: bool = False
     copy_topk: bool = False
     drop: bool = False
+    merge_duplicates: bool = False
     solo: bool = False
     zero_padding: bool | None = None
     number: int = field(init=False, repr=False, compare=False)  # what ops take

@@ -217,6 +217,24 @@ def test_num_bytes_bounds_the_steps(rank: Rank) -> None:
     assert sizes[0] < sizes[1] <= 512
 
 
+@pytest.mark.parametrize("do_cpu_sync", [True, False])
+def test_bounds_that_differ_are_named_at_the_first_call(do_cpu_sync: bool) -> None:
+    bounds = (SHAPE.max_tokens, SHAPE.max_tokens - 1)
+
+    def body(rank: Rank) -> None:
+        buffer = cases.make_buffer(rank)
+        mine = make_batches(1, [2, 2], SHAPE)[rank.rank]
+        call = Call(do_cpu_sync=do_cpu_sync)
+        cases.dispatch(buffer, mine, SHAPE, call, num_max_tokens_per_rank=bounds[rank.rank])
+
+    results = run_threads(2, body, return_errors=True)
+    assert any(
+        f"max_tokens of rank {1 - rank}'s call is {bounds[1 - rank]}, of rank {rank}'s" in str(each)
+        for rank in range(2)
+        for each in results
+    ), results
+
+
 @on_ranks(1)
 def test_what_is_refused(rank: Rank) -> None:
     buffer = cases.make_buffer(rank)

@@ -130,6 +130,28 @@ def test_nothing_waits_where_the_caller_gives_the_rows(pad: int | None) -> None:
     run(2, lambda place: check_rows(place, False, pad, (7,)))
 
 
+@pytest.mark.parametrize("counts", [(6, 2, 4, 3), (0, 8, 1, 8), (1, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_tokens_may_differ_where_nothing_waits(num_ranks: int, counts: tuple[int, ...]) -> None:
+    """The bound is the constructor's, whichever routing follows: one of a rank's own T would be
+    right until another rank sends more."""
+    run(num_ranks, lambda place: check_rows(place, False, None, counts))
+
+
+def test_more_tokens_than_the_constructor_says_are_of_all_ranks() -> None:
+    """Equal T may be any; where it differs the ranks and both numbers are named."""
+    run(2, lambda place: check_rows(place, False, None, (11,)))
+
+    def check(place: Place) -> None:
+        tokens = place.all_tokens(1, (11, 9))
+        with pytest.raises(MoeP2pError, match=r"max_tokens of rank [01]'s call is (9|11), of rank"):
+            place.buffer.dispatch_with_permute(
+                **place.put(tokens[place.rank.rank]), num_permuted_tokens=200, non_blocking=True
+            )
+
+    run(2, check)
+
+
 def test_ids_instead_of_a_map() -> None:
     def check(place: Place) -> None:
         tokens = place.all_tokens(5, (6, 4))

@@ -196,6 +196,12 @@ def a_smaller_call(arguments: dict[str, Any]) -> None:
     arguments["max_tokens"] = 2
 
 
+def another_bound(arguments: dict[str, Any]) -> None:
+    """All slots would fit."""
+    a_smaller_call(arguments)
+    arguments["max_tokens"] = gpu_ranks.MAX_TOKENS - 1
+
+
 BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
     "expert too large": (bad_expert, moe_p2p.InvalidArgumentError, "expert 4000"),
     "expert too small": (negative_expert, moe_p2p.InvalidArgumentError, "expert -7"),
@@ -209,11 +215,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
     "capacity too small": (little_capacity, moe_p2p.ResourceExhaustedError, "capacity is 1"),
     "another type": (other_type, moe_p2p.ProtocolError, "all ranks must make the same calls"),
     "another layout": (other_layout, moe_p2p.ProtocolError, "all ranks must make the same calls"),
-    "another max_tokens": (  # its handle has no room for what the others send
-        a_smaller_call,
-        moe_p2p.ProtocolError,
-        "tokens, max_tokens of this rank's call is 2; it must be the same on all ranks",
-    ),
+    "another max_tokens": (a_smaller_call, moe_p2p.ProtocolError, "'s call is "),
+    "another max_tokens of few tokens": (another_bound, moe_p2p.ProtocolError, "'s call is "),
 }
 
 

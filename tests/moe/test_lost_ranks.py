@@ -20,6 +20,7 @@ import torch.distributed as dist
 import moe_p2p
 from moe_p2p import Engine, EngineConfig, library
 from moe_p2p.moe import communicator
+from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.rendezvous import agreement
 from moe_p2p.moe.rendezvous.agreement import Host, find_ranks_per_node
 from tests.support import cases
@@ -137,18 +138,58 @@ def test_ranks_that_disagree_about_a_call() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_ranks_that_disagree_about_max_tokens(ranks_per_node: int) -> None:
-    """A handle has no room for more than max_tokens of its own call."""
+@pytest.mark.parametrize(
+    ("door", "layout"),
+    [
+        ("whole", "padded"),
+        ("whole", "grouped"),
+        ("whole", "by_rank"),
+        ("halves", "grouped"),
+        ("op", "padded"),
+    ],
+)
+@pytest.mark.parametrize("bounds", [(2, 4), (8, 9), (6, 12), (9, 12)], ids=str)  # 8 a chunk
+def test_ranks_that_disagree_about_max_tokens(
+    bounds: tuple[int, int], door: str, layout: str, ranks_per_node: int
+) -> None:
+    """Named at the first call, by whoever is served first, although two tokens always fit."""
 
     def body(rank: Rank) -> None:
-        with make(rank, timeout_s=2.0, ranks_per_node=ranks_per_node) as comm:
-            t = make_tokens(0, rank.rank, 4 if rank.rank else 2)
-            comm.dispatch(t.x, t.topk_idx, max_tokens=t.x.shape[0])
+        fields = {"max_tokens": 12, "chunk_tokens": 8, "ranks_per_node": ranks_per_node}
+        with make(rank, timeout_s=2.0, **fields) as comm:
+            t = make_tokens(0, rank.rank, 2)
+            given: dict[str, Any] = {"layout": layout, "max_tokens": bounds[rank.rank]}
+            if door == "halves":
+                comm.dispatch_recv(comm.dispatch_send(t.x, t.topk_idx, **given))
+            elif door == "op":
+                number = DispatchOptions(layout=layout).number
+                bound = given["max_tokens"]
+                rest = (None, None, [], None, None, -1)
+                torch.ops.moe_p2p.dispatch(comm._comm, number, bound, 64, t.x, t.topk_idx, *rest)
+            else:
+                comm.dispatch(t.x, t.topk_idx, **given)
 
-    result = run_threads(2, body, return_errors=True)[0]
-    assert isinstance(result, moe_p2p.ProtocolError)
-    assert "rank 1 sent " in str(result)
-    assert "max_tokens of this rank's call is 2; it must be the same" in str(result)
+    results = run_threads(2, body, return_errors=True)
+    kind = RuntimeError if door == "op" else moe_p2p.ProtocolError
+    texts = [str(result) for result in results if isinstance(result, kind)]
+    assert any(
+        f"max_tokens of rank {1 - rank}'s call is {bounds[1 - rank]}, of rank {rank}'s "
+        f"{bounds[rank]}; it must be the same on all ranks" in text
+        for rank in range(2)
+        for text in texts
+    ), results
+
+
+@pytest.mark.parametrize("max_tokens", [-1, -7])
+def test_a_max_tokens_below_0_is_refused_by_its_name(max_tokens: int) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            t = make_tokens(0, rank.rank, 2)
+            for call in (comm.dispatch, comm.dispatch_send):
+                with pytest.raises(moe_p2p.InvalidArgumentError, match="max_tokens is -"):
+                    call(t.x, t.topk_idx, max_tokens=max_tokens)
+
+    run_threads(1, body)
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])

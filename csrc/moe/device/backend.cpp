@@ -207,6 +207,7 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
   return {.handle = send.handle.words,
           .num_steps = num_chunks,
           .num_slots = static_cast<int32_t>(num_slots),
+          .max_tokens = static_cast<int32_t>(send.max_tokens),
           .solo = send.options.solo || num_chunks > 1,
           .stage = Stage::kDispatchSent,
           .variant = {.x_dtype = send.x_dtype,
@@ -269,6 +270,7 @@ abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {
   p.num_rows = call.num_rows;
   p.num_chunks = static_cast<int32_t>(call.num_steps);
   p.num_slots = call.num_slots;
+  p.max_tokens = call.max_tokens;
   p.solo = call.solo;
   p.parts = call.parts;
   p.num_extras = call.num_extras;

@@ -60,13 +60,12 @@ base::Error error_of(const abi::Fault& fault, const Plan& plan, int rank, const 
       return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
                                                    " names expert ", got, " twice")};
     case abi::kTooManyTokens:
-      if (fault.source != rank)
-        return {Code::kProtocol,
-                base::concat(head, ": rank ", fault.source, " sent ", got,
-                             " tokens, max_tokens of this rank's call is ", fault.expected,
-                             "; it must be the same on all ranks")};
       return {Code::kInvalidArgument,
               base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
+    case abi::kOtherMaxTokens:
+      return {Code::kProtocol,
+              base::concat(head, ": ",
+                           other_max_tokens(fault.source, fault.got, rank, fault.expected))};
     case abi::kTwoAtOnce:
       return {Code::kInvalidArgument,
               base::concat(head,

@@ -102,6 +102,7 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
       call_{.handle = send.handle.words,
             .num_steps = context.plan.num_chunks(send.max_tokens),
             .num_slots = static_cast<int32_t>(context.plan.num_slots(send.max_tokens)),
+            .max_tokens = static_cast<int32_t>(send.max_tokens),
             .solo = send.options.solo,
             .stage = Stage::kDispatchSent,
             .variant = {.x_dtype = send.x_dtype,
@@ -187,7 +188,7 @@ bool DispatchCall::advance_recv(const DispatchRecv& recv) {
   };
   while (!in_flight_.empty() && arrived(in_flight_.front())) {
     const Step step = in_flight_.front();
-    context_.kernels.dispatch_recv(step, recv, call_.parts, handle_, num_received_++, placement_);
+    context_.kernels.dispatch_recv(step, recv, call_, handle_, num_received_++, placement_);
     in_flight_.pop_front();
     if (!call_.solo) continue;  // the caller will combine or release
     context_.ring.acknowledge(step);

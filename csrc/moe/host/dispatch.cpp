@@ -68,8 +68,9 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
   const int num_columns = num_local + shape_.num_nodes();
   const int32_t* num_slots =
       &routing.num_slots[static_cast<size_t>(chunk) * static_cast<size_t>(num_columns)];
-  const uint32_t flags = abi::dispatch_flags(
-      call.options.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.options.layout);
+  const uint32_t flags =
+      abi::dispatch_flags(call.options.quantize ? DType::kFloat8E4M3 : call.x_dtype,
+                          call.options.layout, static_cast<int32_t>(call.max_tokens));
   // Column c < L is the inbox of own-node rank c, column L + n the outbox for node n.
   std::vector<std::byte*> slots(static_cast<size_t>(num_columns), nullptr);
   for (int c = 0; c < num_columns; ++c) {
@@ -336,17 +337,13 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
   if (!call.options.rows().apart) clear(call.offsets[num_experts], call.capacity);
 }
 
-void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const OpenCall& sent,
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
-  for (int s = 0; s < shape_.world_size; ++s) {
-    const RegionHeader& header = dispatch_region(step, s);
-    check_header(header, step, abi::dispatch_flags(call.x_dtype, call.options.layout),
-                 parts.slot_bytes, s, "dispatch");
-    MOE_P2P_CHECK(silent(s) || header.num_tokens <= handle.num_slots(), Code::kProtocol, "rank ",
-                  memory_.rank(), ": dispatch of step ", step.index, ": rank ", s, " sent ",
-                  header.num_tokens, " tokens, max_tokens of this rank's call is ",
-                  handle.num_slots(), "; it must be the same on all ranks");
-  }
+  const abi::TokenParts& parts = sent.parts;
+  const uint32_t flags = abi::dispatch_flags(call.x_dtype, call.options.layout, sent.max_tokens);
+  for (int s = 0; s < shape_.world_size; ++s)
+    check_header(dispatch_region(step, s), step, flags, parts.slot_bytes, s, "dispatch",
+                 sent.num_slots);
   if (chunk == 0) {
     call.options.rows().per_token ? place_tokens(step, call, placement)
                                   : place(step, call, placement);

@@ -15,7 +15,7 @@ namespace {
 const char* dtype_name(uint32_t flags) {
   constexpr const char* kNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn",
                                     "10-bit integer"};
-  const uint32_t index = flags >> abi::kDTypeShift;
+  const uint32_t index = flags >> abi::kDTypeShift & 7;
   return index < 5 ? kNames[index] : "unknown";
 }
 
@@ -124,11 +124,16 @@ void HostKernels::fill_header(RegionHeader& header, Step step, uint32_t num_toke
 }
 
 void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t flags,
-                               uint64_t slot_bytes, int source, const char* phase) const {
+                               uint64_t slot_bytes, int source, const char* phase,
+                               int32_t num_slots) const {
   if (silent(source)) return;
   MOE_P2P_CHECK(header.step == step.word(), Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
                 " of step ", step.index, " found word ", header.step, " from rank ", source,
                 ", expected ", step.word());
+  MOE_P2P_CHECK(!abi::only_max_tokens_differ(header.flags, flags), Code::kProtocol, "rank ",
+                memory_.rank(), ": ", phase, " of step ", step.index, ": ",
+                other_max_tokens(source, header.flags >> abi::kMaxTokensShift, memory_.rank(),
+                                 flags >> abi::kMaxTokensShift));
   MOE_P2P_CHECK(header.flags == flags, Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
                 " of step ", step.index, ": rank ", source, " sent ", flags_text(header.flags),
                 ", this rank expects ", flags_text(flags),
@@ -137,9 +142,10 @@ void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t f
                 phase, " of step ", step.index, ": rank ", source, " sent slots of ",
                 header.slot_bytes, " bytes, this rank expects ", slot_bytes,
                 "; scales and extras must be alike on all ranks");
-  MOE_P2P_CHECK(header.num_tokens <= static_cast<uint32_t>(shape_.chunk_tokens), Code::kProtocol,
-                "rank ", memory_.rank(), ": ", phase, " of step ", step.index, ": rank ", source,
-                " sent ", header.num_tokens, " slots, at most ", shape_.chunk_tokens, " fit");
+  const int32_t most = num_slots < 0 ? shape_.chunk_tokens : num_slots;
+  MOE_P2P_CHECK(header.num_tokens <= static_cast<uint32_t>(most), Code::kProtocol, "rank ",
+                memory_.rank(), ": ", phase, " of step ", step.index, ": rank ", source, " sent ",
+                header.num_tokens, " slots, at most ", most, " fit");
 }
 
 void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int first_rank,

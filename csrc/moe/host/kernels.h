@@ -8,6 +8,7 @@
 
 #include "base/mutation.h"
 #include "moe/call.h"
+#include "moe/ledger.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
 #include "moe/plan/handle.h"
@@ -53,7 +54,7 @@ class HostKernels {
   void dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
                      const Routing& routing, const HandleView& handle, int64_t chunk);
   // Chunk 0 also lays out the output.
-  void dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+  void dispatch_recv(Step step, const DispatchRecv& call, const OpenCall& sent,
                      const HandleView& handle, int64_t chunk, Placement& placement);
   // Pushes call.topk_weights to the ranks that hold the tokens; combine_send() needs all ranks'.
   void push_weights(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
@@ -93,7 +94,7 @@ class HostKernels {
   // null: of an empty combine.
   void check_combine(Step step, const CombineRecv* call) const;
   void check_header(const abi::RegionHeader& header, Step step, uint32_t flags, uint64_t slot_bytes,
-                    int source, const char* phase) const;
+                    int source, const char* phase, int32_t num_slots = -1) const;
   void fill_header(abi::RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
                    uint64_t slot_bytes) const noexcept;
   void write_counts(abi::RegionHeader& region, const Routing& routing, int first_rank,

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
+#include "base/log.h"
 #include "kernels/abi/signal.h"
 
 namespace moe_p2p::moe {
@@ -28,6 +30,12 @@ constexpr const char* phase_name(abi::Phase phase) {
   return phase == abi::Phase::kDispatch  ? "dispatch"
          : phase == abi::Phase::kCombine ? "combine"
                                          : "late weights";
+}
+
+// Error text of a dispatch whose max_tokens differs between two ranks.
+inline std::string other_max_tokens(int source, uint64_t theirs, int rank, uint64_t own) {
+  return base::concat("max_tokens of rank ", source, "'s call is ", theirs, ", of rank ", rank,
+                      "'s ", own, "; it must be the same on all ranks");
 }
 
 }  // namespace moe_p2p::moe

@@ -11,6 +11,7 @@ from moe_p2p.moe.reference.routing import (
     combine,
     combine_scalars,
     dispatch,
+    merge_duplicates,
     route,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "combine_scalars",
     "dequantize",
     "dispatch",
+    "merge_duplicates",
     "pack_ue8m0",
     "quantize",
     "route",

@@ -91,6 +91,24 @@ class Tokens:
         return self.x.shape[0] if self.num_tokens is None else self.num_tokens
 
 
+def merge_duplicates(tokens: Tokens) -> Tokens:
+    """What a dispatch with merge_duplicates sends: an expert that a row names more than once stays
+    at the first place, with the sum of its weights, which is exact and then rounded to float32.
+    """
+    idx, weights = tokens.topk_idx.clone(), torch.zeros(tokens.topk_idx.shape)
+    for t, experts in enumerate(tokens.topk_idx.tolist()):
+        for k, expert in enumerate(experts):
+            places = [i for i, each in enumerate(experts) if each == expert >= 0]
+            if places[:1] == [k]:
+                given = [1.0] * len(places)
+                if tokens.topk_weights is not None:
+                    given = tokens.topk_weights[t, places].tolist()
+                weights[t, k] = math.fsum(given)
+            else:
+                idx[t, k] = -1
+    return replace(tokens, topk_idx=idx, topk_weights=weights)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Received:
     """Results of dispatch on one expert rank. Rows without a token are zero here, source -1."""
