@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_p2p import errors
 from moe_p2p.deep_ep.mpi import MpiComm, store_over
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.moe.options import DispatchForm
@@ -38,6 +39,8 @@ class BufferBase:
         calls raise.
     comm: an mpi4py communicator instead of a group.
     timeout_s: deadline of every wait, in seconds. A wait that passes it raises, or masks.
+    is_intranode: UCCL's. True on ranks of several hosts raises InvalidArgumentError; otherwise no
+        difference, because ranks find out themselves.
 
     Accepted and ignored: num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
     use_fabric (set MOE_P2P_FABRIC=1 for fabric handles). Works with any number of ranks.
@@ -58,6 +61,7 @@ class BufferBase:
         comm: MpiComm | None = None,
         *,
         timeout_s: float | None = None,
+        is_intranode: bool | None = None,
     ) -> None:
         self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         if group is None and comm is not None:
@@ -65,6 +69,11 @@ class BufferBase:
             self._pool = AllToAllPool(store, rank=rank, world_size=size, timeout_s=self._timeout_s)
         else:
             self._pool = AllToAllPool(group, timeout_s=self._timeout_s)
+        errors.require(
+            not is_intranode or self._pool.ranks_per_node == self._pool.world_size,
+            f"is_intranode is True, and {self._pool.world_size} ranks are on several hosts, "
+            f"{self._pool.ranks_per_node} on each: leave it out",
+        )
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
@@ -104,6 +113,9 @@ class BufferBase:
 
     def _masks_some(self) -> bool:
         return False  # low_latency.py overrides it
+
+    def reset_rdma_buffer(self) -> None:
+        """UCCL's; does nothing, as clean_low_latency_buffer: no call reads what another left."""
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls."""

@@ -40,6 +40,10 @@ _TWO_WAYS = (
     "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
     "needed, an event is waited for"
 )
+_NO_OVERLAP = (
+    "low_latency_combine(overlap=True) is not served: call it without, after the product; with "
+    "return_recv_hook=True other work overlaps"
+)
 
 # By use_logfmt, and whether the wait for each rank is asked for.
 _COMBINES = {
@@ -190,6 +194,15 @@ class LowLatencyCalls(BufferBase):
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 0,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Returns rows to their tokens, each multiplied by its weight, and sums them in fp32.
 
@@ -203,10 +216,14 @@ class LowLatencyCalls(BufferBase):
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
         combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
+        overlap: True raises NotImplementedError. What follows is for it, of branches of DeepEP and
+            of UCCL, and not read.
 
         Returns (sums [t, H], event, hook).
         """
         assert not (async_finish and return_recv_hook), _TWO_WAYS
+        if overlap:
+            raise NotImplementedError(_NO_OVERLAP)
         assert isinstance(handle, LowLatencyHandle), (
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"
