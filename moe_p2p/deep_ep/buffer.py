@@ -60,6 +60,10 @@ _TWO_WAYS = (
     "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
     "needed, an event is waited for"
 )
+_NO_OVERLAP = (
+    "low_latency_combine(overlap=True) is not served: call it without, after the product; with "
+    "return_recv_hook=True other work overlaps"
+)
 
 
 class Buffer:
@@ -77,6 +81,8 @@ class Buffer:
     enable_shrink: low-latency calls mask a lost rank and go on without it. Other calls raise.
     comm: an mpi4py communicator instead of a group.
     timeout_s: deadline of every wait, in seconds. A wait that passes it raises, or masks.
+    is_intranode: UCCL's. True on ranks of several hosts raises InvalidArgumentError; otherwise no
+        difference, because ranks find out themselves.
 
     num_sms: thread blocks of normal calls without a Config, for all buffers.
 
@@ -101,6 +107,7 @@ class Buffer:
         comm: MpiComm | None = None,
         *,
         timeout_s: float | None = None,
+        is_intranode: bool | None = None,
     ) -> None:
         self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         if group is None and comm is not None:
@@ -108,6 +115,11 @@ class Buffer:
             self._pool = AllToAllPool(store, rank=rank, world_size=size, timeout_s=self._timeout_s)
         else:
             self._pool = AllToAllPool(group, timeout_s=self._timeout_s)
+        errors.require(
+            not is_intranode or self._pool.ranks_per_node == self._pool.world_size,
+            f"is_intranode is True, and {self._pool.world_size} ranks are on several hosts, "
+            f"{self._pool.ranks_per_node} on each: leave it out",
+        )
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
@@ -170,6 +182,9 @@ class Buffer:
     def get_combine_config(num_ranks: int) -> Config:
         """Returns the Config that combine uses by default; for any number of ranks."""
         return recommend(num_ranks, Buffer.num_sms, combine=True)
+
+    def reset_rdma_buffer(self) -> None:
+        """UCCL's; does nothing, as clean_low_latency_buffer: no call reads what another left."""
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls."""
@@ -506,6 +521,15 @@ class Buffer:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 0,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Returns rows to their tokens, each multiplied by its weight, and sums them in fp32.
 
@@ -519,10 +543,14 @@ class Buffer:
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
         combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
+        overlap: True raises NotImplementedError. What follows is for it, of branches of DeepEP and
+            of UCCL, and not read.
 
         Returns (sums [t, H], event, hook).
         """
         assert not (async_finish and return_recv_hook), _TWO_WAYS
+        if overlap:
+            raise NotImplementedError(_NO_OVERLAP)
         assert isinstance(handle, LowLatencyHandle), (
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"

@@ -28,7 +28,9 @@ _ALIASES = Aliases(
         "deep_ep.utils": "moe_p2p.deep_ep.utils",
         "deep_ep.utils.envs": "moe_p2p.deep_ep.utils.envs",
         "deep_ep.utils.event": "moe_p2p.deep_ep.event",
+        "deep_ep.utils.gate": "moe_p2p.deep_ep.utils.gate",
         "deep_ep.utils.math": "moe_p2p.deep_ep.utils.math",
+        "deep_ep.utils.refs": "moe_p2p.deep_ep.utils.refs",
         "deep_ep.utils.testing": "moe_p2p.deep_ep.utils.testing",
     },
 )

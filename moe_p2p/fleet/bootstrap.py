@@ -16,8 +16,8 @@ ends at a deadline too, and by Ctrl-C (requests.py).
 
 Keys, all below moe_p2p/. A is the attempt, M the meeting, a random name that rank 0 chooses:
     attempt/{rank}     attempts of this rank since the last meeting that succeeded
-    {A}/0/{rank}       the rank's first payload, after a line with its version and letter and a
-                       line with the identity of its process
+    {A}/0/{rank}       the rank's first payload, after a line with its version and letter, a line
+                       with the identity of its process and a line with what it came for
     {A}/answer/{rank}  rank 0's answer to it: M, or why the meeting failed. Only `rank` reads it
     {M}/{stage}/{rank} the rank's payload of a later exchange
     {M}/{stage}/all    the result that rank 0 publishes, in pieces small enough for a store
@@ -165,12 +165,12 @@ class Bootstrap:
             self._take_answer(what)
         first = not self._met
         if first:
-            payload = f"{self._version}\n{own_identity()}\n".encode() + payload
+            payload = f"{self._version}\n{own_identity()}\n{what}\n".encode() + payload
         self._set(self._key(self.rank), _OK + payload)
         payloads = self._collect(what) if self.rank == 0 else self._read(what)
         self._stage += 1
         if first:
-            parted = [one.partition(b"\n") for one in payloads]
+            parted = [one.split(b"\n", 2) for one in payloads]
             self.neighbours.add([identity.decode() for identity, _, _ in parted])
             payloads = [one for _, _, one in parted]
         return payloads
@@ -192,6 +192,7 @@ class Bootstrap:
         if not self._met:
             try:
                 values = self._checked_versions(values)
+                self._check_same(values, what)
             except errors.ProtocolError as error:
                 self._report(0, str(error))
                 self._delete(keys)
@@ -219,6 +220,17 @@ class Bootstrap:
                     f"rank {rank} has {known}. Install one version on all ranks",
                 )
         return [_OK + payload for _, _, payload in parted]
+
+    def _check_same(self, values: list[bytes], what: str) -> None:
+        """ProtocolError naming a rank that came for something else, as its first payload states."""
+        for rank, value in enumerate(values):
+            theirs = value.split(b"\n", 2)[1].decode(errors="replace")
+            if theirs != what:
+                raise errors.make(
+                    errors.ProtocolError,
+                    f"rank 0 waits for {what}, and rank {rank} for {theirs}: all ranks must make, "
+                    "and destroy, the same objects in the same order",
+                )
 
     def _admit(self, joins: list[str]) -> None:
         """Called when all ranks have joined: from here on key names contain M.

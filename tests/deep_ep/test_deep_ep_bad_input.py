@@ -11,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import moe_p2p
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
+from moe_p2p.moe import pool
 from tests.support.deep_ep_cases import layout_of
 
 X = torch.ones(4, 128, dtype=torch.bfloat16)
@@ -96,3 +97,20 @@ def test_a_buffer_that_was_destroyed_makes_no_communicator() -> None:
         dispatched(buffer)
     with pytest.raises(moe_p2p.ClosedError, match="make another one"):
         buffer.low_latency_dispatch(X, TOPK_IDX, 8, 8)
+
+
+def test_uccls_additions_are_taken_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_intranode in (True, False, None):
+        make(is_intranode=is_intranode, low_latency_mode=True).reset_rdma_buffer()
+    buffer = make(low_latency_mode=True)
+    arguments = {"use_fp8": False}
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(X, TOPK_IDX, 4, 8, **arguments)
+    given = (rows, TOPK_IDX, WEIGHTS, handle)
+    sums, _, _ = buffer.low_latency_combine(*given, overlap=False, src_signals=None, block_m=64)
+    assert torch.equal(sums, 2 * X)
+    with pytest.raises(NotImplementedError, match="call it without, after the product"):
+        buffer.low_latency_combine(*given, overlap=True)
+    monkeypatch.setattr(pool.AllToAllPool, "meet", lambda *_: ["here", "there"])
+    monkeypatch.setattr(pool, "store_of", lambda *_: (HashStore(), 0, 2))
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="2 ranks are on several hosts, 1 on"):
+        make(is_intranode=True)

@@ -164,6 +164,17 @@ def test_parameters_are_those_of_deep_ep(kind: type, name: str) -> None:
     assert found == SIGNATURES[kind][name]
 
 
+def test_what_uccl_adds_to_v1_is_taken_by_keyword() -> None:
+    """Of uccl-project/uccl, ep/bench/buffer.py at da914a2, which its `deep_ep` gives."""
+    assert inspect.signature(Buffer).parameters["is_intranode"].default is None
+    assert written(Buffer.reset_rdma_buffer, by_keyword=True) == "self"
+    assert written(Buffer.low_latency_combine, by_keyword=True).endswith(
+        "combine_wait_recv_cost_stats=None, overlap=False, packed_recv_count=None, "
+        "comp_signal=None, block_m=64, threshold=0, num_sms=0, src_signals=None, "
+        "src_signal_expect_value=0"
+    )
+
+
 def test_calls_without_an_object_need_none() -> None:
     for kind, names in SIGNATURES.items():
         for name, text in names.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import moe_p2p.deep_ep
-from moe_p2p.deep_ep.utils import math, testing
+from moe_p2p.deep_ep.utils import gate, math, testing
 from tests.support import warm
 
 IMPORTED = {  # by DeepEP's own tests and by users
@@ -22,6 +22,13 @@ IMPORTED = {  # by DeepEP's own tests and by users
     "deep_ep.buffers.legacy": ("Buffer",),
     "deep_ep.utils.envs": ("init_dist", "init_seed", "dist_print", "get_physical_domain_size"),
     "deep_ep.utils.event": ("EventHandle", "EventOverlap"),
+    "deep_ep.utils.gate": ("get_unbalanced_scores",),
+    "deep_ep.utils.refs": (
+        "dispatch",
+        "combine",
+        "generate_pre_combine_data",
+        "ordered_accumulate",
+    ),
     "deep_ep.utils.math": ("calc_diff", "per_token_cast_to_fp8", "per_token_cast_back", "align"),
     "deep_ep.utils.testing": ("bench", "bench_kineto", "flush_l2_cache"),
 }
@@ -81,6 +88,36 @@ def test_bytes_and_hashes_of_what_calls_return() -> None:
     assert math.count_bytes(given, None) == 16 + 24
     assert math.hash_tensor(one) == 6
     assert math.hash_tensors(given, None) == 6 ^ math.hash_tensor(two)
+
+
+def counts_of(scores: Tensor, num_ranks: int, num_topk: int) -> Tensor:
+    """Tokens that each rank gets: [W]."""
+    ranks = scores.topk(num_topk, dim=1).indices // (scores.shape[1] // num_ranks)
+    return torch.nn.functional.one_hot(ranks, num_ranks).amax(dim=1).sum(dim=0)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize(("num_ranks", "num_topk"), [(2, 1), (4, 2), (8, 6), (16, 8)])
+def test_rank_0_gets_more_tokens_by_the_ratio(num_ranks: int, num_topk: int, ratio: float) -> None:
+    torch.manual_seed(num_ranks)
+    args = 2000, 8 * num_ranks, num_ranks, num_topk, ratio
+    counts = counts_of(gate.get_unbalanced_scores(*args, precise=True), num_ranks, num_topk)
+    assert counts[1:].max() - counts[1:].min() <= 1
+    # Its share is rounded to a copy, the others' to one each.
+    others = float(counts[1:].sum()) / (num_ranks - 1)
+    assert abs(float(counts[0]) - ratio * others) <= 1 + ratio
+    counts = counts_of(gate.get_unbalanced_scores(*args, precise=False), num_ranks, num_topk)
+    others = float(counts[1:].sum()) / (num_ranks - 1)
+    most = 2000 / others  # rank 0 has every token
+    # A draw of 2,000 tokens has a deviation of about 2%.
+    assert float(counts[0]) / others == pytest.approx(min(ratio, most), rel=0.1)
+
+
+def test_scores_that_cannot_be_are_refused() -> None:
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"ratio is 0.5, must be at least 1"):
+        gate.get_unbalanced_scores(4, 8, 2, 2, 0.5, precise=False)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="top-6 needs 3 ranks of 2 experts"):
+        gate.get_unbalanced_scores(4, 16, 8, 6, 4.0, precise=True)
 
 
 def event(name: str, start: float, duration: float) -> SimpleNamespace:

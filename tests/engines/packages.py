@@ -4,6 +4,9 @@
                                                  # in the environment the newest releases
     python -m tests.engines.packages --where     # prints the folder
 
+CollectiveX, a benchmark of other people with an oracle of its own, is a folder of a repository: git
+fetches it, or MOE_P2P_COLLECTIVEX names it. Without both its tests are skipped with that reason.
+
 Nothing is installed. Of most only .py files are kept: compiled parts need CUDA builds of torch, and
 what tests call needs none. What these files import beyond torch is in requirements.txt, installed
 into the cache too, so that the test environment stays as it is.
@@ -20,6 +23,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_p2p import env
 
@@ -36,6 +40,30 @@ PINNED = {
 WHOLE = ("mooncake-transfer-engine-non-cuda",)  # its compiled part runs without CUDA and torch
 # No index has them: the variable names a folder in which their package lies.
 BY_FOLDER = {"slime": "MOE_P2P_SLIME"}
+
+
+class Repository(NamedTuple):
+    """Where git finds a project that no index has; the variable names a folder that is used first.
+
+    path: of the project in the repository. proof: a file that the project's folder has.
+    """
+
+    url: str
+    commit: str
+    path: str
+    variable: str
+    proof: str
+
+
+BY_GIT = {
+    "collectivex": Repository(
+        "https://github.com/SemiAnalysisAI/InferenceX",
+        "843c6254ff69b567f772f6a5fd97675af3d04431",
+        "experimental/CollectiveX",
+        "MOE_P2P_COLLECTIVEX",
+        "bench/ep_backend.py",
+    )
+}
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _DOWNLOAD_S = 500.0
 
@@ -61,6 +89,11 @@ def find(project: str) -> Path | None:
     if project in BY_FOLDER:
         named = Path(os.environ.get(BY_FOLDER[project]) or os.devnull)
         return named if (named / project).is_dir() else None
+    if project in BY_GIT:
+        wanted = BY_GIT[project]
+        given = os.environ.get(wanted.variable)
+        at = Path(given) if given else _checkout(project) / wanted.path
+        return at if (at / wanted.proof).is_file() else None
     found = folder() / f"{project}-{version_of(project)}"
     return found if found.is_dir() and dependencies().is_dir() else None
 
@@ -82,7 +115,43 @@ def why_not(project: str) -> str:
     """Returns the reason for a skip."""
     if project in BY_FOLDER:
         return f"{project} is no package of an index: {BY_FOLDER[project]} names no folder with it"
+    if project in BY_GIT:
+        wanted = BY_GIT[project]
+        return (
+            f"{project} at {wanted.commit[:7]} is not in {_checkout(project)} (`make test-engines` "
+            f"fetches it where git reaches {wanted.url}), nor does {wanted.variable} name its folder"
+        )
     return f"{project} {version_of(project) or ''} is not in {folder()}: run `make test-engines`"
+
+
+def _checkout(project: str) -> Path:
+    return folder() / f"{project}-{BY_GIT[project].commit[:7]}"
+
+
+def _git(*arguments: str) -> None:
+    # Never asks for a password.
+    quiet = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
+    subprocess.run(["git", *arguments], check=True, timeout=_DOWNLOAD_S, env=quiet)
+
+
+def fetch_by_git(project: str) -> str:
+    """Checks a project's folder out; returns what it did, or why it could not."""
+    wanted = BY_GIT[project]
+    if find(project) is not None:
+        return f"{project}: in {find(project)} already"
+    with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+        made = Path(scratch) / "made"
+        try:
+            _git("init", "-q", str(made))
+            here = ("-C", str(made))
+            _git(*here, "sparse-checkout", "set", wanted.path)
+            _git(*here, "remote", "add", "origin", wanted.url)
+            _git(*here, "fetch", "-q", "--depth=1", "--filter=blob:none", "origin", wanted.commit)
+            _git(*here, "checkout", "-q", "FETCH_HEAD")
+        except (subprocess.SubprocessError, OSError) as error:
+            return f"{project}: not fetched, its tests are skipped: {error}"
+        _place(made, _checkout(project))
+    return f"{project} {wanted.commit[:7]}: fetched from {wanted.url}"
 
 
 def _pip(*arguments: str) -> None:
@@ -147,6 +216,8 @@ def main() -> int:
         return 0
     try:
         fetch_all()
+        for project in BY_GIT:
+            print(fetch_by_git(project), flush=True)
     except (subprocess.SubprocessError, OSError) as error:
         print(f"could not fetch the engines' packages: {error}; is there a network?")
         return 1

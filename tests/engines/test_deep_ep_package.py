@@ -6,13 +6,21 @@ Read from its source, because importing it needs its compiled part and NCCL.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import sys
+import tempfile
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from moe_p2p import deep_ep
+from moe_p2p.deep_ep.utils import envs, refs
 from tests.engines import packages
+from tests.support.ranks import Rank, run_processes
 
 pytestmark = pytest.mark.engine("sgl-deep-ep")
 
@@ -22,11 +30,6 @@ CLASSES = {
     "EPHandle": "buffers/elastic.py",
     "EventOverlap": "utils/event.py",
 }
-# What docs/deep_ep.md says is not there, and methods that only DeepEP's own calls use.
-LACKING = {
-    "Buffer.low_latency_combine": {"overlap", "src_signals", "src_signal_expect_value"},
-}
-
 REFUSED = ("engram", "pp_", "agrs", "all_gather")  # with NotImplementedError: docs/deep_ep.md
 
 
@@ -68,8 +71,7 @@ def test_every_method_takes_deep_eps_parameters_in_their_order(kind: str) -> Non
                 problems.append(f"{kind}.{name} takes anything")
             continue
         given = [each.name for each in found if each.name != "self"]
-        lacking = LACKING.get(f"{kind}.{name}", set())
-        if missing := set(wanted) - set(given) - lacking:
+        if missing := set(wanted) - set(given):
             problems.append(f"{kind}.{name} lacks {sorted(missing)}")
         ordered = [each.name for each in found if each.kind is not each.KEYWORD_ONLY]
         common = [each for each in wanted if each in ordered]
@@ -99,3 +101,60 @@ def test_the_module_has_deep_eps_names() -> None:
     wanted -= {"_EXPECTED_CUDA_MAJOR", "find_nccl_root"}  # of its own build
     assert {"Buffer", "ElasticBuffer"} <= wanted
     assert {name for name in wanted if not hasattr(deep_ep, name)} == set()
+
+
+# --- utils.refs beside DeepEP's file, on CPU ranks ---
+
+
+def deep_eps_refs() -> Any:
+    """Its refs.py and math.py as they are; of envs.py, which needs its compiled part, the seed."""
+    folder = packages.where("sgl-deep-ep") / "deep_ep" / "utils"
+    sys.modules["stranger"] = package = ModuleType("stranger")
+    package.__path__ = [str(folder)]
+    sys.modules["stranger.envs"] = seeds = ModuleType("stranger.envs")
+    seeds.get_global_seed = envs.get_global_seed  # type: ignore[attr-defined]
+    return importlib.import_module("stranger.refs")
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def compare_refs(rank: Rank, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", rank.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
+    envs.init_seed(5)
+    theirs, (experts, bound, hidden) = deep_eps_refs(), (8 * rank.world_size, 12, 256)
+    num_tokens = 5 + 3 * rank.rank
+    topk_idx = torch.rand(num_tokens, experts).topk(6).indices
+    topk_idx[topk_idx % 5 == 0] = -1
+    weights = torch.rand(num_tokens, 6)
+    x = torch.randn(num_tokens, hidden)
+    pair = (x.bfloat16(), torch.rand(num_tokens, 2))
+    for rows in (x.bfloat16(), pair):
+        arguments = (rows, topk_idx, weights, bound, experts)
+        got = refs.dispatch(*arguments)
+        assert equal(got, theirs.dispatch(*arguments))
+        assert len(got[3]) > 0
+    made = refs.generate_pre_combine_data(got[3], bound, 6, hidden)
+    assert equal(made, theirs.generate_pre_combine_data(got[3], bound, 6, hidden))
+    y = torch.randn(num_tokens, 6, hidden).bfloat16()
+    y[topk_idx == -1] = 0
+    assert equal(refs.ordered_accumulate(y), theirs.ordered_accumulate(y))
+    biases = (
+        torch.randn(num_tokens, hidden).bfloat16(),
+        torch.randn(num_tokens, hidden).bfloat16(),
+    )
+    for bias in (None, biases[0], biases):
+        for levels in ((True, True), (True, False), (False, False)):
+            arguments = (topk_idx, 2, rank.world_size // 2, experts, bias, *levels)
+            got_sum = refs.combine(y.clone(), *arguments)
+            assert equal(got_sum, theirs.combine(y.clone(), *arguments)), (bias is None, levels)
+    dist.destroy_process_group()
+
+
+def test_references_give_the_bits_of_deep_eps() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_processes(4, compare_refs, folder)

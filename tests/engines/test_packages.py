@@ -78,8 +78,65 @@ def test_a_failure_says_so_and_leaves_nothing(
         raise subprocess.CalledProcessError(1, ["pip", *arguments])
 
     monkeypatch.setattr(packages, "_pip", fails)
+    monkeypatch.setattr(packages, "BY_GIT", {})
     monkeypatch.setattr("sys.argv", ["packages"])
     assert packages.main() == 1
     assert "could not fetch the engines' packages" in capsys.readouterr().out
     assert list((cache / "engines").iterdir()) == []
     assert packages.find("vllm") is None
+
+
+# --- what git fetches ---
+
+
+@pytest.fixture(name="repository")
+def a_repository(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> packages.Repository:
+    """One whose folder "inside" is wanted; beside it lies what must not be fetched."""
+    (cache / "engines").mkdir()
+    at = tmp_path / "origin"
+    for name in ("inside/bench", "beside"):
+        (at / name).mkdir(parents=True)
+        (at / name / "file.py").write_text("there = True\n")
+    git = ("git", "-C", str(at), "-c", "user.name=x", "-c", "user.email=x@x")
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *arguments], check=True)
+    subprocess.run([*git, "config", "uploadpack.allowAnySHA1InWant", "true"], check=True)
+    subprocess.run([*git, "config", "uploadpack.allowFilter", "true"], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    made = packages.Repository(f"file://{at}", commit, "inside", "MOE_P2P_X", "bench/file.py")
+    monkeypatch.setattr(packages, "BY_GIT", {"x": made})
+    monkeypatch.delenv("MOE_P2P_X", raising=False)
+    return made
+
+
+def test_a_folder_of_a_repository_is_checked_out_once(repository: packages.Repository) -> None:
+    assert packages.find("x") is None
+    assert "nor does MOE_P2P_X name its folder" in packages.why_not("x")
+    assert packages.fetch_by_git("x").endswith(f"fetched from {repository.url}")
+    found = packages.where("x")
+    assert found.name == "inside"
+    assert (found / "bench" / "file.py").is_file()
+    assert not (found.parent / "beside").exists()
+    assert packages.fetch_by_git("x") == f"x: in {found} already"
+
+
+def test_a_named_folder_comes_first(
+    repository: packages.Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages.fetch_by_git("x")
+    monkeypatch.setenv("MOE_P2P_X", str(tmp_path / "nowhere"))
+    assert packages.find("x") is None
+    monkeypatch.setenv("MOE_P2P_X", str(tmp_path / "origin" / "inside"))
+    assert packages.find("x") == tmp_path / "origin" / "inside"
+
+
+def test_what_git_does_not_reach_is_skipped_with_the_reason(
+    cache: Path, repository: packages.Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = repository._replace(url=f"{repository.url}-gone")
+    monkeypatch.setattr(packages, "BY_GIT", {"x": gone})
+    assert packages.fetch_by_git("x").startswith("x: not fetched, its tests are skipped: ")
+    assert packages.find("x") is None
+    assert not list((cache / "engines").iterdir())

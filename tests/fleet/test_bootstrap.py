@@ -384,6 +384,21 @@ def test_a_mix_of_versions_is_refused_by_name(other: int, text: str) -> None:
     run_soon(3, body)
 
 
+def test_ranks_that_come_for_something_else_are_named() -> None:
+    """A buffer that was destroyed on one rank met the first call on the others."""
+
+    def body(rank: ranks.Rank) -> None:
+        what = "all ranks to destroy their buffers" if rank.rank == 1 else "the transports"
+        with Bootstrap(rank.store, rank=rank.rank, world_size=3, timeout_s=30.0) as meeting:
+            meeting.exchange(b"", what)
+
+    first, *others = failed = ranks.run_threads(3, body, return_errors=True)
+    text = "rank 0 waits for the transports, and rank 1 for all ranks to destroy their buffers"
+    assert all(text in str(error) for error in failed)
+    assert isinstance(first, errors.ProtocolError)
+    assert all(isinstance(error, errors.AbortedError) for error in others)
+
+
 def test_versions_with_one_letter_fit_together() -> None:
     text = f"moe_p2p 9.9.9, letter {torch.ops.moe_p2p.letter.default()}"
 
