@@ -22,6 +22,8 @@ from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, NormalHandle, no_handle
 from moe_p2p.deep_ep.low_latency import (
     COMBINES,
+    NO_OVERLAP,
+    TWO_WAYS,
     Hook,
     LowLatencyHandle,
     LowLatencyKey,
@@ -56,14 +58,6 @@ _Values = Tensor | tuple[Tensor, Tensor]
 _Result = tuple[
     _Values, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
 ]
-_TWO_WAYS = (
-    "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
-    "needed, an event is waited for"
-)
-_NO_OVERLAP = (
-    "low_latency_combine(overlap=True) is not served: call it without, after the product; with "
-    "return_recv_hook=True other work overlaps"
-)
 
 
 class Buffer:
@@ -454,7 +448,7 @@ class Buffer:
         use_fp8 a pair with scales of logical shape [E_local, W * T, P], stored column by column.
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
-        assert not (async_finish and return_recv_hook), _TWO_WAYS
+        assert not (async_finish and return_recv_hook), TWO_WAYS
         self._pool.check_others(dispatches=not return_recv_hook)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         hook: Hook | None = None
@@ -548,9 +542,9 @@ class Buffer:
 
         Returns (sums [t, H], event, hook).
         """
-        assert not (async_finish and return_recv_hook), _TWO_WAYS
+        assert not (async_finish and return_recv_hook), TWO_WAYS
         if overlap:
-            raise NotImplementedError(_NO_OVERLAP)
+            raise NotImplementedError(NO_OVERLAP)
         assert isinstance(handle, LowLatencyHandle), (
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"

@@ -34,6 +34,15 @@ Hook = Callable[[], None]
 # it records the time waited.
 LowLatencyKey = tuple[torch.dtype, int, int, int, int, int, bool, bool, bool, bool]
 
+TWO_WAYS = (
+    "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
+    "needed, an event is waited for"
+)
+NO_OVERLAP = (
+    "low_latency_combine(overlap=True) is not served: call it without, after the product; with "
+    "return_recv_hook=True other work overlaps"
+)
+
 # By use_logfmt, and whether the wait for each rank is asked for.
 COMBINES = {
     (logfmt, timed): CombineOptions(partials="int10" if logfmt else None, with_wait_ticks=timed)

@@ -428,20 +428,9 @@ class AllToAll(NotCopied):
         self._communicator.prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
         words = self._shape.handle_words(x.shape[0], max_tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
-        call(
-            _ops.dispatch_send.default,
-            self._comm,
-            options,
-            x,
-            scales,
-            list(extras),
-            topk_idx,
-            topk_weights,
-            count,
-            count_on_host,
-            max_tokens,
-            handle,
-        )
+        tensors = (x, scales, list(extras), topk_idx, topk_weights, count)
+        more = (count_on_host, max_tokens, handle)
+        call(_ops.dispatch_send.default, self._comm, options, *tensors, *more)
         has_scales = given.quantize or scales is not None
         return PendingDispatch(
             Call(handle, options | merges, max_tokens, capacity),
@@ -466,23 +455,10 @@ class AllToAll(NotCopied):
         into = self.make_outputs(pending) if out is None else out
         handle, options, _, capacity = pending.call
         options &= ~MERGE_DUPLICATES
-        call(
-            _ops.dispatch_recv.default,
-            self._comm,
-            options,
-            handle,
-            into.x,
-            into.scales,
-            list(into.extras),
-            into.row_weights,
-            into.counts,
-            into.offsets,
-            into.source,
-            into.ranges,
-            into.wait_ticks,
-            into.row_topk,
-            capacity,
-        )
+        rows = (into.x, into.scales, list(into.extras), into.row_weights)
+        beside = (into.source, into.ranges, into.wait_ticks, into.row_topk)
+        outputs = (*rows, into.counts, into.offsets, *beside)
+        call(_ops.dispatch_recv.default, self._comm, options, handle, *outputs, capacity)
         if out is None or out.call is pending.call:
             return into  # made for this dispatch
         arguments.count_versions(into.x, into.scales, into.row_weights, *into.extras)
@@ -527,18 +503,8 @@ class AllToAll(NotCopied):
         arguments.refuse_late_weights(call_options, topk_weights)
         call_options &= ~MERGE_DUPLICATES
         self._communicator.prepare_combine(y.dtype, dtype, call_options | given.number, False)
-        call(
-            _ops.combine_send.default,
-            self._comm,
-            handle,
-            y,
-            row_weights,
-            row_scalars,
-            topk_weights,
-            dtype,
-            max_tokens,
-            partials,
-        )
+        tensors = (handle, y, row_weights, row_scalars, topk_weights)
+        call(_ops.combine_send.default, self._comm, *tensors, dtype, max_tokens, partials)
         num_rows = dispatched.topk_idx.shape[0]
         return PendingCombine(handle, num_rows, dtype, row_scalars is not None, partials)
 

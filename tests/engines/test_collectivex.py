@@ -1,5 +1,5 @@
-"""CollectiveX (SemiAnalysisAI/InferenceX): its adapters for DeepEP and UCCL over our calls, and ours,
-judged by its oracle, which knows no backend."""
+"""CollectiveX (SemiAnalysisAI/InferenceX): its adapters for DeepEP and UCCL over our calls, and
+ours, judged by its oracle, which knows no backend."""
 
 from __future__ import annotations
 
