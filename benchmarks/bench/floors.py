@@ -103,6 +103,18 @@ def expert_copies(topk_idx: Sequence[Tensor], topology: Topology) -> int:
     )
 
 
+def deepep_messages(topk_idx: Sequence[Tensor], topology: Topology) -> tuple[int, int]:
+    """Writes and flags between nodes of a pair by DeepEP V1's low-latency scheme, of all sources.
+
+    Each way a write for each (token, expert on another node), and a flag for each (source, expert
+    on another node): dispatch's count of that expert's rows, combine's word that they are back.
+    """
+    node = topology.owner() // topology.ranks_per_node
+    own = torch.arange(topology.world_size) // topology.ranks_per_node
+    flags = int((node[None, :] != own[:, None]).sum())
+    return 2 * expert_copies(topk_idx, topology), 2 * flags
+
+
 def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes:
     """Bytes that leave the busiest GPU over NVLink in each phase.
 
@@ -183,6 +195,7 @@ class Bounds:
     payload: PhaseBytes  # of wire, rows and scales alone
     flat: PhaseBytes  # of payload, were each token sent once for each expert
     floor: Floor
+    deepep: tuple[int, int]  # deepep_messages
 
 
 def bounds(
@@ -205,4 +218,5 @@ def bounds(
         payload=sizes.payload.times(int(sent.sum())),
         flat=sizes.payload.times(expert_copies(topk_idx, topology)),
         floor=floor_us(nvlink, nic, push_gbs=push_gbs, gbps=gbps),
+        deepep=deepep_messages(topk_idx, topology),
     )

@@ -40,6 +40,12 @@ HOST_OF_CALLS = (
     "host: until the calls of an eager pair return, of pairs in a row; host alone: of one, the "
     "device idle before"
 )
+MESSAGES = (
+    "writes, imms, fences: work requests of a pair between nodes, of all ranks; arrival is a count "
+    "of immediates, which needs no fence (docs/protocol.md); DeepEP's: a write for each (token, "
+    "expert on another node) and a flag for each (source, such expert), each of which takes a "
+    "fence where a proxy orders flags by fences"
+)
 # Until a waiting block sees a word that was stored into its own GPU's memory.
 FLAG_US = 0.5
 HOST_BOUND = 0.5  # of an eager pair: longer host work means that the GPU mostly waits
@@ -134,6 +140,11 @@ class Row:
     floor_bytes: int  # of expected_wire_bytes, rows and scales alone
     flat_floor_bytes: int  # the same, were a token sent once for each expert on another node
     floor_us: float  # 0: not known
+    # Between nodes, all ranks: as the engines counted them, and by DeepEP V1's scheme (floors.py).
+    wire_writes: int | None = None
+    wire_immediates: int | None = None
+    deepep_writes: int = 0
+    deepep_flags: int = 0
     links: Links
     machine: Machine
     correct: bool
@@ -173,6 +184,11 @@ class Row:
         return 1.5 * self.floor_us + 25.0 if self.floor_us and self.on_cuda else None
 
     @property
+    def wire_fences(self) -> int | None:
+        """Work requests that wait for others of their queue: no provider posts any."""
+        return None if self.wire_writes is None else 0
+
+    @property
     def world(self) -> tuple[int, int, str]:
         return self.ranks, self.ranks_per_node, self.interface
 
@@ -193,6 +209,7 @@ class Row:
             "tokens_per_s": round(self.ranks * self.tokens / self.spread.p50_us * 1e6),
             "percent_of_push": None if percent is None else round(percent, 1),
             "host_bound": self.host_bound,
+            "wire_fences": self.wire_fences,
             "limit_us": None if limit is None else round(limit, 1),
             "boundary": BOUNDARY["cuda" if self.on_cuda else "cpu"],
         }
@@ -274,6 +291,7 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         ("vs torch", f"{against:.1f}x" if against else None),
         ("limit", _us(pair.limit_us)),
         *_wire(pair),
+        *_messages(pair),
         *((what, spread(what)) for what in HALVES),
         ("layer", spread("layer graph") or spread("layer eager")),
         ("experts", spread("experts graph")),
@@ -314,6 +332,16 @@ def _wire(pair: Row) -> list[tuple[str, str | None]]:
     texts = [None if value is None else f"{value / kib:,.1f}" for value in bytes_]
     rate = None if pair.on_cuda else f"{pair.as_json()['tokens_per_s']:,}"
     return [*zip(names, texts, strict=True), ("tokens/s", rate)]
+
+
+def _messages(pair: Row) -> list[tuple[str, str | None]]:
+    """Work requests of a pair between nodes, all ranks, and DeepEP's of the same routing."""
+    if pair.wire_writes is None or pair.ranks_per_node == pair.ranks:
+        counts: tuple[str | None, ...] = None, None, None, None
+    else:
+        ours = pair.wire_writes, pair.wire_immediates or 0, pair.wire_fences or 0
+        counts = *map("{:,}".format, ours), f"{pair.deepep_writes:,}+{pair.deepep_flags:,}"
+    return list(zip(("writes", "imms", "fences", "DeepEP's"), counts, strict=True))
 
 
 def headline(rows: Iterable[Row]) -> Row | None:
@@ -386,6 +414,8 @@ def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     lines += [f"T {row.tokens}: {hops_text(row)}" for row in rows if row.hops]
     if first.hops and first.links.arrival_us > FLAG_US:
         lines.append(flags_text(first))
+    if any(row.wire_writes and row.ranks_per_node < row.ranks for row in rows):
+        lines.append(MESSAGES)
     if first.interface:
         lines.append(SAME_WORK)
     if any(row.system == "torch" for row in rows):

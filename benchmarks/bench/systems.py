@@ -6,7 +6,7 @@ Shapes: T tokens, H hidden size, K top-k, R rows at this rank's experts, E_local
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,14 @@ def make_config(
         device=options.device,
         num_sms=num_sms,
     )
+
+
+class Sent(NamedTuple):
+    """What NICs have been given between nodes."""
+
+    nbytes: int
+    writes: int  # work requests; the providers know no fence among them
+    immediates: int
 
 
 class MoeP2p:
@@ -140,8 +148,13 @@ class MoeP2p:
         self._out[num_tokens] = out
         return out
 
-    def wire_bytes(self) -> int:
-        return sum(int(nic["bytes_written"]) for nic in self.all_to_all.counters())
+    def sent(self) -> Sent:
+        nics = self.all_to_all.counters()
+        return Sent(
+            sum(nic["bytes_written"] for nic in nics),
+            sum(nic["writes"] for nic in nics),
+            sum(nic["immediates_sent"] for nic in nics),
+        )
 
     def close(self) -> None:
         self.all_to_all.close()

@@ -32,7 +32,7 @@ from moe_p2p.bench.harness import finish, use_device
 from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options
 from moe_p2p.bench.progress import Progress, bar
 from moe_p2p.bench.report import Machine, Row, Spread
-from moe_p2p.bench.systems import MoeP2p
+from moe_p2p.bench.systems import MoeP2p, Sent
 from moe_p2p.machine import tuned
 from moe_p2p.moe.rendezvous.mirror import MirrorGroup
 from moe_p2p.tools import launch
@@ -123,7 +123,7 @@ class World:
             found = self._found(entry, interface)
             entry.check(found, range(options.checks))
             counted = {
-                one.calls: counted_bytes(one.package, one.calls, inputs)
+                one.calls: counted_sent(one.package, one.calls, inputs)
                 for one in found
                 if one.package is not None
             }
@@ -152,10 +152,10 @@ class World:
             dist.barrier()  # no rank closes what another still uses
 
     def _hops(
-        self, options: Options, inputs: Inputs, counted: dict[Calls, dict[str, int]]
+        self, options: Options, inputs: Inputs, counted: dict[Calls, dict[str, Sent]]
     ) -> dict[str, float]:
         assert isinstance(self.clock, GpuClock)
-        bytes_of_phases = next(iter(counted.values()))
+        bytes_of_phases = bytes_of(next(iter(counted.values())))
         return hops.measure(options, self.job, inputs.tokens, self.clock.align, bytes_of_phases)
 
     def _timed_steps(self, interface: str) -> list[int]:
@@ -196,7 +196,7 @@ class World:
         one: Contestant,
         timed: list[Timed],
         *,
-        counted: dict[str, int] | None,
+        counted: dict[str, Sent] | None,
     ) -> list[Row]:
         calls, job = one.calls, self.job
         bounds = [self._bounds(options, step, calls) for step in steps]
@@ -205,7 +205,9 @@ class World:
             return sum(float(getattr(getattr(b, what), phase)) for b in bounds) / len(bounds)
 
         expected = int(mean("wire", "pair"))
-        wrong = wrong_anywhere(one.wrong) + miscounted(options, counted, expected)
+        nbytes = bytes_of(counted) if counted else None
+        wrong = wrong_anywhere(one.wrong) + miscounted(options, nbytes, expected)
+        theirs = [sum(b.deepep[i] for b in bounds) // len(bounds) for i in (0, 1)]
         nics = len(one.package.all_to_all.counters()) if one.package else options.nics
         rows = []
         for each in timed:
@@ -237,7 +239,11 @@ class World:
                     host_us=None if each.host_us is None else round(each.host_us, 2),
                     nvlink_bytes=int(mean("nvlink", phase)),
                     nic_bytes=int(mean("nic", phase)),
-                    wire_bytes=counted[phase] if counted else None,
+                    wire_bytes=counted[phase].nbytes if counted else None,
+                    wire_writes=counted[phase].writes if counted else None,
+                    wire_immediates=counted[phase].immediates if counted else None,
+                    deepep_writes=theirs[0] // (1 if phase == "pair" else 2),
+                    deepep_flags=theirs[1] // (1 if phase == "pair" else 2),
                     expected_wire_bytes=int(mean("wire", phase)),
                     floor_bytes=int(mean("payload", phase)),
                     flat_floor_bytes=int(mean("flat", phase)),
@@ -270,22 +276,26 @@ def _compare_layers(found: list[Contestant]) -> None:
             one.wrong.append(f"{one.calls.system}: layer is {apart:.3f} of its length away")
 
 
-def counted_bytes(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, int]:
-    """Returns bytes between nodes of all ranks, as the engines counted them, by phase and pair.
+def bytes_of(counted: dict[str, Sent]) -> dict[str, int]:
+    return {phase: sent.nbytes for phase, sent in counted.items()}
 
-    A pair's bytes are counted over pairs with nothing in between.
+
+def counted_sent(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, Sent]:
+    """Returns what went between nodes of all ranks, as the engines counted it, by phase and pair.
+
+    A pair is counted over pairs with nothing in between.
     """
     device = system.all_to_all.config.device
 
-    def settled() -> int:
+    def settled() -> torch.Tensor:
         """Returns what this rank has sent, once a moment has passed without more."""
         finish(device)
         dist.barrier()
-        seen = -1
-        while (now := system.wire_bytes()) != seen:
+        seen = None
+        while (now := system.sent()) != seen:
             seen = now
             time.sleep(SETTLED_S)
-        return seen
+        return torch.tensor(now)
 
     marks = [settled()]
     for _ in range(COUNTED_PAIRS):
@@ -298,9 +308,11 @@ def counted_bytes(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, int
             call()
             marks.append(settled())
     spans = [after - before for before, after in itertools.pairwise(marks)]
-    sent = torch.tensor([spans[0], sum(spans[1::2]), sum(spans[2::2])])
+    apart = (torch.stack(spans[first::2]).sum(0) for first in (1, 2))
+    sent = torch.stack([spans[0], *apart])
     dist.all_reduce(sent)
-    return dict(zip(("pair", "dispatch", "combine"), (sent // COUNTED_PAIRS).tolist(), strict=True))
+    each = (sent // COUNTED_PAIRS).tolist()
+    return {name: Sent(*of) for name, of in zip(("pair", "dispatch", "combine"), each, strict=True)}
 
 
 def miscounted(options: Options, counted: dict[str, int] | None, expected: int) -> list[str]:

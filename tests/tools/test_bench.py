@@ -49,11 +49,26 @@ def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
         if row["system"] == "moe_p2p":
             assert "bit for bit" in row["compared"]
             assert row["wire_bytes"] == row["expected_wire_bytes"] >= row["floor_bytes"]
+            # Of each rank to its one partner, a part of each phase over each NIC.
+            sent = 2 * row["nics"] * (2 if row["what"].startswith("pair") else 1)
+            assert row["wire_writes"] == row["wire_immediates"] == sent
+            assert row["wire_fences"] == 0
+            assert row["deepep_flags"] == sent // row["nics"] * 2  # experts of the other rank
+            assert 0 < row["deepep_writes"] <= sent // row["nics"] * row["tokens"] * row["topk"]
         else:
-            assert row["wire_bytes"] is None
+            assert row["wire_bytes"] is row["wire_writes"] is row["wire_fences"] is None
     printed = capsys.readouterr().out
     head = printed.splitlines()[1]
-    for name in ("p90", "p99", "both", "vs torch", "wire KiB", "floor KiB", "no dedup KiB"):
+    for name in (
+        "p90",
+        "p99",
+        "both",
+        "vs torch",
+        "wire KiB",
+        "floor KiB",
+        "no dedup KiB",
+        "fences",
+    ):
         assert name in head
     if importlib.util.find_spec("matplotlib"):
         assert png.stat().st_size > 10_000

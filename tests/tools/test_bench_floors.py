@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +16,33 @@ from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens, Topology, wire
 from moe_p2p.tools import probe
 from tests.tools.test_bench_gpu import LINKS
+
+
+def test_deepeps_messages_are_counted_by_definition() -> None:
+    topology = Topology(world_size=4, ranks_per_node=2, num_experts=12)  # 6 of each node
+    topk_idx = draw(4, 12, 3)
+    topk_idx[0][0, 1] = -1
+    rows = sum(
+        expert >= 0 and expert // 6 != source // 2
+        for source, idx in enumerate(topk_idx)
+        for expert in idx.flatten().tolist()
+    )
+    assert floors.deepep_messages(topk_idx, topology) == (2 * rows, 2 * 4 * 6)
+    alone = Topology(world_size=4, ranks_per_node=4, num_experts=12)
+    assert floors.deepep_messages(topk_idx, alone) == (0, 0)
+
+
+def test_no_provider_knows_a_fence_among_writes() -> None:
+    """`fences` is 0 because there is none to post: IBV_SEND_FENCE is 1, FI_FENCE 1 << 21."""
+    providers = Path(__file__).resolve().parents[2] / "csrc/provider"
+    verbs = (providers / "verbs/api.h").read_text()
+    flags = re.search(r"enum SendFlag : unsigned {(.*?)}", verbs)
+    assert flags is not None
+    assert [int(value) for value in re.findall(r"= (\d+)", flags[1])] == [2, 8]
+    libfabric = (providers / "libfabric/api.h").read_text()
+    bits = [int(bit) for bit in re.findall(r"= 1ull << (\d+)", libfabric)]
+    assert bits
+    assert 21 not in bits
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -21,6 +21,7 @@ from moe_p2p.bench import (
     check,
     clocks,
     contestants,
+    floors,
     gpu_calls,
     gpu_last,
     gpu_layer,
@@ -348,6 +349,39 @@ def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
     assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
     apart = [row.wire_bytes for row in results.rows if row.what in ("dispatch", "combine")]
     assert sum(sent or 0 for sent in apart) == pairs[0].wire_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "more"),
+    [(2, 1, {}), (2, 1, {"chunks": ("2",)}), (2, 1, {"part_bytes": 1}), (4, 2, {"part_bytes": 1})],
+)
+def test_a_run_over_nodes_counts_the_writes_of_the_protocol(
+    ranks: int, local: int, more: dict[str, Any]
+) -> None:
+    """Each rank has a partner on each other node, each part is a write with an immediate a NIC."""
+    usual = {"ranks": ranks, "ranks_per_node": local, "chunks": ("T",), "baseline": False}
+    given = replace(TINY, **(usual | more))
+    job = cases.make_job(given)
+    routed = [job.routing(worker.TIMED_STEP, rank, 6)[0] for rank in range(ranks)]
+    sent = floors.node_copies(routed, job.topology)
+    away = [
+        int(sent[rank, node])
+        for rank in range(ranks)
+        for node in range(ranks // local)
+        if node != rank // local
+    ]
+    parts = [1] * len(away)
+    if "part_bytes" in more:  # of two tokens of a step of six
+        parts = [-(-max(count, 1) // 2) for count in away]
+    if "chunks" in more:  # three steps, each phase with the empty half of another step
+        parts = [6] * len(away)
+    pairs = [row for row in the_run(given).rows if row.what.startswith("pair")]
+    assert pairs
+    for row in pairs:
+        assert row.wire_writes == row.wire_immediates == 2 * row.nics * sum(parts)
+        assert row.wire_fences == 0
+        assert row.deepep_writes == 2 * floors.expert_copies(routed, job.topology)
+        assert row.deepep_flags == 2 * ranks * given.experts // 2
 
 
 def without_memory(given: Options) -> worker.Results:
