@@ -79,7 +79,9 @@ def _precise(drawn: Tensor, num_ranks: int, num_topk: int, ratio: float) -> Tens
     sizes = _tokens_of_ranks(drawn, num_ranks, num_topk).sum(dim=1).clamp(fewest, most)  # [T]
     # Rank 0 gets its share of all copies; first tokens that go to every rank, then any.
     share = round(float(sizes.sum()) * ratio / (num_ranks - 1 + ratio))
-    order = (torch.rand(num_tokens, device=device) + (sizes == num_ranks)).argsort(descending=True)
+    order = (
+        torch.rand(num_tokens, dtype=torch.float32, device=device) + (sizes == num_ranks)
+    ).argsort(descending=True)
     at_first = torch.zeros(num_tokens, dtype=torch.bool, device=device)
     at_first[order[:share]] = True
     # The others are dealt to in a circle, so that their counts differ by one at most.

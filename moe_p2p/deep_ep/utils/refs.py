@@ -87,7 +87,7 @@ def dispatch(
         torch.cat(local),
         None if topk_weights is None else received(topk_weights),
         sources.to(torch.int32),
-        torch.tensor([len(at) for at in taken], dtype=torch.int32),
+        torch.tensor([len(at) for at in taken], dtype=torch.int32, device=ids[0].device),
     )
 
 

@@ -95,7 +95,8 @@ def merge_duplicates(tokens: Tokens) -> Tokens:
     """What a dispatch with merge_duplicates sends: an expert that a row names more than once stays
     at the first place, with the sum of its weights, which is exact and then rounded to float32.
     """
-    idx, weights = tokens.topk_idx.clone(), torch.zeros(tokens.topk_idx.shape)
+    idx = tokens.topk_idx.clone()
+    weights = torch.zeros(idx.shape, dtype=torch.float32, device=idx.device)
     for t, experts in enumerate(tokens.topk_idx.tolist()):
         for k, expert in enumerate(experts):
             places = [i for i, each in enumerate(experts) if each == expert >= 0]
