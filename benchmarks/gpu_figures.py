@@ -8,8 +8,9 @@ Each step is a command of the project, in processes of its own; what it prints g
 its figures to OUT/NAME.json, its last lines to the terminal, name, status and seconds of all to
 OUT/summary.json. A step whose limit is over is ended with all of its processes. Last come failed
 tests and a table of figures beside what is wanted (gpu_bars.py). Groups: correctness, turns of
-kernels and calls, transfers (KV, weights, tune, layers), many (more than two GPUs), more. The first
-three take less than ten minutes each on two GPUs. Exit status 1 where a step failed or was ended.
+kernels and calls, transfers (KV, weights, tune, layers), models (today's models on all GPUs and as
+mirrored EP8, skewed routing), many (more than two GPUs), more. The first four take less than ten
+minutes each on two GPUs. Exit status 1 where a step failed or was ended.
 """
 
 from __future__ import annotations
@@ -55,11 +56,13 @@ NEW_TESTS = (
 ENGINE_TESTS = ("integrations", "vllm_experts")
 MANY_TESTS = ("processes", "failures", "masks", "clean_masks", "training", "bench", "engine")
 PRINTED_TESTS = ("driver",)  # what the driver does is of interest where they pass, too
+MODELS = ("deepseek-v4-pro", "deepseek-v4-flash", "kimi-k3", "glm-5")
+SKEWS = ("uniform", "maxvio:0.2", "maxvio:1", "maxvio:4", "zipf:1")
 QUIET_TESTS = ("gpu_memory", "memory")  # they count what a GPU has left
 SANITIZED = "--error-exitcode 9 --kernel-name kns=moe_p2p"
 FAILED_LINES = 6
 NO_TESTS = 5  # pytest's status
-GROUPS = ("correctness", "turns", "transfers", "many", "more")
+GROUPS = ("correctness", "turns", "transfers", "models", "many", "more")
 
 
 class Step(NamedTuple):
@@ -94,6 +97,7 @@ def steps(gpus: int, base: str = "", first: str = "") -> Iterator[Step]:
         ("correctness", _correctness()),
         ("turns", _turns(base, first)),
         ("transfers", _transfers()),
+        ("models", _models()),
         ("many", _many(gpus) if gpus > 2 else ()),
         ("more", _more(gpus)),
     ):
@@ -170,6 +174,20 @@ def _transfers() -> Iterator[Step]:
                "--tokens 8,128,512", 140, 1)  # fmt: skip
 
 
+def _models() -> Iterator[Step]:
+    """Skew is of ranks that differ: not in the mirror, where all do what rank 0 does."""
+    for name in MODELS:
+        pairs = f"{BENCH} --model {name} --tokens 8,32,128,4096 --chunk-tokens T --no-baseline"
+        yield Step(f"models-{name}", f"{pairs} --json {{out}}/models-{name}.json", 60)
+        mirror = pairs.replace(" --no-baseline", " --mirror 8")
+        yield Step(f"models-mirror-{name}", f"{mirror} --json {{out}}/models-mirror-{name}.json",
+                   60, 1)  # fmt: skip
+    for routing in SKEWS:
+        name = f"models-skew-{routing.replace(':', '-')}"
+        yield Step(name, f"{BENCH} --model deepseek-v4-pro --routing {routing} --tokens 128,4096 "
+                   f"--chunk-tokens T --no-baseline --json {{out}}/{name}.json", 40)  # fmt: skip
+
+
 def _many(gpus: int) -> Iterator[Step]:
     """What two GPUs cannot show: tests of as many ranks, and their figures beside a mirror's."""
     files = f"{_files(f'gpu_{name}' for name in MANY_TESTS)} tests/deep_ep/test_deep_ep_gpu.py"
@@ -207,7 +225,7 @@ def _more(gpus: int) -> Iterator[Step]:
         yield Step("deep-ep-beside", f"{BENCH} --api deep_ep --tokens 8,32,128,512,4096 "
                    "--deep-ep-module deep_ep", 400, needs="deep_ep")  # fmt: skip
     yield Step("mirror", f"{BENCH} --mirror 8 --tokens 8,32,128,512,4096", 240, 1)
-    for layer in ("mega-4096", "mega-7168"):
+    for layer in ("deepseek-v4-flash", "deepseek-v4-pro"):
         yield Step(f"layer-{layer}", f"{BENCH} --mirror 8 --layer {layer}", 240, 1)
     yield Step("tune-all", "-m moe_p2p tune --into {out}/tuned.json", 400, 1)
     yield Step("kv-others", f"{BENCH} --api kv --tokens 4096 --page-kib 4,16,64 --repeats 3", 200)

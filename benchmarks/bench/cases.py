@@ -16,8 +16,6 @@ from moe_p2p.bench.options import Options
 from moe_p2p.moe.reference import Tokens, Topology
 from moe_p2p.tools.trace import Trace
 
-SKEW = 1.0  # exponent of the popularity of experts, ordered: the n-th is chosen ~ n ** -SKEW
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -48,7 +46,7 @@ class Job:
 
 def make_job(options: Options) -> Job:
     num_experts, topk = options.experts, options.topk
-    routing = _skewed(options) if options.routing == "skewed" else _uniform(options)
+    routing = _drawn(popularity(options), options)
     if options.trace:
         trace = Trace.load(Path(options.trace))
         num_experts, topk = trace.num_experts, trace.topk_idx.shape[-1]
@@ -121,13 +119,41 @@ def _drawn(
     return routing
 
 
-def _uniform(options: Options) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-    return _drawn(torch.ones(options.experts), options)
+def popularity(options: Options) -> Tensor:
+    """[E] how often experts are drawn, but for a factor: powers of their places, mixed."""
+    name, _, number = options.routing.partition(":")
+    if name == "uniform":
+        return torch.ones(options.experts)
+    place = 1.0 + torch.randperm(options.experts, generator=_generator(0, 0)).double()
+    exponent = float(number or 1.0)
+    if name == "maxvio":
+        exponent = _exponent_of(exponent, options.topk, options.experts)
+    return (place**-exponent).float()
 
 
-def _skewed(options: Options) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-    place = torch.randperm(options.experts, generator=_generator(0, 0))
-    return _drawn((1.0 + place) ** -SKEW, options)
+def _exponent_of(max_vio: float, topk: int, num_experts: int) -> float:
+    """Returns the power by which the busiest expert is expected to have 1 + max_vio times the mean.
+
+    MaxVio is (largest load - mean) / mean (Wang et al. 2024, arXiv 2408.15664).
+    """
+    place = torch.arange(1, num_experts + 1, dtype=torch.float64)
+    low, high = 0.0, 16.0
+    for _ in range(50):
+        exponent = (low + high) / 2
+        share = _chosen(place**-exponent, topk)
+        low, high = (
+            (exponent, high) if share[0] * num_experts < topk * (1 + max_vio) else (low, exponent)
+        )
+    return low
+
+
+def _chosen(popularity: Tensor, topk: int) -> Tensor:
+    """[E] how probably a token names each: of a race of Poisson processes the first topk."""
+    low, high = 0.0, float(topk / popularity.min())
+    for _ in range(200):
+        time = (low + high) / 2
+        low, high = (time, high) if (-torch.expm1(-popularity * time)).sum() < topk else (low, time)
+    return -torch.expm1(-popularity * low)
 
 
 def _replayed(trace: Trace, options: Options) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:

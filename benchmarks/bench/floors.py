@@ -116,7 +116,7 @@ def deepep_messages(topk_idx: Sequence[Tensor], topology: Topology) -> tuple[int
 
 
 def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes:
-    """Bytes that leave the busiest GPU over NVLink in each phase.
+    """Bytes that leave or reach the busiest GPU over NVLink in each phase.
 
     Dispatch: slots pushed to ranks of the own node, and slots of other nodes that the ranks of this
     node read at the gateway, which has the source's local index. Combine: the same copies go back.
@@ -129,18 +129,19 @@ def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes
     leaves = torch.zeros(topology.world_size, dtype=torch.int64)
     gateway = node[None, :] * topology.ranks_per_node + local[:, None]  # [source, expert rank]
     leaves.scatter_add_(0, gateway.flatten(), crossing.flatten())
+    busiest = int(max(leaves.max(), crossing.sum(0).max()))  # in combine the other way
     neighbours = topology.ranks_per_node - 1
     counts = align(4 * (topology.max_local_experts() + 1), LINE)
     return PhaseBytes(
-        dispatch=int(leaves.max()) * sizes.slot + neighbours * (LINE + counts),
-        combine=int(crossing.sum(0).max()) * sizes.row + neighbours * LINE,
+        dispatch=busiest * sizes.slot + neighbours * (LINE + counts),
+        combine=busiest * sizes.row + neighbours * LINE,
     )
 
 
 def nic_bytes(
     sent: Tensor, topology: Topology, sizes: Sizes, *, num_steps: int
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """Bytes that leave the NICs of one GPU between nodes: of the busiest GPU, and of all.
+    """Bytes that leave or reach the NICs of one GPU between nodes: of the busiest GPU, and of all.
 
     sent: result of node_copies. num_steps: chunks of the call; with several each phase also carries
     the empty half of the steps that it closes or opens.
@@ -150,10 +151,16 @@ def nic_bytes(
     back = sent.view(topology.num_nodes, local, topology.num_nodes).sum(0).t().flatten()
     counts = align(4 * local * (topology.max_local_experts() + 1), LINE)
     empty = LINE if num_steps > 1 else 0
-    dispatch = sent.sum(1) * sizes.slot + num_steps * others * (LINE + counts + empty)
-    combine = back * sizes.far_row + num_steps * others * (LINE + empty)
+    more = num_steps * others
+    dispatch = sent.sum(1) * sizes.slot + more * (LINE + counts + empty)
+    combine = back * sizes.far_row + more * (LINE + empty)
+    # What one direction of a phase is to a rank, the other is in the other phase.
+    busiest = int(max(sent.sum(1).max(), back.max()))
     return (
-        PhaseBytes(dispatch=int(dispatch.max()), combine=int(combine.max())),
+        PhaseBytes(
+            dispatch=busiest * sizes.slot + more * (LINE + counts + empty),
+            combine=busiest * sizes.far_row + more * (LINE + empty),
+        ),
         PhaseBytes(dispatch=int(dispatch.sum()), combine=int(combine.sum())),
     )
 
@@ -189,13 +196,15 @@ def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: floa
 class Bounds:
     """Bytes that one call has to move, and the least time for them."""
 
-    nvlink: PhaseBytes  # out of the busiest GPU
-    nic: PhaseBytes  # out of the NICs of the busiest GPU
+    nvlink: PhaseBytes  # of the busiest GPU, out of it or into it
+    nic: PhaseBytes  # of the NICs of the busiest GPU, likewise
     wire: PhaseBytes  # between nodes, all ranks
     payload: PhaseBytes  # of wire, rows and scales alone
     flat: PhaseBytes  # of payload, were each token sent once for each expert
     floor: Floor
     deepep: tuple[int, int]  # deepep_messages
+    max_vio: float  # of experts: (largest load - mean) / mean
+    busiest: float  # rank: rows that reach it, each token once, over the mean
 
 
 def bounds(
@@ -208,8 +217,9 @@ def bounds(
     gbps: float,
 ) -> Bounds:
     """topk_idx: [T, K] of each source. The rest as in the functions above."""
-    sent = node_copies(topk_idx, topology)
-    nvlink = nvlink_bytes(token_copies(topk_idx, topology), topology, sizes)
+    sent, copies = node_copies(topk_idx, topology), token_copies(topk_idx, topology)
+    nvlink = nvlink_bytes(copies, topology, sizes)
+    named = torch.cat([idx[idx >= 0].long() for idx in topk_idx])
     nic, wire = nic_bytes(sent, topology, sizes, num_steps=num_steps)
     return Bounds(
         nvlink=nvlink,
@@ -219,4 +229,11 @@ def bounds(
         flat=sizes.payload.times(expert_copies(topk_idx, topology)),
         floor=floor_us(nvlink, nic, push_gbs=push_gbs, gbps=gbps),
         deepep=deepep_messages(topk_idx, topology),
+        max_vio=_over_mean(named.bincount(minlength=topology.num_experts)) - 1,
+        busiest=_over_mean(copies.sum(0)),
     )
+
+
+def _over_mean(loads: Tensor) -> float:
+    """The largest over the mean; 1 where there are none."""
+    return float(loads.max() / loads.double().mean()) if loads.any() else 1.0

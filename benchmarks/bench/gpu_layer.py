@@ -39,11 +39,11 @@ TRIALS = 5  # of each of the products that "auto" chooses from, at the first row
 
 
 # MegaMoE's figures, us of a whole layer on 8 H200 by tokens of a rank: DeepGEMM pull request 383,
-# fp8. It names neither the width of the first layer nor the top-k of the second: LAYERS has what
-# the models have that it is for.
+# fp8. It names the hidden sizes alone, neither the width of the first layer nor the top-k of the
+# second: these are the models that it is for.
 PUBLISHED_US: dict[str, dict[int, float]] = {
-    "mega-4096": {8: 225.0, 128: 265.0},
-    "mega-7168": {8: 637.0, 8192: 7939.0},
+    "deepseek-v4-flash": {8: 225.0, 128: 265.0},
+    "deepseek-v4-pro": {8: 637.0, 8192: 7939.0},
 }
 
 

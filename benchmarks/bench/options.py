@@ -12,24 +12,24 @@ import torch
 from moe_p2p import env
 from moe_p2p.bench.harness import Common, add_options, file, option, parsed, refuse
 from moe_p2p.engine.config import Wait
+from moe_p2p.machine.models import MODELS
 from moe_p2p.machine.transport import TIMED
 from moe_p2p.moe.layouts import NAMES, RowLayout
 from moe_p2p.moe.options import INT10_BLOCK, PARTIALS, Partials
 from moe_p2p.tools.meeting import MIRROR_GPUS
-from moe_p2p.tools.option_types import above_zero, at_least_0, each_at_least_0, each_at_least_1
+from moe_p2p.tools.option_types import (
+    above_zero,
+    at_least_0,
+    each_at_least_0,
+    each_at_least_1,
+    zero_or_more,
+)
 
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SWEEP = tuple(1 << i for i in range(14))  # 1 to 8192
 GBPS_OF_A_GPU = 400.0  # default rate of all NICs of a GPU between emulated nodes
 NICS_OF_A_GPU = {"cx7": 1, "efa": 2}  # 400 Gbit/s together
-# Layers with a name: hidden size, experts of a token, experts, width of an expert. Those of MegaMoE
-# are in gpu_layer.PUBLISHED_US, with its figures.
-LAYERS: dict[str, dict[str, int]] = {
-    "deepseek-v3": {"hidden": 7168, "topk": 8, "experts": 256, "ffn": 2048},
-    "mega-4096": {"hidden": 4096, "topk": 6, "experts": 256, "ffn": 2048},
-    "mega-7168": {"hidden": 7168, "topk": 6, "experts": 384, "ffn": 3072},
-}
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -37,6 +37,19 @@ def _names(text: str) -> tuple[str, ...]:
         if name not in ("default", "T") and not name.isdecimal():
             raise argparse.ArgumentTypeError(f"{name!r} is neither a number, default nor T")
     return names
+
+
+def _routing(text: str) -> str:
+    name, _, number = text.partition(":")
+    if text in ("uniform", "skewed"):
+        return text
+    if name in ("zipf", "maxvio"):
+        try:
+            zero_or_more(number)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of uniform, skewed, zipf:S, maxvio:V")
 
 
 # fmt: off
@@ -50,6 +63,7 @@ class Options(Common):
                                  type=each_at_least_1)
     tokens: tuple[int, ...] = option((1, 8, 32, 128), "per rank, with commas",
                                      cuda=(8, 32, 128, 4096))
+    model: str = option("", "gives hidden, topk, experts and ffn", choices=list(MODELS))
     hidden: int = option(7168, "hidden size")
     topk: int = option(8, "experts per token")
     experts: int = option(64, "experts of all ranks", cuda=256)
@@ -58,7 +72,10 @@ class Options(Common):
     combine_dtype: Partials | None = option(  # noqa: RUF009
         None, "what combine sends, instead of values of x's type (x's type)",
         choices=PARTIALS)
-    routing: str = option("uniform", "how experts are chosen", choices=["uniform", "skewed"])
+    routing: str = option(
+        "uniform", "how experts are chosen: uniform; zipf:S: the n-th most popular n^-S times as "
+        "often; skewed: zipf:1; maxvio:V: so that the busiest has 1 + V times the mean (uniform)",
+        type=_routing, metavar="NAME")
     # A file of a recorded routing overrides topk, experts and routing.
     trace: str | None = option(None, "replay a routing that the demo recorded", metavar="FILE")
     checks: int = option(4, "steps compared with the reference, per token count (4)",
@@ -112,7 +129,7 @@ class Options(Common):
         gpu=True)
     layer: str = option(
         "", "also time a layer: dispatch, experts, combine; a name gives its sizes", gpu=True,
-        nargs="?", const="given", choices=["given", *LAYERS])
+        nargs="?", const="given", choices=["given", *MODELS])
     halves: bool = option(
         False, "also time send and receive of dispatch and combine, each by itself", gpu=True)
     # GPUs, each rank 0 of a mirror world of `ranks`; 0: a GPU for each rank.
@@ -187,7 +204,9 @@ def parse(arguments: list[str]) -> list[Options]:
         base |= CHECK
     if sweep:
         base["tokens"] = SWEEP
-    base |= LAYERS.get(given.get("layer", ""), {})
+    if sizes := MODELS.get(given.get("model") or given.get("layer", "")):
+        hidden, experts, topk, ffn = sizes
+        base |= {"hidden": hidden, "experts": experts, "topk": topk, "ffn": ffn}
     if "mirror" in given:
         worlds = _mirrored(parser, base, given)
     else:
@@ -329,11 +348,14 @@ def _parser() -> argparse.ArgumentParser:
 def _wrong_sizes(options: Options) -> dict[str, bool]:
     """What makes no sense, and whether it was asked for."""
     experts, drawn = options.experts, not options.trace
+    most, (kind, _, number) = experts / options.topk - 1, options.routing.partition(":")
     row_bytes = options.hidden * options.wire_dtype.itemsize
     return {
         f"--experts {experts} is not a multiple of --ranks {options.ranks}": drawn
         and experts % options.ranks > 0,
         f"--topk {options.topk} is more than --experts {experts}": drawn and options.topk > experts,
+        f"--routing {options.routing}: MaxVio of {experts} experts and top-{options.topk} is below "
+        f"{most:g}": drawn and kind == "maxvio" and float(number) >= max(most, 1e-9),
         f"--hidden {options.hidden}: a row of {options.dtype} is {row_bytes} bytes, must be a "
         "positive multiple of 16": row_bytes % 16 > 0,
         f"--combine-dtype {options.combine_dtype}: --hidden {options.hidden} must be a "

@@ -139,12 +139,14 @@ class Row:
     expected_wire_bytes: int  # the same by routing: once per (token, node)
     floor_bytes: int  # of expected_wire_bytes, rows and scales alone
     flat_floor_bytes: int  # the same, were a token sent once for each expert on another node
-    floor_us: float  # 0: not known
     # Between nodes, all ranks: as the engines counted them, and by DeepEP V1's scheme (floors.py).
     wire_writes: int | None = None
     wire_immediates: int | None = None
     deepep_writes: int = 0
     deepep_flags: int = 0
+    floor_us: float  # of the busiest rank; 0: not known
+    max_vio: float = 0.0  # of the routing, and how much more the busiest rank gets than the mean
+    busiest: float = 1.0
     links: Links
     machine: Machine
     correct: bool
@@ -286,6 +288,7 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         ("combine", spread("combine")),
         *tails("combine", *of_cpus),
         ("both", _us(sum(apart)) if len(apart) == 2 else None),
+        *_skew(pair),
         ("floor", _us(pair.floor_us or None)),
         ("of push", None if percent is None else f"{percent:.0f}%"),
         ("vs torch", f"{against:.1f}x" if against else None),
@@ -299,6 +302,15 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         ("host", _us(pair.host_us) if pair.interface else None),
         ("host alone", _us(pair.host_alone_us)),
         ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
+    ]
+
+
+def _skew(pair: Row) -> list[tuple[str, str | None]]:
+    """Reports how unequal loads are, where they were meant to be."""
+    meant = pair.routing != "uniform"
+    return [
+        ("MaxVio", f"{pair.max_vio:.2f}" if meant else None),
+        ("busiest rank", f"{pair.busiest:.2f}x" if meant else None),
     ]
 
 

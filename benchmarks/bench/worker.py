@@ -248,6 +248,8 @@ class World:
                     floor_bytes=int(mean("payload", phase)),
                     flat_floor_bytes=int(mean("flat", phase)),
                     floor_us=round(mean("floor", phase), 2),
+                    max_vio=round(sum(b.max_vio for b in bounds) / len(bounds), 2),
+                    busiest=round(sum(b.busiest for b in bounds) / len(bounds), 2),
                     links=self.clock.links,
                     machine=self.machine,
                     correct=not wrong,

@@ -38,27 +38,19 @@ from moe_p2p.moe.options import (
     variant_of,
 )
 from moe_p2p.moe.tuned import Shared
-from moe_p2p.tools.option_types import each_at_least_0, each_at_least_1
+from moe_p2p.tools.option_types import each_at_least_0, each_at_least_1, parsed_for_model
 
-# Experts, hidden size and top-k, of the models' published configurations.
-MODELS = {
-    "deepseek-v3": (256, 7168, 8),
-    "kimi-k2": (384, 7168, 8),
-    "qwen3-235b-a22b": (128, 4096, 8),
-    "qwen3-30b-a3b": (128, 2048, 8),
-    "gpt-oss-120b": (128, 2880, 4),
-}
 NODE_RANKS = 8
 _USUAL_ARCH = "sm_90a"
 
 
 def main(arguments: list[str]) -> int:
     """Compiles; exit code 1 when a kernel does not compile or cannot be kept, 2 for bad input."""
-    given = _parser().parse_args(arguments)
+    given = parsed_for_model(_parser(), arguments)
     if given.into is not None:
         env.use_cache_folder(given.into.absolute())
     try:
-        shape = MODELS.get(given.model, (given.experts, given.hidden, given.topk))
+        shape = given.experts, given.hidden, given.topk
         if None in shape:
             print("compile: give --model, or --experts, --hidden and --topk")
             return 2
@@ -168,7 +160,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, help="its experts, hidden size and top-k")
     add("--experts", type=int, help="E")
     add("--hidden", type=int, help="H")
     add("--topk", type=int, help="K")

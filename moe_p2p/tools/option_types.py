@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from moe_p2p.machine.models import MODELS
+
 MOST = (1 << 31) - 1  # of whole numbers: a larger one is a mistake
 
 
@@ -104,3 +106,14 @@ def _real(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
     if not math.isfinite(value) or not holds(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
     return value
+
+
+def parsed_for_model(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Adds --model; returns the arguments, with the model's sizes in place of defaults."""
+    parser.add_argument("--model", choices=MODELS, help="its hidden size, top-k and experts")
+    given = parser.parse_args(arguments)
+    if given.model is None:
+        return given
+    sizes = MODELS[given.model]
+    parser.set_defaults(hidden=sizes.hidden, topk=sizes.topk, experts=sizes.experts)
+    return parser.parse_args(arguments)

@@ -17,6 +17,7 @@ from moe_p2p.moe.rendezvous.shared_memory import of_a_rank
 from moe_p2p.tools import plan_kv, plan_weights
 from moe_p2p.tools.model import phases
 from moe_p2p.tools.model.wire import NICS, Job
+from moe_p2p.tools.option_types import parsed_for_model
 
 MIB = 1 << 20
 DTYPES = {
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
         return plan_kv.main([each for each in arguments if each != "--kv"])
     if any(each.split("=")[0] == "--weights" for each in arguments):
         return plan_weights.main(arguments)
-    given = _parser().parse_args(arguments)
+    given = parsed_for_model(_parser(), arguments)
     try:
         config = AllToAllConfig(
             num_experts=given.experts,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_p2p.errors import require
+from moe_p2p.machine.models import MODELS as SIZES
 from moe_p2p.weights.layout import FP8, Blocks, Param, Placement, Replicate, Shard, WeightLayout
 
 BF16 = "bfloat16"
@@ -38,11 +39,29 @@ class Model:
     head_dim: int = 128  # of K without rope, and of V
 
 
+def _model(
+    name: str, layers: int, dense_layers: int, inner: int, *numbers: int, q_lora: int = 0
+) -> Model:
+    """numbers: shared, heads, kv_heads, vocab."""
+    sizes = SIZES[name]
+    return Model(
+        sizes.hidden,
+        layers,
+        dense_layers,
+        inner,
+        sizes.experts,
+        sizes.inner,
+        *numbers,
+        q_lora=q_lora,
+    )
+
+
+# Those of SIZES whose attention is described here.
 MODELS = {
-    "qwen3-30b-a3b": Model(2048, 48, 0, 0, 128, 768, 0, 32, 4, 151936),
-    "qwen3-235b-a22b": Model(4096, 94, 0, 0, 128, 1536, 0, 64, 4, 151936),
-    "deepseek-v3": Model(7168, 61, 3, 18432, 256, 2048, 1, 128, 128, 129280, q_lora=1536),
-    "kimi-k2": Model(7168, 61, 1, 18432, 384, 2048, 1, 64, 64, 163840, q_lora=1536),
+    "qwen3-30b-a3b": _model("qwen3-30b-a3b", 48, 0, 0, 0, 32, 4, 151936),
+    "qwen3-235b-a22b": _model("qwen3-235b-a22b", 94, 0, 0, 0, 64, 4, 151936),
+    "deepseek-v3": _model("deepseek-v3", 61, 3, 18432, 1, 128, 128, 129280, q_lora=1536),
+    "kimi-k2": _model("kimi-k2", 61, 1, 18432, 1, 64, 64, 163840, q_lora=1536),
 }
 
 

@@ -183,6 +183,31 @@ def test_experts_answer_differently() -> None:
     assert float(y[0, 0]) != float(y[1, 0])
 
 
+@pytest.mark.parametrize("wanted", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize(("experts", "topk"), [(64, 8), (256, 8), (896, 16)])
+def test_routing_of_a_given_max_vio(wanted: float, experts: int, topk: int) -> None:
+    job = cases.make_job(Options(routing=f"maxvio:{wanted}", experts=experts, topk=topk))
+    load = job.routing(0, 0, 40_000)[0].flatten().bincount(minlength=experts).double()
+    assert float(load.max() / load.mean() - 1) == pytest.approx(wanted, rel=0.1, abs=0.08)
+
+
+def test_skewed_is_zipf_of_1() -> None:
+    skewed, zipf, more = (
+        cases.popularity(Options(routing=each)).sort(descending=True).values
+        for each in ("skewed", "zipf:1", "zipf:2")
+    )
+    assert torch.equal(skewed, zipf)
+    torch.testing.assert_close(skewed[:4] / skewed[0], 1 / torch.arange(1.0, 5.0))
+    torch.testing.assert_close(more, skewed**2)
+
+
+@pytest.mark.parametrize("routing", ["zipf", "zipf:-1", "maxvio:x", "even", "maxvio:7"])
+def test_routings_that_there_are_not(routing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--experts", "64", "--topk", "8", "--routing", routing])
+    assert routing in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
 def test_routing_is_distinct_and_repeatable(routing: str) -> None:
     job = cases.make_job(Options(routing=routing))

@@ -91,7 +91,10 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
         assert total == PhaseBytes(
             dispatch=sum(w.dispatch for w in sent), combine=sum(w.combine for w in sent)
         )
-        assert busiest.dispatch == max(w.dispatch for w in sent)
+        each = to_nodes.sum(1)  # and what reaches a gateway, in the order of node and local index
+        into = to_nodes.view(-1, local, topology.num_nodes).sum(0).t().flatten()
+        extra = max(int(into.max() - each.max()), 0) * sizes.slot
+        assert busiest.dispatch == max(w.dispatch for w in sent) + extra
         assert total.combine / world_size <= busiest.combine <= total.combine
     packed = Sizes.of(256, topk=3, item=2, quantize=quantize, combine_dtype="int10_nodes")
     _, total = floors.nic_bytes(to_nodes, topology, packed, num_steps=1)
@@ -115,7 +118,7 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
     assert each.combine == sum(one.combine for one in flat)
 
 
-def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
+def test_what_passes_a_gpu_is_counted_by_hand() -> None:
     # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
     none = torch.empty(0, 2, dtype=torch.int64)
     topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
@@ -126,7 +129,7 @@ def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
     assert copies.tolist() == [[1, 2, 1, 0], [0, 0, 0, 1], [0] * 4, [0] * 4]
     assert floors.nvlink_bytes(copies, whole, sizes) == PhaseBytes(
         dispatch=3000 + 3 * (header + counts),  # rank 0: two to rank 1, one to rank 2
-        combine=1000 + 3 * header,  # rank 1 answers two
+        combine=1500 + 3 * header,  # rank 0 gets three: two of rank 1, one of rank 2
     )
     nodes = Topology(world_size=4, ranks_per_node=2, num_experts=4)
     # Rank 0 -> 1 twice inside; 0 -> 2 lands at rank 2 itself, 1 -> 3 at rank 3 itself.
@@ -150,3 +153,19 @@ def test_a_floor_is_the_slower_link() -> None:
 
 def test_an_arrival_is_the_relayed_way_without_the_way_back() -> None:
     assert LINKS.arrival_us == 2.5
+
+
+def test_the_floor_is_of_the_busiest_rank() -> None:
+    """All ranks send all tokens to rank 2: it gets 3 T slots from others, and sends 3 T rows."""
+    topology = Topology(world_size=4, ranks_per_node=4, num_experts=8)
+    idx = [torch.full((10, 1), 5) for _ in range(4)]
+    sizes = floors.Sizes.of(256, topk=1, item=2, quantize=False)
+    found = floors.bounds(idx, topology, sizes, num_steps=1, push_gbs=1.0, gbps=0.0)
+    least = floors.PhaseBytes(dispatch=30 * sizes.slot, combine=30 * sizes.row)
+    assert 0 <= found.nvlink.dispatch - least.dispatch < 4 * sizes.slot
+    assert 0 <= found.nvlink.combine - least.combine < 4 * sizes.row
+    assert (found.max_vio, found.busiest) == (7.0, 4.0)
+    apart = Topology(world_size=4, ranks_per_node=1, num_experts=8)
+    found = floors.bounds(idx, apart, sizes, num_steps=1, push_gbs=0.0, gbps=1.0)
+    assert 0 <= found.nic.dispatch - least.dispatch < 4 * sizes.slot
+    assert found.floor.dispatch == pytest.approx(found.nic.dispatch * 8e-3)

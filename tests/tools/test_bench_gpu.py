@@ -36,6 +36,7 @@ from moe_p2p.bench.cases import make_job
 from moe_p2p.bench.gpu_last import Inputs
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.report import HALVES, Machine
+from moe_p2p.machine.models import MODELS
 from moe_p2p.moe import reference
 from moe_p2p.tools import gpu_timing, launch, meeting
 from moe_p2p.tools.probe import Links
@@ -93,11 +94,11 @@ def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
 def test_layers_have_names() -> None:
     (found,) = options.parse(["--layer", "--topk", "4"])
     assert (found.layer, found.hidden, found.topk, found.ffn) == ("given", 7168, 4, 2048)
-    (found,) = options.parse(["--layer", "mega-7168", "--tokens", "8"])
+    (found,) = options.parse(["--layer", "deepseek-v4-pro", "--tokens", "8"])
     assert (found.hidden, found.topk, found.experts, found.ffn) == (7168, 6, 384, 3072)
     (note,) = gpu_layer.published(found)
-    assert "layer mega-7168 at T 8 in 637.0 us" in note
-    assert gpu_layer.PUBLISHED_US.keys() <= options.LAYERS.keys()
+    assert "layer deepseek-v4-pro at T 8 in 637.0 us" in note
+    assert gpu_layer.PUBLISHED_US.keys() <= MODELS.keys()
     (found,) = options.parse(["--layer", "deepseek-v3", "--gemm", "torch"])
     assert (found.layer, found.gemm, gpu_layer.published(found)) == ("deepseek-v3", "torch", [])
 

@@ -17,7 +17,13 @@ from moe_p2p.tools.draw import draw
 from moe_p2p.tools.model import phases, published
 from moe_p2p.tools.model.phases import Pair
 from moe_p2p.tools.model.wire import NICS, Job, Nic
-from moe_p2p.tools.option_types import above_zero, at_least_1, output_file, zero_or_more
+from moe_p2p.tools.option_types import (
+    above_zero,
+    at_least_1,
+    output_file,
+    parsed_for_model,
+    zero_or_more,
+)
 
 _RANKS, _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024), (1, 8, 32, 128, 512, 4096)
 _MOST_RANKS = 8192  # of a communicator
@@ -86,7 +92,7 @@ def checked(found: list[published.Checked]) -> tuple[str, bool]:
 
 def main(arguments: list[str]) -> int:
     """Exit status 1: --check found a point outside 10% and 8 us."""
-    given = (parser := _parser()).parse_args(arguments)
+    given = parsed_for_model(parser := _parser(), arguments)
     nic = dataclasses.replace(NICS[given.nic], **_given(given, "gbps", "latency_us"))
     sizes = _given(given, "ranks_per_node", "hidden", "topk", "experts")
     jobs = [
