@@ -100,7 +100,8 @@ format: $(ENVIRONMENT)
 build: $(STAMPS)/extension
 
 # Kernels of usual shapes come along where NVRTC is installed: used where its build is the same.
-WHEEL_SHAPES ?= deepseek-v3:128,256,512 kimi-k2:128,256,512 qwen3-235b-a22b:128,256
+WHEEL_SHAPES ?= deepseek-v3:128,256,512 kimi-k2:128,256,512 qwen3-235b-a22b:128,256 \
+  deepseek-v4-pro:128,256 deepseek-v4-flash:128,256 kimi-k3:128 glm-5:128
 WHEEL_MIB ?= 5
 
 # auditwheel tags the wheel with the oldest systems that it runs on. torch is not included.

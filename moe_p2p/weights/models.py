@@ -39,29 +39,55 @@ class Model:
     head_dim: int = 128  # of K without rope, and of V
 
 
-def _model(
-    name: str, layers: int, dense_layers: int, inner: int, *numbers: int, q_lora: int = 0
-) -> Model:
-    """numbers: shared, heads, kv_heads, vocab."""
-    sizes = SIZES[name]
-    return Model(
-        sizes.hidden,
-        layers,
-        dense_layers,
-        inner,
-        sizes.experts,
-        sizes.inner,
-        *numbers,
-        q_lora=q_lora,
-    )
+def _model(name: str, **numbers: int) -> Model:
+    hidden, experts, _, inner = SIZES[name]
+    return Model(hidden=hidden, experts=experts, expert_inner=inner, **numbers)
 
 
-# Those of SIZES whose attention is described here.
+# Models of SIZES whose attention is described here.
 MODELS = {
-    "qwen3-30b-a3b": _model("qwen3-30b-a3b", 48, 0, 0, 0, 32, 4, 151936),
-    "qwen3-235b-a22b": _model("qwen3-235b-a22b", 94, 0, 0, 0, 64, 4, 151936),
-    "deepseek-v3": _model("deepseek-v3", 61, 3, 18432, 1, 128, 128, 129280, q_lora=1536),
-    "kimi-k2": _model("kimi-k2", 61, 1, 18432, 1, 64, 64, 163840, q_lora=1536),
+    "qwen3-30b-a3b": _model(
+        "qwen3-30b-a3b",
+        layers=48,
+        dense_layers=0,
+        inner=0,
+        shared=0,
+        heads=32,
+        kv_heads=4,
+        vocab=151936,
+    ),
+    "qwen3-235b-a22b": _model(
+        "qwen3-235b-a22b",
+        layers=94,
+        dense_layers=0,
+        inner=0,
+        shared=0,
+        heads=64,
+        kv_heads=4,
+        vocab=151936,
+    ),
+    "deepseek-v3": _model(
+        "deepseek-v3",
+        layers=61,
+        dense_layers=3,
+        inner=18432,
+        shared=1,
+        heads=128,
+        kv_heads=128,
+        vocab=129280,
+        q_lora=1536,
+    ),
+    "kimi-k2": _model(
+        "kimi-k2",
+        layers=61,
+        dense_layers=1,
+        inner=18432,
+        shared=1,
+        heads=64,
+        kv_heads=64,
+        vocab=163840,
+        q_lora=1536,
+    ),
 }
 
 
