@@ -91,12 +91,14 @@ class BufferBase:
     def destroy(self) -> None:
         """Waits for all ranks, then frees everything. Collective.
 
-        A rank that has masked others does not wait.
+        With enable_shrink it waits for nobody: the others go on without this rank.
         """
         assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
         if self.runtime is None:
             return
-        if not self._masks_some():
+        if self.enable_shrink:
+            self._pool.depart()
+        else:
             self._pool.meet("all ranks to destroy their buffers")
         self._pool.close()
         self._normal.clear()
@@ -110,9 +112,6 @@ class BufferBase:
         It neither waits nor launches.
         """
         self._pool.check()
-
-    def _masks_some(self) -> bool:
-        return False  # low_latency.py overrides it
 
     def reset_rdma_buffer(self) -> None:
         """UCCL's; does nothing, as clean_low_latency_buffer: no call reads what another left."""

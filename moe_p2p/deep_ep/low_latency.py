@@ -302,7 +302,19 @@ class LowLatencyCalls(BufferBase):
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Does nothing: calls do not depend on data that earlier calls left."""
+        """Without enable_shrink does nothing: calls do not depend on data that earlier calls left.
+
+        With it all ranks call it, and a rank that is gone, or does not come within the deadline, is
+        masked: an empty dispatch waits for all. Before the first call of the shape it does nothing.
+        """
+        if not self.enable_shrink:
+            return
+        for key, (all_to_all, form) in self._low_latency_made.items():
+            if (key[2], key[4], key[5]) == (hidden, num_max_dispatch_tokens_per_rank, num_experts):
+                x = torch.empty((0, hidden), dtype=key[0], device=_device_of(key[1]))
+                topk_idx = torch.empty((0, key[3]), dtype=torch.int64, device=x.device)
+                all_to_all.dispatch_with(form, x, topk_idx, others=all_to_all.others)
+                return
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -357,9 +369,6 @@ class LowLatencyCalls(BufferBase):
         self._pool.clean_masks()
         self._low_latency_made.clear()
         masks.zero_()
-
-    def _masks_some(self) -> bool:
-        return self._mask_status is not None and bool(self._mask_status.any())
 
     def _masks(self, device: torch.device | None = None) -> Tensor:
         """Returns the masks, on the device of the first call."""
@@ -417,6 +426,11 @@ class LowLatencyCalls(BufferBase):
         with self._streams.turn(x):
             streams.use_here(x, uses, sent_on)
             receive()
+
+
+def _device_of(index: int) -> torch.device:
+    """index: Tensor.get_device()."""
+    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
 
 
 def _count(received: Dispatched, stats: tuple[Tensor | None, Tensor | None]) -> None:

@@ -6,11 +6,13 @@ Control path only. Symbols: W ranks, L ranks per node, E_local experts of this r
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 import secrets
 import warnings
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ from moe_p2p import env, errors, library
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import Closing, NotCopied
 from moe_p2p.engine.transfers import NicCounters, bytes_from, tensor_from
+from moe_p2p.fleet.bootstrap import Bootstrap, store_of
+from moe_p2p.fleet.roll_call import roll_call
 from moe_p2p.library import call
 from moe_p2p.machine import driver, transport, tuned
 from moe_p2p.moe.config import AllToAllConfig
@@ -51,8 +55,6 @@ from moe_p2p.moe.tuned import Shared
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from moe_p2p.fleet.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
 
@@ -84,6 +86,7 @@ class Communicator(NotCopied):
         world_size: int | None = None,
         engine: Engine | None = None,
         masked: Tensor | None = None,
+        gone: Callable[[int], bool] = lambda _: False,
     ) -> None:
         errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
         self.config = config
@@ -93,10 +96,10 @@ class Communicator(NotCopied):
             config.check_beside_engine()
         if config.on_gpu:
             refuse_capture("a communicator of this shape is not made: make it, or a call,")
-        meeting = mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
+        meeting = self._meet(group_or_store, rank, world_size, gone)
         self.rank = meeting.rank
         self.world_size = meeting.world_size
-        self._masks = self._make_masks(masked)
+        self._masks = self._make_masks(masked, meeting.absent)
         self._tuned = tuned.find()
         with meeting, shared_memory.explained(self._shared_memory):
             own_engine = engine is None
@@ -117,21 +120,60 @@ class Communicator(NotCopied):
                 self, _close, self._comm, self.engine if own_engine else None, self._device
             )
             try:
-                address = bytes_from(call(_ops.all_to_all_address.default, self._comm))
-                addresses = meeting.exchange(address, mirror.ADDRESSES)
-                call(
-                    _ops.all_to_all_connect.default,
-                    self._comm,
-                    [tensor_from(data, "address") for data in addresses],
-                )
-                if self._device is not None:
-                    self._device.use_signals()
-                    self._device.prepare(*usual_calls(config))
-                    self._device.prepare_clean()
-                meeting.exchange(b"", "all ranks to be connected")
+                with self._stand_ins(meeting) as addresses:
+                    call(
+                        _ops.all_to_all_connect.default,
+                        self._comm,
+                        [tensor_from(data, "address") for data in addresses],
+                    )
+                    if self._device is not None:
+                        self._device.use_signals()
+                        self._device.prepare(*usual_calls(config))
+                        self._device.prepare_clean()
+                    meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
                 raise
+
+    def _meet(
+        self,
+        group_or_store: dist.ProcessGroup | Store | None,
+        rank: int | None,
+        world_size: int | None,
+        gone: Callable[[int], bool],
+    ) -> Bootstrap:
+        """Returns the meeting: with masks, and in one node, of the ranks that come."""
+        config = self.config
+        store, own, size = store_of(group_or_store, rank, world_size)
+        if not config.mask_lost_ranks or size == 1 or config.ranks_per_node not in (None, size):
+            return mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
+        timeout_s, what = float(config.timeout_s), "a communicator"
+        present, among = roll_call(store, own, size, what=what, timeout_s=timeout_s, gone=gone)
+        if len(present) == size:
+            return mirror.meet(store, own, size, timeout_s=timeout_s)
+        return Bootstrap(among, rank=own, world_size=size, timeout_s=timeout_s, present=present)
+
+    @contextmanager
+    def _stand_ins(self, meeting: Bootstrap) -> Iterator[list[bytes]]:
+        """Yields the addresses of all ranks; for an absent one a communicator that the first rank
+        makes and closes again, so that its shared memory is of a rank that is gone."""
+        own = bytes_from(call(_ops.all_to_all_address.default, self._comm))
+        if not meeting.absent:
+            yield meeting.exchange(own, mirror.ADDRESSES)
+            return
+        with ExitStack() as undo:
+            addresses = {self.rank: own.hex()}
+            for rank in meeting.absent if self.rank == meeting.ranks[0] else ():
+                settings, masks = self._settings(rank=rank), self._masks and self._masks[1]
+                made = int(
+                    call(_ops.all_to_all_create.default, self.engine.number, settings, masks)
+                )
+                undo.callback(_ops.all_to_all_close.default, made)
+                addresses[rank] = bytes_from(call(_ops.all_to_all_address.default, made)).hex()
+            of_all = dict[str, str]()
+            for said in meeting.exchange(json.dumps(addresses).encode(), mirror.ADDRESSES):
+                of_all |= json.loads(said)
+            yield [bytes.fromhex(of_all[str(rank)]) for rank in range(self.world_size)]
 
     def _shared_memory(self) -> str:
         """Returns what the communicator needs of /dev/shm, in a sentence."""
@@ -150,7 +192,7 @@ class Communicator(NotCopied):
         need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
         return f"{need} (python -m moe_p2p plan)"
 
-    def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _make_masks(self, given: Tensor | None, absent: list[int]) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
         if not self.config.mask_lost_ranks:
             errors.require(given is None, "masked is given, and mask_lost_ranks is False; set it")
@@ -165,6 +207,10 @@ class Communicator(NotCopied):
             f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
             f"({self.world_size},) on {self.config.device}, contiguous",
         )
+        if absent:
+            on_host[absent], given[absent] = 1, 1
+            if given.is_cuda:  # calls read it on any stream
+                torch.cuda.current_stream().synchronize()
         return given, on_host if self._on_gpu else given
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
@@ -177,7 +223,9 @@ class Communicator(NotCopied):
         keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
 
         def among_node(data: bytes) -> list[bytes]:
-            return meeting.exchange(data, "fabric handles")[first : first + num_local]
+            handles = meeting.exchange(data, "fabric handles")
+            node_ranks = range(first, first + num_local)
+            return [handles[rank] for rank in node_ranks if rank not in meeting.absent]
 
         return DeviceSide(
             self._comm,
@@ -206,6 +254,11 @@ class Communicator(NotCopied):
         shared = self._tuned.shared(name, str(config.device))
         offer = Offer(call(_ops.host_identity.default), mine, shared)
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
+        errors.require(
+            not meeting.absent or len({other.host for other in offers}) == 1,
+            f"ranks {meeting.absent} did not come, and ranks of several hosts are not connected "
+            "without a rank: see what they printed last, then start all of them again",
+        )
         self._shared = Shared.of(offers[0].tuned)
         choice = agree_on_transport(offers, config.ranks_per_node)
         if given is not None:
@@ -243,10 +296,10 @@ class Communicator(NotCopied):
         num_threads = config.num_threads
         if num_threads is None:
             num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
-        settings = config.settings(
+        self._settings = functools.partial(
+            config.settings,
             self.world_size,
             self.ranks_per_node,
-            rank=self.rank,
             communicator=agreed.communicator,
             timeout_s=float(config.timeout_s),
             wait=config.wait,
@@ -254,6 +307,7 @@ class Communicator(NotCopied):
             on_device=int(self._on_gpu),
             arrival_flags=self.engine.arrivals,
         )
+        settings = self._settings(rank=self.rank)
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
         self._shape = CommunicatorShape(
