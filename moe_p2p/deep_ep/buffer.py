@@ -30,6 +30,7 @@ from moe_p2p.deep_ep.low_latency import (
     Masks,
     add_counts,
     as_nvfp4,
+    await_all,
     config_and_form,
     receive_rows,
     receive_sums,
@@ -132,12 +133,14 @@ class Buffer:
     def destroy(self) -> None:
         """Waits for all ranks, then frees everything. Collective.
 
-        A rank that has masked others does not wait.
+        With enable_shrink it waits for nobody: the others go on without this rank.
         """
         assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
         if self.runtime is None:
             return
-        if not self._masks.some():
+        if self.enable_shrink:
+            self._pool.depart()
+        else:
             self._pool.meet("all ranks to destroy their buffers")
         self._pool.close()
         self._normal.clear()
@@ -623,7 +626,14 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Does nothing: calls do not depend on data that earlier calls left."""
+        """Without enable_shrink does nothing: calls do not depend on data that earlier calls left.
+
+        With it all ranks call it, and a rank that is gone, or does not come within the deadline, is
+        masked: an empty dispatch waits for all. Before the first call of the shape it does nothing.
+        """
+        if self.enable_shrink:
+            shape = (hidden, num_max_dispatch_tokens_per_rank, num_experts)
+            await_all(self._low_latency_made, shape)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

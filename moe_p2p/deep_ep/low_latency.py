@@ -92,9 +92,6 @@ class Masks:
         self._world_size = world_size
         self._status: Tensor | None = None  # [W] int32; 1: masked
 
-    def some(self) -> bool:
-        return self._status is not None and bool(self._status.any())
-
     def on(self, device: torch.device | None) -> Tensor:
         """Returns the masks, moved to the device. None: where they are."""
         if self._status is None:
@@ -150,6 +147,20 @@ def size_hint(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
     )
     regions = config.plan(world_size=num_ranks, ranks_per_node=math.gcd(num_ranks, NODE_RANKS))
     return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
+
+
+def await_all(
+    made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]], shape: tuple[int, int, int]
+) -> None:
+    """Waits for all ranks by an empty dispatch of calls of this H, T and E, if there were any."""
+    for key, (all_to_all, form) in made.items():
+        _, device, hidden, topk, num_tokens, num_experts = key[:6]
+        if (hidden, num_tokens, num_experts) == shape:
+            where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+            x = torch.empty((0, hidden), dtype=key[0], device=where)
+            topk_idx = torch.empty((0, topk), dtype=torch.int64, device=where)
+            all_to_all.dispatch_with(form, x, topk_idx, others=all_to_all.others)
+            return
 
 
 def add_counts(received: Dispatched, stats: tuple[Tensor | None, Tensor | None]) -> None:

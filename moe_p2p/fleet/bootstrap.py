@@ -96,6 +96,8 @@ class Bootstrap:
 
     group_or_store: a ProcessGroup, None for the default one, or a Store with rank and world_size.
     timeout_s: deadline of each exchange, in seconds.
+    present: the ranks that meet, in order, where others are left out (roll_call.py); the first of
+        them is rank 0 of what stands above. Exchanges then have its payload for absent ranks.
 
     A context manager: at its end the rank leaves, and reports to the others if the block raised.
     """
@@ -107,8 +109,11 @@ class Bootstrap:
         rank: int | None,
         world_size: int | None,
         timeout_s: float,
+        present: Sequence[int] | None = None,
     ) -> None:
         self.store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
+        self.ranks = range(self.world_size) if present is None else present
+        self._leader = self.ranks[0]
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._stage = 0
@@ -123,7 +128,7 @@ class Bootstrap:
         self._published: list[str] = []  # keys of the last value that all read
         self.neighbours = Neighbours()  # filled by the first exchange
         self.num_refused = 0  # connections that gpu/fd_exchange.py refused
-        if self.world_size == 1:
+        if len(self.ranks) == 1:
             return
         self._requests = Requests()
         # Each rank counts its own attempts; counts agree because all ranks meet in one order.
@@ -136,7 +141,7 @@ class Bootstrap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self.world_size == 1:
+        if len(self.ranks) == 1:
             return
         try:
             if error is not None and not self._reported:
@@ -157,23 +162,27 @@ class Bootstrap:
         Raises TimeoutError naming the missing ranks, AbortedError when a rank failed, PeerDeadError
         when the process of a rank on this host has ended.
         """
-        if self.world_size == 1:
-            return [payload]
+        if len(self.ranks) == 1:
+            return [payload] * self.world_size
         self._deadline = time.monotonic() + self._timeout_s
         # Answered already: this rank is late, or ended or gave up just before it was admitted.
-        if self.rank and not self._met and self._has_all([self._answer(self.rank)]):
+        if self.rank != self._leader and not self._met and self._has_all([self._answer(self.rank)]):
             self._take_answer(what)
         first = not self._met
         if first:
             payload = f"{self._version}\n{own_identity()}\n{what}\n".encode() + payload
         self._set(self._key(self.rank), _OK + payload)
-        payloads = self._collect(what) if self.rank == 0 else self._read(what)
+        payloads = self._collect(what) if self.rank == self._leader else self._read(what)
         self._stage += 1
         if first:
             parted = [one.split(b"\n", 2) for one in payloads]
-            self.neighbours.add([identity.decode() for identity, _, _ in parted])
+            identities = dict(
+                zip(self.ranks, (each.decode() for each, _, _ in parted), strict=True)
+            )
+            self.neighbours.add([identities.get(rank, "") for rank in range(self.world_size)])
             payloads = [one for _, _, one in parted]
-        return payloads
+        by_rank = dict(zip(self.ranks, payloads, strict=True))
+        return [by_rank.get(rank, payloads[0]) for rank in range(self.world_size)]
 
     # Rank 0.
 
@@ -183,7 +192,7 @@ class Bootstrap:
         if not self._wait(keys, what):
             self._check_all_came(what)
         values = self._guarded(lambda: self.store.multi_get(keys))
-        for rank, value in enumerate(values):
+        for rank, value in zip(self.ranks, values, strict=True):
             if value[:1] == _FAILED:
                 text = value[1:].decode(errors="replace")
                 self._report(rank, text)
@@ -194,7 +203,7 @@ class Bootstrap:
                 values = self._checked_versions(values)
                 self._check_same(values, what)
             except errors.ProtocolError as error:
-                self._report(0, str(error))
+                self._report(self.rank, str(error))
                 self._delete(keys)
                 raise
         # Keys are deleted only once the others can see that all arrived; see _wait_for_rank_0.
@@ -211,25 +220,25 @@ class Bootstrap:
         """Strips versions from the first exchange's values. ProtocolError if letters differ."""
         parted = [value[1:].partition(b"\n") for value in values]
         texts = [text.decode(errors="replace") for text, _, _ in parted]
-        for rank, text in enumerate(texts):
+        for rank, text in zip(self.ranks, texts, strict=True):
             if text.split(" ")[-1] != self._version.split(" ")[-1]:
                 known = text if text.startswith("moe_p2p ") else "a version without a letter"
                 raise errors.make(
                     errors.ProtocolError,
-                    f"ranks run versions that do not fit together: rank 0 has {self._version}, "
-                    f"rank {rank} has {known}. Install one version on all ranks",
+                    f"ranks run versions that do not fit together: rank {self.rank} has "
+                    f"{self._version}, rank {rank} has {known}. Install one version on all ranks",
                 )
         return [_OK + payload for _, _, payload in parted]
 
     def _check_same(self, values: list[bytes], what: str) -> None:
         """ProtocolError naming a rank that came for something else, as its first payload states."""
-        for rank, value in enumerate(values):
+        for rank, value in zip(self.ranks, values, strict=True):
             theirs = value.split(b"\n", 2)[1].decode(errors="replace")
             if theirs != what:
                 raise errors.make(
                     errors.ProtocolError,
-                    f"rank 0 waits for {what}, and rank {rank} for {theirs}: all ranks must make, "
-                    "and destroy, the same objects in the same order",
+                    f"rank {self.rank} waits for {what}, and rank {rank} for {theirs}: all ranks "
+                    "must make, and destroy, the same objects in the same order",
                 )
 
     def _admit(self, joins: list[str]) -> None:
@@ -238,7 +247,7 @@ class Bootstrap:
         The next attempt may reuse this attempt's key names, so they are all deleted before ranks go
         on, which is when the first exchange is published.
         """
-        ranks = range(self.world_size)
+        ranks = self.ranks
         self._name, self._met = f"moe_p2p/{secrets.token_hex(8)}", True
         self._answer_all(_OK + self._name.encode())
         self._admitted = True
@@ -251,7 +260,7 @@ class Bootstrap:
     def _answer_all(self, value: bytes) -> None:
         # One by one: when a multi_set arrives in several pieces, a TCPStore's server applies its
         # start more than once, which restores keys deleted in between (torch 2.13).
-        for rank in range(1, self.world_size):
+        for rank in self.ranks[1:]:
             self._set(self._answer(rank), value)
 
     def _publish(self, data: bytes) -> None:
@@ -277,7 +286,7 @@ class Bootstrap:
         (num_pieces,) = struct.unpack_from("<I", value, 1)
         self._published = self._result_keys(self._stage, num_pieces)
         data = value[5:] + b"".join(map(self._get, self._published[1:]))
-        return _unpack(data, self.world_size)
+        return _unpack(data, len(self.ranks))
 
     def _take_answer(self, what: str, *, joins: bool = False) -> None:
         """Reads and deletes rank 0's answer. joins: the meeting that it names."""
@@ -312,8 +321,9 @@ class Bootstrap:
             return
         raise errors.make(
             errors.TimeoutError,
-            f"rank {self.rank} of {self.world_size}: all ranks came with {what}, but rank 0 did "
-            f"not pass it on within {self._timeout_s} s and {_PATIENCE_S:.0f} more",
+            f"rank {self.rank} of {self.world_size}: all ranks came with {what}, but rank "
+            f"{self._leader} did not pass it on within {self._timeout_s} s and {_PATIENCE_S:.0f} "
+            "more",
         )
 
     # Failure and end.
@@ -322,12 +332,12 @@ class Bootstrap:
         """Stores the failure of `rank` where all others, late ones too, poll next."""
         self._failure = self._failure or (rank, text)
         note = _FAILED + json.dumps([rank, text]).encode()
-        if self.rank:
+        if self.rank != self._leader:
             self._report_to_rank_0(rank, text)
         elif self._met:  # others may or may not have read the result of this stage: as below
             for stage in (self._stage, self._stage + 1):
                 self._set(self._result_keys(stage, 1)[0], note)
-        if self.rank == 0 and not self._admitted:
+        if self.rank == self._leader and not self._admitted:
             self._answer_all(note)
         self._reported = True
 
@@ -342,6 +352,11 @@ class Bootstrap:
         for name, stage in places:
             self._set(f"{name}/{stage}/{rank}", _FAILED + text.encode())
 
+    @property
+    def absent(self) -> list[int]:
+        """Ranks that do not meet."""
+        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+
     def refused(self) -> None:
         """A rank of this host has refused a connection: set-up says so where it fails."""
         self.num_refused += 1
@@ -354,10 +369,10 @@ class Bootstrap:
         if value[:1] == _FAILED:
             raise _aborted(rank, value[1:].decode(errors="replace"), what)
         text = f"the process of rank {rank} has ended. See what it printed last"
-        if rank == 0:  # publish in its place
+        if rank == self._leader:  # publish in its place
             note = _FAILED + json.dumps([rank, text]).encode()
             self._set(self._result_keys(self._stage, 1)[0], note)
-        elif self.rank:
+        elif self.rank != self._leader:
             self._report_to_rank_0(rank, text)
         else:
             self._report(rank, text)
@@ -370,7 +385,7 @@ class Bootstrap:
         """Counts this rank as gone. The last one deletes keys that others might still have read."""
         key, one = f"{self._name}/left", 1 + (_ONE_FAILED if failed else 0)
         left = int(self._guarded(lambda: self.store.add(key, one)))
-        if left % _ONE_FAILED == self.world_size:
+        if left % _ONE_FAILED == len(self.ranks):
             self._delete([key, *self._published])
             if left > _ONE_FAILED:
                 # A failed rank may be an exchange behind the others, or ahead of them.
@@ -378,7 +393,7 @@ class Bootstrap:
                     self._delete([*self._keys(stage), *self._result_keys(stage, 1)])
 
     def _check_all_came(self, what: str) -> None:
-        missing = self._find_missing(range(self.world_size))[:_MOST_NAMED]
+        missing = self._find_missing(self.ranks)[:_MOST_NAMED]
         if missing:
             more = ", ..." if len(missing) == _MOST_NAMED else ""
             raise errors.make(
@@ -412,7 +427,7 @@ class Bootstrap:
         return f"{self._name}/{self._stage}/{rank}"
 
     def _keys(self, stage: int) -> list[str]:
-        return [f"{self._name}/{stage}/{rank}" for rank in range(self.world_size)]
+        return [f"{self._name}/{stage}/{rank}" for rank in self.ranks]
 
     def _result_keys(self, stage: int, num_pieces: int) -> list[str]:
         key = f"{self._name}/{stage}/all"

@@ -31,6 +31,19 @@ def own_identity() -> str:
         return ""
 
 
+def has_ended(identity: str) -> bool:
+    """Whether the process with that own_identity() has ended; False where this host cannot know."""
+    space = own_identity().rpartition(" ")[0].rpartition(" ")[0]
+    if not space or not identity.startswith(f"{space} "):
+        return False
+    _, pid, start = identity.split(" ")
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return state[19] != start or state[0] in "ZX"  # its pid was reused, or nobody has reaped it
+
+
 class Neighbours:
     """Other ranks of this host. Call `add` once, then `wait` instead of sleeping."""
 

@@ -17,7 +17,7 @@ P scales of a token, R rows received (padded: E_local * capacity, else capacity)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -96,6 +96,7 @@ class AllToAll(NotCopied):
         closed with this object.
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: makes one.
+    gone: with mask_lost_ranks, whether a rank is known to have left, so that nobody waits for it.
 
     On a GPU, calls run one after the other in the order in which they are made, also on different
     streams: a call on another stream than the one before waits for it. Any part may be captured
@@ -117,9 +118,10 @@ class AllToAll(NotCopied):
         world_size: int | None = None,
         engine: Engine | None = None,
         masked: Tensor | None = None,
+        gone: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._communicator = made = Communicator(
-            group_or_store, config, rank=rank, world_size=world_size, engine=engine, masked=masked
+            group_or_store, config, rank, world_size, engine=engine, masked=masked, gone=gone
         )
         # What calls look at, which stays as it is:
         self.config, self.engine, self.rank = made.config, made.engine, made.rank

@@ -7,12 +7,13 @@ Control path only. Symbols: W ranks, L ranks per node, E_local experts of this r
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 import platform
 import secrets
-from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from moe_p2p import env, errors, library
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import Closing
 from moe_p2p.engine.transfers import bytes_from, tensor_from
+from moe_p2p.fleet.bootstrap import Bootstrap, store_of
+from moe_p2p.fleet.roll_call import roll_call
 from moe_p2p.library import call
 from moe_p2p.machine import driver, transport, tuned
 from moe_p2p.moe.config import AllToAllConfig
@@ -34,9 +37,6 @@ from moe_p2p.moe.rendezvous import mirror, shared_memory
 from moe_p2p.moe.rendezvous.agreement import Facts, Host, Offer, agree_on_transport, conclude
 from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
 from moe_p2p.moe.tuned import Shared
-
-if TYPE_CHECKING:
-    from moe_p2p.fleet.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
 
@@ -68,11 +68,12 @@ class Communicator:
         self,
         group_or_store: dist.ProcessGroup | Store | None,
         config: AllToAllConfig,
+        rank: int | None,
+        world_size: int | None,
         *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        engine: Engine | None = None,
-        masked: Tensor | None = None,
+        engine: Engine | None,
+        masked: Tensor | None,
+        gone: Callable[[int], bool],
     ) -> None:
         errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
         self.config = config
@@ -82,10 +83,10 @@ class Communicator:
             config.check_beside_engine()
         if config.on_gpu:
             refuse_capture("a communicator of this shape is not made: make it, or a call,")
-        meeting = mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
+        meeting = self._meet(group_or_store, rank, world_size, gone)
         self.rank = meeting.rank
         self.world_size = meeting.world_size
-        self._masks = self._make_masks(masked)
+        self._masks = self._make_masks(masked, meeting.absent)
         self._tuned = tuned.find()
         with meeting, shared_memory.explained(self._shared_memory):
             own_engine = engine is None
@@ -106,21 +107,60 @@ class Communicator:
                 self, _close, self.number, self.engine if own_engine else None, self.device
             )
             try:
-                address = bytes_from(call(_ops.all_to_all_address.default, self.number))
-                addresses = meeting.exchange(address, mirror.ADDRESSES)
-                call(
-                    _ops.all_to_all_connect.default,
-                    self.number,
-                    [tensor_from(data, "address") for data in addresses],
-                )
-                if self.device is not None:
-                    self.device.use_signals()
-                    self.device.prepare(*usual_calls(config))
-                    self.device.prepare_clean()
-                meeting.exchange(b"", "all ranks to be connected")
+                with self._stand_ins(meeting) as addresses:
+                    call(
+                        _ops.all_to_all_connect.default,
+                        self.number,
+                        [tensor_from(data, "address") for data in addresses],
+                    )
+                    if self.device is not None:
+                        self.device.use_signals()
+                        self.device.prepare(*usual_calls(config))
+                        self.device.prepare_clean()
+                    meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
                 raise
+
+    def _meet(
+        self,
+        group_or_store: dist.ProcessGroup | Store | None,
+        rank: int | None,
+        world_size: int | None,
+        gone: Callable[[int], bool],
+    ) -> Bootstrap:
+        """Returns the meeting: with masks, and in one node, of the ranks that come."""
+        config = self.config
+        store, own, size = store_of(group_or_store, rank, world_size)
+        if not config.mask_lost_ranks or size == 1 or config.ranks_per_node not in (None, size):
+            return mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
+        timeout_s, what = float(config.timeout_s), "a communicator"
+        present, among = roll_call(store, own, size, what=what, timeout_s=timeout_s, gone=gone)
+        if len(present) == size:
+            return mirror.meet(store, own, size, timeout_s=timeout_s)
+        return Bootstrap(among, rank=own, world_size=size, timeout_s=timeout_s, present=present)
+
+    @contextmanager
+    def _stand_ins(self, meeting: Bootstrap) -> Iterator[list[bytes]]:
+        """Yields the addresses of all ranks; for an absent one a communicator that the first rank
+        makes and closes again, so that its shared memory is of a rank that is gone."""
+        own = bytes_from(call(_ops.all_to_all_address.default, self.number))
+        if not meeting.absent:
+            yield meeting.exchange(own, mirror.ADDRESSES)
+            return
+        with ExitStack() as undo:
+            addresses = {self.rank: own.hex()}
+            for rank in meeting.absent if self.rank == meeting.ranks[0] else ():
+                settings, masks = self._settings(rank=rank), self._masks and self._masks[1]
+                made = int(
+                    call(_ops.all_to_all_create.default, self.engine.number, settings, masks)
+                )
+                undo.callback(_ops.all_to_all_close.default, made)
+                addresses[rank] = bytes_from(call(_ops.all_to_all_address.default, made)).hex()
+            of_all = dict[str, str]()
+            for said in meeting.exchange(json.dumps(addresses).encode(), mirror.ADDRESSES):
+                of_all |= json.loads(said)
+            yield [bytes.fromhex(of_all[str(rank)]) for rank in range(self.world_size)]
 
     def _shared_memory(self) -> str:
         """Returns what the communicator needs of /dev/shm, in a sentence."""
@@ -139,7 +179,7 @@ class Communicator:
         need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
         return f"{need} (python -m moe_p2p plan)"
 
-    def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _make_masks(self, given: Tensor | None, absent: list[int]) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
         if not self.config.mask_lost_ranks:
             errors.require(given is None, "masked is given, and mask_lost_ranks is False; set it")
@@ -154,6 +194,10 @@ class Communicator:
             f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
             f"({self.world_size},) on {self.config.device}, contiguous",
         )
+        if absent:
+            on_host[absent], given[absent] = 1, 1
+            if given.is_cuda:  # calls read it on any stream
+                torch.cuda.current_stream().synchronize()
         return given, on_host if self._on_gpu else given
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
@@ -167,7 +211,9 @@ class Communicator:
         keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
 
         def among_node(data: bytes) -> list[bytes]:
-            return meeting.exchange(data, "fabric handles")[first : first + num_local]
+            handles = meeting.exchange(data, "fabric handles")
+            node_ranks = range(first, first + num_local)
+            return [handles[rank] for rank in node_ranks if rank not in meeting.absent]
 
         return DeviceSide(
             self.number,
@@ -196,6 +242,11 @@ class Communicator:
         shared = self._tuned.shared(name, str(config.device))
         offer = Offer(own_host().key, mine, shared)
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
+        errors.require(
+            not meeting.absent or len({other.host for other in offers}) == 1,
+            f"ranks {meeting.absent} did not come, and ranks of several hosts are not connected "
+            "without a rank: see what they printed last, then start all of them again",
+        )
         self._shared = Shared.of(offers[0].tuned)
         choice = agree_on_transport(offers, config.ranks_per_node)
         if given is not None:
@@ -235,10 +286,10 @@ class Communicator:
         num_threads = config.num_threads
         if num_threads is None:
             num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
-        settings = config.settings(
+        self._settings = functools.partial(
+            config.settings,
             self.world_size,
             self.ranks_per_node,
-            rank=self.rank,
             communicator=agreed.communicator,
             timeout_s=float(config.timeout_s),
             wait=config.wait,
@@ -246,6 +297,7 @@ class Communicator:
             on_device=int(self._on_gpu),
             arrival_flags=self.engine.arrivals,
         )
+        settings = self._settings(rank=self.rank)
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
         self.shape = CommunicatorShape(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import ProcessGroup, Store
 
 from moe_p2p import errors
 from moe_p2p.fleet.bootstrap import store_of
+from moe_p2p.fleet.neighbours import has_ended, own_identity
 from moe_p2p.library import call, raise_typed, register_fake, watched, without_default_device
 from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.all_to_all import AllToAll
@@ -144,8 +146,11 @@ class AllToAllPool:
     ) -> None:
         self._store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
         self.timeout_s = timeout_s
-        hosts = self.meet("the hosts", own_host().encode().decode())
-        where = [Host.decode(host.encode()) for host in hosts]
+        host = own_host().encode().decode()
+        said = self.meet("the hosts", f"{host}\n{own_identity()}\n{secrets.token_hex(8)}")
+        hosts, self._identities, names = zip(*(text.split("\n") for text in said), strict=True)
+        self._departures = f"moe_p2p/departures/{names[0]}"  # of this pool
+        where = [Host.decode(each.encode()) for each in hosts]
         self.ranks_per_node = find_ranks_per_node(where, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
         self._comms: list[int] = []  # numbers of those, for check()
@@ -186,7 +191,12 @@ class AllToAllPool:
             if limit_bytes:
                 config = self._within(limit_bytes, config)
             made = self._made[key] = ReleasingAllToAll(
-                self._store, config, rank=self.rank, world_size=self.world_size, masked=masked
+                self._store,
+                config,
+                rank=self.rank,
+                world_size=self.world_size,
+                masked=masked,
+                gone=functools.partial(self._is_gone, masked),
             )
             self._name([*self._comms, made._comm])
             if limit_bytes:
@@ -254,6 +264,17 @@ class AllToAllPool:
         """Waits for all ranks; returns the text of each. `what` names the wait in errors."""
         with meet(self._store, self.rank, self.world_size, timeout_s=self.timeout_s) as meeting:
             return [data.decode() for data in meeting.exchange(text.encode(), what)]
+
+    def depart(self) -> None:
+        """Notes that this rank takes part no more: objects that mask ranks are made without it."""
+        self._store.set(f"{self._departures}/{self.rank}", "gone")
+
+    def _is_gone(self, masked: Tensor | None, rank: int) -> bool:
+        """Whether a rank is masked, has departed, or its process has ended."""
+        if masked is not None and bool(masked[rank]):
+            return True
+        ended = has_ended(self._identities[rank])
+        return ended or self._store.check([f"{self._departures}/{rank}"])
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""

@@ -119,7 +119,8 @@ def why_not(project: str) -> str:
         wanted = BY_GIT[project]
         return (
             f"{project} at {wanted.commit[:7]} is not in {_checkout(project)} (`make test-engines` "
-            f"fetches it where git reaches {wanted.url}), nor does {wanted.variable} name it"
+            f"fetches it where git reaches {wanted.url}), and {wanted.variable} names no folder "
+            "of it"
         )
     return f"{project} {version_of(project) or ''} is not in {folder()}: run `make test-engines`"
 

@@ -113,7 +113,7 @@ def a_repository(
 
 def test_a_folder_of_a_repository_is_checked_out_once(repository: packages.Repository) -> None:
     assert packages.find("x") is None
-    assert "nor does MOE_P2P_X name its folder" in packages.why_not("x")
+    assert "and MOE_P2P_X names no folder of it" in packages.why_not("x")
     assert packages.fetch_by_git("x").endswith(f"fetched from {repository.url}")
     found = packages.where("x")
     assert found.name == "inside"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ class MirrorMeeting(Bootstrap):
 
     def __init__(self, group: MirrorGroup) -> None:
         self.store, self.rank, self.world_size = group.get_group_store(), 0, group.world_size
+        self.ranks = range(group.world_size)
         self.group = group
         self.neighbours = Neighbours()
         self.num_refused = 0
@@ -115,9 +117,14 @@ class Sharing(NamedTuple):
     key: str
     macros: dict[str, int]
     world_size: int = 0  # of a mirror world
+    present: Sequence[int] = ()  # ranks of a node in which others are absent
 
     def as_ranks(self, addresses: list[int]) -> list[int]:
         """Returns the address of every rank of the node, from addresses in order of place."""
+        if self.present:  # nothing is written to an absent rank, nor read from it
+            own = addresses[self.place]
+            by_rank = dict(zip(self.present, addresses, strict=True))
+            return [by_rank.get(rank, own) for rank in range(self.present[-1] + 1)]
         if not self.world_size:
             return addresses
         partner = addresses[(self.place + 1) % self.num_places]
@@ -126,6 +133,10 @@ class Sharing(NamedTuple):
 
 def sharing_of(meeting: Bootstrap, ranks_per_node: int, key: str) -> Sharing:
     """key: of this node, which all its ranks have."""
+    if meeting.absent:  # in one node, as the communicator has checked
+        present = meeting.ranks
+        place, macros = present.index(meeting.rank), dict[str, int]()
+        return Sharing(place, len(present), key, macros, present=present)
     if not isinstance(meeting, MirrorMeeting):
         return Sharing(meeting.rank % ranks_per_node, ranks_per_node, key, {})
     group, world_size = meeting.group, meeting.world_size
