@@ -19,7 +19,6 @@ from moe_p2p.moe.options import (
     LAYOUT_MASK,
     DispatchOptions,
     refuse_moved,
-    rows_of,
     shorthand,
 )
 from moe_p2p.moe.shape import CommunicatorShape
@@ -81,7 +80,7 @@ def dispatch_form(
 
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
     """Returns a capacity that is enough for any routing."""
-    rows, layout = shape.world_size * max_tokens, rows_of(options.number)
+    rows, layout = shape.world_size * max_tokens, LAYOUTS[options.number & LAYOUT_MASK]
     if not (layout.apart or layout.per_token):  # a row for each (token, expert), in one room
         experts = shape.num_local_experts
         rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts
