@@ -139,6 +139,7 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
 # --- default devices ---
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 num_modes = torch._C._len_torch_function_stack
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 switched_off = torch._C.DisableTorchFunction  # a context
@@ -172,7 +173,7 @@ def unaffected(function: _Function) -> _Function:
 
 def watched() -> bool:
     """Whether a compiler, or a mode of torch, sees which ops run and what they return."""
-    return torch.compiler.is_dynamo_compiling() or num_dispatch_modes() > 0  # others use modes
+    return is_dynamo_compiling() or num_dispatch_modes() > 0  # others use modes
 
 
 def is_set() -> bool:

@@ -231,8 +231,6 @@ std::tuple<Tensor, std::vector<Tensor>> combine_directly(int64_t comm_id, int64_
                  std::move(topk_weights), {}, {}, {}, 0, false);
 }
 
-namespace {
-
 void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
                  std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,
                  std::vector<Tensor> bias, const Tensor& handle, int64_t max_tokens,
@@ -246,8 +244,6 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
       {y, row_weights, row_scalars, topk_weights, out.scalar_type(), max_tokens, kOrder, partials},
       {out, out_scalars, bias, wait_ticks, kOrder, nullptr, partials}, handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));

@@ -32,6 +32,11 @@ std::tuple<Tensor, std::vector<Tensor>> combine_directly(int64_t comm_id, int64_
                                                          const Tensor& y, const Tensor& topk_idx,
                                                          std::optional<Tensor> row_weights,
                                                          std::optional<Tensor> topk_weights);
+void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
+                 std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,
+                 std::vector<Tensor> bias, const Tensor& handle, int64_t max_tokens,
+                 const Tensor& out, std::optional<Tensor> out_scalars,
+                 std::optional<Tensor> wait_ticks, int64_t partials_number);
 // Dispatched, and what the counts of all ranks gave.
 using Counted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>,
                            Tensor, Tensor, int64_t, int64_t, int64_t>;

@@ -32,13 +32,17 @@ from moe_p2p.deep_ep.low_latency import (
     as_nvfp4,
     await_all,
     config_and_form,
+    dispatch_bare,
     receive_rows,
     receive_sums,
     size_hint,
     sums_of,
+    topk_of,
 )
-from moe_p2p.deep_ep.mpi import MpiComm, store_over
+from moe_p2p.deep_ep.mpi import MpiComm
 from moe_p2p.deep_ep.normal import (
+    combine_alone,
+    dispatch_again,
     in_columns,
     normal_config,
     ranks_as_topk,
@@ -46,12 +50,12 @@ from moe_p2p.deep_ep.normal import (
     send,
     widened,
 )
-from moe_p2p.deep_ep.runtime import NODE_RANKS, Runtime
-from moe_p2p.deep_ep.streams import Streams
+from moe_p2p.deep_ep.runtime import NODE_RANKS, Runtime, pool_of
+from moe_p2p.deep_ep.streams import Streams, new_event
 from moe_p2p.moe.arguments import bias_list
 from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.moe.options import DispatchForm
-from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
+from moe_p2p.moe.pool import TIMEOUT_S, ReleasingAllToAll
 from moe_p2p.moe.row_counts import Extent, HostCounts, worst_extent
 
 _Event = EventOverlap | EventHandle
@@ -105,16 +109,7 @@ class Buffer:
         is_intranode: bool | None = None,
     ) -> None:
         self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-        if group is None and comm is not None:
-            store, rank, size = store_over(comm)
-            self._pool = AllToAllPool(store, rank=rank, world_size=size, timeout_s=self._timeout_s)
-        else:
-            self._pool = AllToAllPool(group, timeout_s=self._timeout_s)
-        errors.require(
-            not is_intranode or self._pool.ranks_per_node == self._pool.world_size,
-            f"is_intranode is True, and {self._pool.world_size} ranks are on several hosts, "
-            f"{self._pool.ranks_per_node} on each: leave it out",
-        )
+        self._pool = pool_of(group, comm, self._timeout_s, is_intranode=is_intranode)
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
@@ -266,8 +261,13 @@ class Buffer:
         num_worst_tokens), the handle and the event; with a handle None for all but rows and event.
         Rows past the last have -1 for all experts, weights of 0 and any values.
         """
-        self._pool.check_others(dispatches=handle is not None)
         values, scales = x if isinstance(x, tuple) else (x, None)
+        plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
+        plain = plain and topk_idx is topk_weights is None and type(handle) is NormalHandle
+        if plain and handle and self._streams.bare_on(values, scales) is not None:
+            got = dispatch_again(handle, values, scales)
+            return got, None, None, None, None, new_event(EventOverlap)
+        self._pool.check_others(dispatches=handle is not None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             if not (topk_idx is None and topk_weights is None):
@@ -352,6 +352,10 @@ class Buffer:
 
         Returns [T, H] of x's type, [T, K] or None, and the event.
         """
+        plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
+        alone = type(handle) is NormalHandle and topk_weights is bias is None
+        if plain and alone and self._streams.bare_on(x) is not None:
+            return combine_alone(handle, x), None, new_event(EventOverlap)
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
             try:
@@ -452,28 +456,20 @@ class Buffer:
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
         assert not (async_finish and return_recv_hook), TWO_WAYS
-        self._pool.check_others(dispatches=not return_recv_hook)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        fp8, timed = use_fp8 and not use_nvfp4, stats[1] is not None
+        how = num_max_dispatch_tokens_per_rank, num_experts, fp8, round_scale, use_ue8m0, timed
+        plain = not (async_finish or return_recv_hook or use_nvfp4) and stats[0] is stats[1] is None
+        if plain and (device := self._streams.bare_on(x)) is not None:
+            key = x.dtype, device, x.shape[1], topk_of(topk_idx), how
+            found = self._low_latency_made.get(key)
+            if found is not None:
+                return dispatch_bare(*found, x, topk_idx, num_experts)
+        self._pool.check_others(dispatches=not return_recv_hook)
         hook: Hook | None = None
         fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
-            hidden = x.shape[1]
-            try:
-                topk = topk_idx.shape[1]
-            except (AttributeError, IndexError):
-                raise errors.wrong_type("topk_idx", topk_idx, "a tensor [t, K]") from None
-            key = (
-                x.dtype,
-                x.get_device(),
-                hidden,
-                topk,
-                num_max_dispatch_tokens_per_rank,
-                num_experts,
-                use_fp8 and not use_nvfp4,
-                round_scale,
-                use_ue8m0,
-                dispatch_wait_recv_cost_stats is not None,
-            )
+            key = x.dtype, x.get_device(), x.shape[1], topk_of(topk_idx), how
             all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
             given, extras = (x, ()) if not use_nvfp4 else as_nvfp4(x, x_global_scale)
             tiles: Tensor | None = None
@@ -503,7 +499,7 @@ class Buffer:
         if tiles is not None:
             rows, scales = rows.permute(1, 2, 0), tiles
         got = rows if scales is None else (rows, scales)
-        handle = LowLatencyHandle(all_to_all, received, hidden, num_experts)
+        handle = LowLatencyHandle(all_to_all, received, key[2], num_experts)
         return got, received.counts, handle, turn.event, hook
 
     def low_latency_combine(
@@ -552,17 +548,20 @@ class Buffer:
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"
         )
-        all_to_all, received = handle.all_to_all, handle.received
         stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+        plain = stats is None and not (async_finish or return_recv_hook)
+        if plain and self._streams.bare_on(x, topk_weights, out) is not None:
+            number = COMBINES[bool(use_logfmt), False].number
+            out = handle.combine_bare(y, topk_weights, number, out)
+            return out, new_event(EventOverlap), None
+        all_to_all, received = handle.all_to_all, handle.received
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
+                options = COMBINES[bool(use_logfmt), False]
                 pending = all_to_all.combine_send(
-                    y,
-                    received,
-                    options=COMBINES[bool(use_logfmt), False],
-                    topk_weights=topk_weights,
+                    y, received, options=options, topk_weights=topk_weights
                 )
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
                 hook = self._hook(
@@ -608,18 +607,8 @@ class Buffer:
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         x = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
-        key = (
-            x.dtype,
-            x.get_device(),
-            hidden,
-            num_topk,
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            use_fp8,
-            round_scale,
-            use_ue8m0,
-            False,
-        )
+        how = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, False
+        key = x.dtype, x.get_device(), hidden, num_topk, how
         all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
         all_to_all.prepare(form.options, combine=COMBINES[bool(use_logfmt), False])
 

@@ -19,12 +19,18 @@ from moe_p2p.deep_ep.config import check_alignment
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import no_handle
-from moe_p2p.deep_ep.streams import Streams, wait_for
+from moe_p2p.deep_ep.streams import Streams, new_event, wait_for
 from moe_p2p.moe.arguments import bias_list
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.moe.options import DEFAULT_COMBINE, CombineOptions, DispatchForm
-from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
+from moe_p2p.moe.pool import (
+    MOST_STEP_TOKENS,
+    AllToAllPool,
+    ReleasingAllToAll,
+    config_of,
+    received_of,
+)
 from moe_p2p.moe.row_counts import HostCounts
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
 
@@ -34,12 +40,16 @@ _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
 _USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
-# Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, rows.
-_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, RowForm]
+# Of a dispatch: E, T, thread blocks, expert alignment, rows.
+_How = tuple[int, int, int, int, RowForm]
+_Asked = tuple[int | None, int | None, int, int | None, RowForm]  # the same, as the call has it
+# Its key: type, device, (H, P, K), and that.
+_Key = tuple[torch.dtype, int, tuple[int, int, int], _How]
 # Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
 _Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
+_Dispatch = tuple[_Values, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 _BY_ROWS, _BY_TOPK = (CombineOptions(order=order) for order in ("rows", "topk"))
 _EXACT = CombineOptions(out_dtype=torch.float32)
 
@@ -246,10 +256,8 @@ class ElasticBuffer:
         assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
         packs = num_scales(hidden) if self.use_fp8_dispatch else 0
         rows = (do_expand, False, False, True)
-        device_index = values.get_device()
-        key = (
-            dtype, device_index, hidden, packs, num_topk, num_experts, num_tokens, num_sms, 1, rows
-        )  # fmt: skip
+        how = num_experts, num_tokens, num_sms, 1, rows
+        key = dtype, values.get_device(), (hidden, packs, num_topk), how
         all_to_all, _, form = self._made.get(key) or self._make(values, key)
         combine = CombineOptions(order="ranks" if self.allow_multiple_reduction else "rows")
         all_to_all.prepare(form.options, x_dtype=dtype, y_dtype=torch.bfloat16, combine=combine)
@@ -275,7 +283,7 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[_Values, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+    ) -> _Dispatch:
         """Sends tokens to the ranks of their experts.
 
         x: [t, H], or a pair of float8_e4m3fn [t, H] and scale packs [t, P] of 4 bytes, which travel
@@ -302,32 +310,25 @@ class ElasticBuffer:
         """
         values, packs = x if isinstance(x, tuple) else (x, None)
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
+        rows = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, do_handle_copy)
+        how = num_experts, num_max_tokens_per_rank, num_sms, expert_alignment, rows
+        later = (
+            sync or async_with_compute_stream or previous_event or previous_event_before_epilogue
+        )
+        bare = not later and handle is None and cumulative_local_expert_recv_stats is None
+        if bare and self._streams.bare_on(values, packs, topk_weights) is not None:
+            made = self._dispatch_bare(values, packs, topk_idx, topk_weights, how)
+            if made is not None:
+                return made
         self._pool.check_others(dispatches=not sync)
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
                 wait_for(previous_event_before_epilogue, values)
-            copies = do_handle_copy and handle is None
-            rows = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, copies)
             if handle is None:
-                assert topk_idx is not None, "topk_idx is missing, and there is no handle"
-                assert num_experts is not None, "num_experts is missing, and there is no handle"
-                alignment = expert_alignment or 1
-                check_alignment(alignment)
-                num_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-                assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
-                key = (
-                    values.dtype,
-                    values.get_device(),
-                    values.shape[1],
-                    0 if packs is None else packs.shape[1],
-                    topk_idx.shape[1],
-                    num_experts,
-                    num_tokens,
-                    num_sms,
-                    alignment,
-                    rows,
-                )
+                key = self._key(values, packs, topk_idx, how)
+                assert topk_idx is not None
+                num_experts, num_tokens, _, alignment, _ = key[3]
                 all_to_all, counts, form = self._made.get(key) or self._make(values, key)
                 topk = topk_idx.contiguous()
             else:
@@ -342,7 +343,7 @@ class ElasticBuffer:
                 all_to_all, alignment = handle.all_to_all, handle.expert_alignment
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
-                form = counts.form(num_tokens, alignment, rows)
+                form = counts.form(num_tokens, alignment, (*rows[:3], False))
             given = (
                 values.contiguous(),
                 topk,
@@ -381,6 +382,57 @@ class ElasticBuffer:
             turn.event,
         )
 
+    def _key(
+        self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: _Asked
+    ) -> _Key:
+        num_experts, num_tokens, num_sms, alignment, rows = how
+        assert not rows[1] or rows[0], "do_zero_padding needs do_expand"
+        assert topk_idx is not None, "topk_idx is missing, and there is no handle"
+        assert num_experts is not None, "num_experts is missing, and there is no handle"
+        alignment = alignment or 1
+        check_alignment(alignment)
+        num_tokens = num_tokens or self.num_max_tokens_per_rank
+        assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
+        num_packs = 0 if packs is None else packs.shape[1]
+        shape = values.shape[1], num_packs, topk_idx.shape[1]
+        how = num_experts, num_tokens, num_sms, alignment, rows
+        return values.dtype, values.get_device(), shape, how
+
+    def _dispatch_bare(
+        self,
+        values: Tensor,
+        packs: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        how: _Asked,
+    ) -> _Dispatch | None:
+        """A dispatch with nothing around it (Streams.bare_on); None: its key is a new one."""
+        key = self._key(values, packs, topk_idx, how)
+        made = self._made.get(key)
+        if made is None or topk_idx is None:
+            return None
+        (all_to_all, counts, form), topk = made, topk_idx.contiguous()
+        given = None if packs is None else packs.contiguous()
+        fields = all_to_all.dispatch_bare(form, values.contiguous(), topk, topk_weights, given)
+        received = received_of(fields, form, topk)
+        num_experts, _, num_sms, alignment, rows = key[3]
+        handle = EPHandle(
+            all_to_all,
+            received,
+            counts,
+            rows[0],
+            num_experts,
+            alignment,
+            num_sms or self._usual_num_sms,
+        )
+        return (
+            fields[0] if packs is None else fields[:2],
+            received.row_topk,
+            None if topk_weights is None else received.row_weights,
+            handle,
+            new_event(EventOverlap),
+        )
+
     def combine(
         self,
         x: Tensor,
@@ -406,6 +458,14 @@ class ElasticBuffer:
         """
         if not isinstance(handle, EPHandle):
             raise no_handle(handle)
+        later = async_with_compute_stream or previous_event or previous_event_before_epilogue
+        plain = bias is None and topk_weights is None and self.allow_multiple_reduction
+        if plain and not later and self._streams.bare_on(x) is not None:
+            call, topk_idx = handle.received.call, handle.topk_idx
+            sums = handle.all_to_all.combine_bare(
+                call.options, call.max_tokens, call.handle, x.contiguous(), topk_idx
+            )
+            return sums, None, new_event(EventOverlap)
         received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
@@ -456,7 +516,8 @@ class ElasticBuffer:
         return fields, new_tuple(RowCounts, (num_tokens, num_grouped, per_expert, gathered))
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
-        dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, rows = key
+        dtype, _, (hidden, num_packs, topk), how = key
+        num_experts, num_tokens, num_sms, alignment, rows = how
         step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16

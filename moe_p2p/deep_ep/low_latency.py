@@ -21,18 +21,20 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.deep_ep import nvfp4
+from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.deep_ep.runtime import NODE_RANKS
+from moe_p2p.deep_ep.streams import new_event
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions
-from moe_p2p.moe.pool import ReleasingAllToAll
+from moe_p2p.moe.pool import ReleasingAllToAll, received_of
 
 Hook = Callable[[], None]
 
-# Key of a low-latency dispatch: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0, whether
-# it records the time waited.
-LowLatencyKey = tuple[torch.dtype, int, int, int, int, int, bool, bool, bool, bool]
+# Key of a low-latency dispatch: type, device, H, K, and as one: T, E, use_fp8, round_scale,
+# use_ue8m0, whether it records the time waited.
+LowLatencyKey = tuple[torch.dtype, int, int, int, tuple[int, int, bool, bool, bool, bool]]
 
 TWO_WAYS = (
     "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
@@ -76,6 +78,16 @@ class LowLatencyHandle(Elements):
             self.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
         return self.combine_buffer
 
+    def combine_bare(
+        self, y: Tensor, topk_weights: Tensor, number: int, out: Tensor | None
+    ) -> Tensor:
+        """A combine with nothing around it (Streams.bare_on). number: of its options."""
+        (handle, options, max_tokens, _), topk_idx = self.received.call, self.received.topk_idx
+        number |= options
+        return self.all_to_all.combine_bare(
+            number, max_tokens, handle, y, topk_idx, topk_weights, out
+        )
+
     @functools.cached_property
     def _elements(self) -> Sequence[Any]:
         source, ranges = self.received.source, self.received.ranges
@@ -83,6 +95,60 @@ class LowLatencyHandle(Elements):
         assert ranges is not None
         src_info = source[:, 1].view(ranges.shape[0], -1)
         return (src_info, ranges, *self._sizes)
+
+
+class BareHandle(LowLatencyHandle):
+    """Of dispatch_bare(): it makes a Dispatched where one is read."""
+
+    def __init__(
+        self,
+        all_to_all: ReleasingAllToAll,
+        form: DispatchForm,
+        rest: tuple[Any, ...],
+        topk_idx: Tensor,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """rest: what dispatch_bare() made, without rows and scales. sizes: T, H, E."""
+        self.all_to_all = all_to_all
+        self._form = form
+        self._rest = rest
+        self._topk_idx = topk_idx
+        self._sizes = sizes
+
+    @functools.cached_property
+    def received(self) -> Dispatched:  # type: ignore[override]
+        return received_of((None, None, *self._rest), self._form, self._topk_idx)
+
+    def combine_bare(
+        self, y: Tensor, topk_weights: Tensor, number: int, out: Tensor | None
+    ) -> Tensor:
+        options, max_tokens, _ = self._form
+        number |= options.number
+        return self.all_to_all.combine_bare(
+            number, max_tokens, self._rest[3], y, self._topk_idx, topk_weights, out
+        )
+
+
+def dispatch_bare(
+    all_to_all: ReleasingAllToAll,
+    form: DispatchForm,
+    x: Tensor,
+    topk_idx: Tensor,
+    num_experts: int,
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+    """A dispatch with nothing around it, of a form that has been made (Streams.bare_on)."""
+    made = all_to_all.dispatch_bare(form, x, topk_idx)
+    sizes = form.max_tokens, x.shape[1], num_experts
+    handle = BareHandle(all_to_all, form, made[2:], topk_idx, sizes)
+    got = made[:2] if form.options.quantize else made[0]
+    return got, made[3], handle, new_event(EventOverlap), None
+
+
+def topk_of(topk_idx: Tensor) -> int:
+    try:
+        return topk_idx.shape[1]
+    except (AttributeError, IndexError):
+        raise errors.wrong_type("topk_idx", topk_idx, "a tensor [t, K]") from None
 
 
 class Masks:
@@ -110,7 +176,7 @@ def config_and_form(
     x: Tensor, key: LowLatencyKey, world_size: int, *, timeout_s: float, mask_lost_ranks: bool
 ) -> tuple[AllToAllConfig, DispatchForm]:
     """What serves calls of this key: a communicator, and a form of dispatch."""
-    _, _, hidden, topk, num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed = key
+    _, _, hidden, topk, (num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed) = key
     assert use_fp8 or not round_scale, "round_scale needs use_fp8"
     assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
     config = AllToAllConfig(
@@ -154,7 +220,7 @@ def await_all(
 ) -> None:
     """Waits for all ranks by an empty dispatch of calls of this H, T and E, if there were any."""
     for key, (all_to_all, form) in made.items():
-        _, device, hidden, topk, num_tokens, num_experts = key[:6]
+        _, device, hidden, topk, (num_tokens, num_experts, *_) = key
         if (hidden, num_tokens, num_experts) == shape:
             where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
             x = torch.empty((0, hidden), dtype=key[0], device=where)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_p2p import errors
+from moe_p2p.deep_ep.handle import NormalHandle
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.options import DispatchForm
 from moe_p2p.moe.pool import ReleasingAllToAll
@@ -52,6 +53,24 @@ def send(
         scales = in_columns(scales)
     values, others = values.contiguous(), all_to_all.others
     return all_to_all.dispatch_with(form, values, topk_idx, topk_weights, scales, others=others)
+
+
+def dispatch_again(handle: NormalHandle, values: Tensor, scales: Tensor | None) -> _Values:
+    """Other values along the same routes, with nothing around it (Streams.bare_on)."""
+    topk, values = handle.dispatched.topk_idx, values.contiguous()
+    if scales is None:
+        rows: Tensor = handle.all_to_all.dispatch_bare(handle.form_again, values, topk)[0]
+        return rows
+    given = values, topk, None, in_columns(scales)
+    return rows_of(handle.all_to_all.dispatch_bare(handle.form_again, *given), scales)
+
+
+def combine_alone(handle: NormalHandle, y: Tensor) -> Tensor:
+    """The sums of rows, and nothing else, with nothing around it."""
+    call, topk_idx = handle.dispatched.call, handle.dispatched.topk_idx
+    return handle.all_to_all.combine_bare(
+        call.options, call.max_tokens, call.handle, y.contiguous(), topk_idx
+    )
 
 
 def in_columns(scales: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.library import is_set, num_modes, switched_off
+from moe_p2p.library import is_set, num_modes, switched_off, watched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,7 +30,7 @@ _NO_OWNER = (
 
 
 _records = torch.is_grad_enabled
-_new_event = EventOverlap.__new__  # one without fields of its own, which takes less time
+new_event = EventOverlap.__new__  # one without fields of its own, which takes less time
 
 
 class Streams:
@@ -48,6 +49,16 @@ class Streams:
                 raise errors.make(errors.UnavailableError, text + "are done when they return")
             self._comm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._comm
+
+    def bare_on(self, like: object, *beside: object) -> int | None:
+        """The device of a synchronous call of these that is nothing but its op: turn() would have
+        nothing to do, and nobody watches which ops run. -1: host memory; None: it is more."""
+        if type(like) is not Tensor or num_modes() or watched() or forward_ad._current_level >= 0:
+            return None
+        if _records() and any(getattr(each, "requires_grad", False) for each in (like, *beside)):
+            return None
+        ordinal = like.get_device()
+        return ordinal if ordinal < 0 or self._latest_raw == _current_raw(ordinal) else None
 
     def turn(
         self,
@@ -176,7 +187,7 @@ class _Bare(Turn):
 
     @property
     def event(self) -> EventOverlap:
-        return _new_event(EventOverlap)
+        return new_event(EventOverlap)
 
 
 _BARE = _Bare(False)  # shared by all of them

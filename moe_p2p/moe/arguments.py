@@ -21,7 +21,6 @@ from moe_p2p.moe.options import (
     MERGE_DUPLICATES,
     DispatchOptions,
     refuse_moved,
-    rows_of,
     shorthand,
 )
 from moe_p2p.moe.shape import CommunicatorShape
@@ -72,7 +71,9 @@ def refuse_tangents(**given: Tensor | Sequence[Tensor] | None) -> None:
     open: the calls have no formula for it, and results would have no tangent."""
     for name, value in given.items():
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            if not isinstance(tensor, Tensor):
+                continue
+            if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
                 raise errors.make(errors.InvalidArgumentError, NO_TANGENT.format(name))
 
 
@@ -111,7 +112,7 @@ def dispatch_form(
 
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
     """Returns a capacity that is enough for any routing."""
-    rows, layout = shape.world_size * max_tokens, rows_of(options.number)
+    rows, layout = shape.world_size * max_tokens, LAYOUTS[options.number & LAYOUT_MASK]
     if not (layout.apart or layout.per_token):  # a row for each (token, expert), in one room
         experts = shape.num_local_experts
         rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts

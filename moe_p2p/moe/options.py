@@ -243,11 +243,10 @@ def shorthand(
     options: DispatchOptions | None, layout: str | None, quantize: bool | None
 ) -> DispatchOptions:
     """Returns the options that dispatch(layout=, quantize=) stands for."""
-    errors.require(
-        options is None,
-        "options are given, and layout or quantize beside them; give those in the options: "
-        "DispatchOptions(layout=..., quantize=...)",
-    )
+    if options is not None:
+        text = "options are given, and layout or quantize beside them; give those in the options: "
+        text += "DispatchOptions(layout=..., quantize=...)"
+        raise errors.make(errors.InvalidArgumentError, text)
     short = _SHORTHANDS.get((layout, quantize))
     if short is None:
         short = DispatchOptions(layout=layout, quantize=quantize)  # type: ignore[arg-type]

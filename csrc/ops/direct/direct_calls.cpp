@@ -1,5 +1,5 @@
-// dispatch_inference, dispatch_counted and combine_inference as functions of Python that skip
-// torch's dispatcher, which takes longer than the calls themselves. moe_p2p/moe/direct.py makes
+// dispatch_inference, dispatch_counted, combine_inference and combine_out as functions of Python that
+// skip torch's dispatcher, which takes longer than the calls themselves. moe_p2p/moe/direct.py makes
 // them and has verified every fact about this torch that is used here. Where anything is not as
 // they expect (an argument of another type, a subclass of Tensor, autograd, a mode, a transform, a
 // profiler), they call the op, and that decides. MOE_P2P_DIRECT=0 makes none of them.
@@ -42,6 +42,11 @@ bool read(Object* object, std::vector<int64_t>& numbers) {
   for (size_t i = 0; i < numbers.size(); ++i)
     if (!read(kPy.in_list(object, static_cast<ptrdiff_t>(i)), numbers[i])) return false;
   return true;
+}
+
+// Nothing, or an empty list.
+bool read(Object* object, std::vector<Tensor>&) {
+  return !object || (type_of(object) == kPy.list_type && kPy.list_size(object) == 0);
 }
 
 bool read(Object* object, std::optional<Tensor>& tensor) {
@@ -133,11 +138,17 @@ Object* call_with(Result (*function)(Arguments...), Object* op, Object* const* g
   constexpr auto kMost = static_cast<ptrdiff_t>(sizeof...(Arguments));
   if (num > kMost || watched() || !std::apply(read_all, slots)) return call_op(op, given, num);
   try {
-    const Result result = [&] {
+    const auto run = [&] {
       const WithoutGil released;
       return std::apply([&](const auto&... slot) { return function(slot.get()...); }, slots);
-    }();
-    return object_of(result);
+    };
+    if constexpr (std::is_void_v<Result>) {
+      run();
+      kPy.keep(kPy.none);
+      return kPy.none;
+    } else {
+      return object_of(run());
+    }
   } catch (const std::bad_alloc&) {
     return kPy.set_no_memory();
   } catch (const std::exception& error) {
@@ -158,7 +169,8 @@ int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> to
   static MethodDef all[] = {
       {"dispatch_inference", &function_of<&dispatch_directly>, kFastCall, nullptr},
       {"dispatch_counted", &function_of<&dispatch_counted>, kFastCall, nullptr},
-      {"combine_inference", &function_of<&combine_directly>, kFastCall, nullptr}};
+      {"combine_inference", &function_of<&combine_directly>, kFastCall, nullptr},
+      {"combine_out", &function_of<&combine_out>, kFastCall, nullptr}};
   if (!kPy.complete) return 0;
   MOE_P2P_CHECK(torch.size() * sizeof(int64_t) == sizeof(Torch), base::Code::kInvalidArgument,
                 torch.size(), " facts about torch, must be ", sizeof(Torch) / sizeof(int64_t));
