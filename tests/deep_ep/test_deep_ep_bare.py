@@ -162,6 +162,6 @@ def test_errors_of_bare_calls_have_names() -> None:
     with pytest.raises(errors.InvalidArgumentError, match="topk_idx is .idx., must be a tensor"):
         buffer.low_latency_dispatch(x, "idx", T, E)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidArgumentError, match=r"y is .*, must hold"):
-        buffer.low_latency_combine(x[:, :7], idx, weights, handle)
+        buffer.low_latency_combine(x[:, :7].contiguous(), idx, weights, handle)
     with pytest.raises(errors.InvalidArgumentError, match="out has 3 rows, must have 5"):
         buffer.low_latency_combine(x, idx, weights, handle, out=x[:3])
