@@ -28,6 +28,9 @@ OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
 DIRECT = [
     (all_to_all, "_DISPATCH_EAGER", "dispatch_inference"),
     (all_to_all, "_COMBINE_EAGER", "combine_inference"),
+    (pool, "_DISPATCH", "dispatch_inference"),
+    (pool, "_COMBINE", "combine_inference"),
+    (pool, "_COMBINE_OUT", "combine_out"),
     (pool, "_COUNTED", "dispatch_counted"),
 ]
 COUNTED = ("count_routing", "dispatch_counted")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class HostTime(NamedTuple):
     """Time until the calls of an eager pair return; None on CPUs, where the calls do the work."""
 
     us: float | None = None  # of pairs in a row, as an engine issues them
+    adds_us: float | None = None  # of two bare launches in their turns, of the same process
     alone_us: float | None = None  # of one pair after the ranks met: caches are cold, the CPU slept
 
 
@@ -96,25 +97,38 @@ class GpuClock(Meeting):
 
 def host_times(systems: Sequence[Calls]) -> dict[Calls, HostTime]:
     """Times in turns: hosts have tenths of a second in which everything takes twice as long."""
-    rows = _until_issued(systems, warm=WARM_PAIRS, timed=TIMED_PAIRS)
-    alone = _until_issued(systems, warm=0, timed=1)
-    return {calls: HostTime(us=rows[calls], alone_us=alone[calls]) for calls in systems}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    one = torch.zeros(1, dtype=torch.float32, device=device)
+
+    def two_adds() -> None:
+        one.add_(1)
+        one.add_(1)
+
+    pairs: dict[Calls | None, Callable[[], object]] = {calls: calls.pair for calls in systems}
+    rows = _until_issued({**pairs, None: two_adds}, warm=WARM_PAIRS, timed=TIMED_PAIRS)
+    alone = _until_issued(pairs, warm=0, timed=1)
+    return {
+        calls: HostTime(us=rows[calls], adds_us=rows[None], alone_us=alone[calls])
+        for calls in systems
+    }
 
 
-def _until_issued(systems: Sequence[Calls], *, warm: int, timed: int) -> dict[Calls, float]:
-    """Microseconds until the calls of an eager pair return: median, slowest rank of each round."""
+def _until_issued(
+    pairs: Mapping[Calls | None, Callable[[], object]], *, warm: int, timed: int
+) -> dict[Calls | None, float]:
+    """Microseconds until each returns: median, slowest rank of each round."""
 
-    def span(calls: Calls) -> tuple[float]:
+    def span(pair: Callable[[], object]) -> tuple[float]:
         torch.cuda.synchronize()
         dist.barrier()
         for _ in range(warm):
-            calls.pair()
+            pair()
         started = time.perf_counter()
         for _ in range(timed):
-            calls.pair()
+            pair()
         return ((time.perf_counter() - started) / timed * 1e6,)
 
-    runs = {calls: functools.partial(span, calls) for calls in systems}
+    runs = {calls: functools.partial(span, pair) for calls, pair in pairs.items()}
     spans = interleaved(runs, seconds=HOST_SECONDS)
     torch.cuda.synchronize()
     return {calls: round(float(values.median()), 1) for calls, values in spans.items()}

@@ -37,8 +37,9 @@ HOST = (
     "little of links"
 )
 HOST_OF_CALLS = (
-    "host: until the calls of an eager pair return, of pairs in a row; host alone: of one, the "
-    "device idle before"
+    "host: until the calls of an eager pair return, of pairs in a row; two add_: until two bare "
+    "launches of the same process do, in turns with them, and host divided by that; host alone: of "
+    "one pair, the device idle before"
 )
 MESSAGES = (
     "writes, imms, fences: work requests of a pair between nodes, of all ranks; arrival is a count "
@@ -132,6 +133,7 @@ class Row:
     flushed: bool  # caches were cleared before each part that was measured apart
     spread: Spread
     host_us: float | None = None  # HOST, or with an interface HOST_OF_CALLS; None: not measured
+    adds_us: float | None = None  # of two bare launches, beside host_us
     host_alone_us: float | None = None
     nvlink_bytes: int  # that leave the busiest GPU inside its node
     nic_bytes: int  # that leave the NICs of the busiest GPU
@@ -272,6 +274,7 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
 
     of_cpus = () if on_cuda else ("p90", "p99")
     apart = [ways[what].spread.p50_us for what in ("dispatch", "combine") if what in ways]
+    beside = pair.host_us is not None and pair.adds_us
     return [
         ("calls", pair.interface or None),
         ("T", f"{pair.tokens}"),
@@ -300,6 +303,8 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         ("experts", spread("experts graph")),
         ("pair's share", pair_share(ways)),
         ("host", _us(pair.host_us) if pair.interface else None),
+        ("two add_", _us(pair.adds_us)),
+        ("of them", f"{pair.host_us / pair.adds_us:.2f}x" if beside else None),
         ("host alone", _us(pair.host_alone_us)),
         ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
     ]

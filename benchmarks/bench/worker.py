@@ -144,8 +144,9 @@ class World:
                         for row in rows
                     ]
                 if interface:
-                    us, alone_us = hosts[one.calls]
-                    through: dict[str, Any] = {"host_us": us, "host_alone_us": alone_us}
+                    us, adds_us, alone_us = hosts[one.calls]
+                    through: dict[str, Any] = {"host_us": us, "adds_us": adds_us}
+                    through["host_alone_us"] = alone_us
                     rows = [replace(row, interface=interface, **through) for row in rows]
                 self.rows += rows
             finish(options.device)

@@ -133,6 +133,23 @@ def test_combine_returns_what_the_op_does(alone: AllToAll, options: DispatchOpti
     assert_alike(combine(*given), ops.combine_inference(*given))
 
 
+def test_combine_out_writes_what_the_op_does(alone: AllToAll) -> None:
+    direct_out, row_weights = direct.call_of("combine_out", op), None
+    real = direct.call_of("combine_out", ops.combine_out.default)
+    for weights in (None, torch.rand(T, 3)):
+        comm, _, max_tokens, handle, y, _ = of_combine(alone)
+        outs = torch.zeros(2, T, y.shape[-1], dtype=y.dtype)
+        rest = [weights, [], handle, max_tokens]
+        for call, out in zip((direct_out, ops.combine_out.default), outs, strict=True):
+            assert call(comm, y, row_weights, None, *rest, out, None, None, 0) is None
+        assert outs.any()
+        assert_alike(outs[0], outs[1])
+        biased = [weights, [outs[0].clone()], handle, max_tokens]
+        assert direct_out(comm, y, None, None, *biased, outs[0], None, None, 0) is OP
+        wrong = [comm, y, None, None, *rest, outs[0, :, :7], None, None, 0]
+        assert outcome(real, wrong) == outcome(ops.combine_out.default, wrong)
+
+
 def of_counted(comm: AllToAll) -> list[Any]:
     tokens, counts = make_tokens(0, 0, T), HostCounts()
     host, number, topk_idx, kernel = counts.of(tokens.topk_idx, comm.config.num_experts, 1)

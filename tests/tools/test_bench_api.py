@@ -129,13 +129,23 @@ def test_host_time_is_of_pairs_in_a_row_and_of_one_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(clocks.dist, "barrier", lambda: None)
     monkeypatch.setattr(clocks.dist, "all_reduce", lambda spans, _: spans.add_(1))
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: now)
+
+    class Adding:
+        """A tensor whose launches take 2.5 us."""
+
+        def add_(self, _: int) -> None:
+            nonlocal now
+            now += 2.5e-6
+
+    monkeypatch.setattr(clocks.torch, "zeros", lambda *_, **__: Adding())
     calls = Calls(system="any", dispatch=dispatch, combine=lambda: None, capturable=False)
     other = replace(calls, dispatch=lambda: None)
     hosts = clocks.host_times([calls, other])
-    assert hosts[calls] == HostTime(us=4.0, alone_us=51.0)  # the slowest rank's is 1 us more
-    assert hosts[other] == HostTime(us=1.0, alone_us=1.0)
+    # The slowest rank's is 1 us more.
+    assert hosts[calls] == HostTime(us=4.0, adds_us=6.0, alone_us=51.0)
+    assert hosts[other] == HostTime(us=1.0, adds_us=6.0, alone_us=1.0)
     rounds = gpu_timing.MIN_ROUNDS + 1  # all_reduce says that one takes a second
-    assert waited == 2 * (2 * rounds + 1)
+    assert waited == (3 * rounds + 1) + (2 * rounds + 1)
 
 
 def a_row(what: str, p50_us: float = 7250.0, **changes: object) -> Row:
@@ -144,13 +154,13 @@ def a_row(what: str, p50_us: float = 7250.0, **changes: object) -> Row:
 
 
 def test_the_table_has_both_host_times() -> None:
-    one = a_row("pair eager", system="ours", host_us=12.5, host_alone_us=90.0)
+    one = a_row("pair eager", system="ours", host_us=12.5, adds_us=10.0, host_alone_us=90.0)
     head, line = (text.split() for text in table([one]).splitlines())
     assert head[0] == "calls"
     assert line[0] == "normal"
-    assert head[-4:] == ["host", "host", "alone", "correct"]
-    assert line[-3:] == ["12.5", "90.0", "yes"]
-    assert (one.as_json()["host_us"], one.as_json()["host_alone_us"]) == (12.5, 90.0)
+    assert head[-8:] == ["host", "two", "add_", "of", "them", "host", "alone", "correct"]
+    assert line[-5:] == ["12.5", "10.0", "1.25x", "90.0", "yes"]
+    assert [one.as_json()[key] for key in ("host_us", "adds_us", "host_alone_us")] == [12.5, 10, 90]
 
 
 def test_on_cpus_the_table_has_no_columns_of_gpus() -> None:
