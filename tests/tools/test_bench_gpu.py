@@ -360,7 +360,12 @@ def test_a_run_over_nodes_counts_the_writes_of_the_protocol(
     ranks: int, local: int, more: dict[str, Any]
 ) -> None:
     """Each rank has a partner on each other node, each part is a write with an immediate a NIC."""
-    usual = {"ranks": ranks, "ranks_per_node": local, "chunks": ("T",), "baseline": False}
+    usual: dict[str, Any] = {
+        "ranks": ranks,
+        "ranks_per_node": local,
+        "chunks": ("T",),
+        "baseline": False,
+    }
     given = replace(TINY, **(usual | more))
     job = cases.make_job(given)
     routed = [job.routing(worker.TIMED_STEP, rank, 6)[0] for rank in range(ranks)]

@@ -136,12 +136,12 @@ def _headers(job: Job) -> Pair:
     return Pair(LINE + align(4 * job.ranks_per_node * each, LINE), LINE)
 
 
-def num_parts(job: Job, slot: int, num_slots: float) -> int:
+def num_parts(job: Job, slot: float, num_slots: float) -> int:
     """Of a message of so many slots, in a step of all the job's tokens: RegionPart of
     kernels/abi/region.h, with the communicator's default."""
     least = -(-job.tokens // MOST_PARTS)
     part_bytes = default_part_bytes(VERBS, 2 * job.hidden * job.tokens)
-    return max(1, math.ceil(num_slots / max(least, -(-part_bytes // slot))))
+    return max(1, math.ceil(num_slots / max(least, math.ceil(part_bytes / slot))))
 
 
 def _there(nic: Nic, peers: int, num_bytes: float, begin: float, parts: int) -> float:
