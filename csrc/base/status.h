@@ -39,8 +39,8 @@ struct [[nodiscard]] Status {
 // "peer dead", "transport, detail 5".
 std::string describe(Status status);
 
-// The text with a "?" for each byte that is neither UTF-8 nor printable, but for line ends and tabs:
-// text of another process or of a file must not stop an error from being reported.
+// The text with a "?" for each byte that is neither UTF-8 nor printable, but for line ends and
+// tabs: text of another process or of a file must not stop an error from being reported.
 std::string readable(std::string_view text);
 
 // Its message is readable().

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from moe_p2p.errors import ClosedError, TransportError, make
+from moe_p2p.fleet import addresses
 
 T = TypeVar("T")
 _Request = tuple[Future[Any], Callable[[Store], Any]]
@@ -87,8 +88,8 @@ class _Shared:
             self.store = self._connect()
         elif hasattr(self.store, "clone"):
             if _address(self.store):
-                host, _, port = _address(self.store).rpartition(":")
-                socket.create_connection((host, int(port)), _PROBE_S).close()
+                place = addresses.split(_address(self.store), "the address of the store")
+                socket.create_connection(place, _PROBE_S).close()
             self.store = self.store.clone()
         for key, value in list(self.words.items()):
             self.store.set(key, value)

@@ -33,6 +33,7 @@ from moe_p2p.errors import (
     make,
     require_type,
 )
+from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.listener import Listener, end, warn_of_strangers
@@ -58,8 +59,9 @@ class LeaseKeeper:
         require_type("LeaseKeeper: leases", leases, TorchLeases, "a kv.TorchLeases")
         require_type("LeaseKeeper: host", host, str, "a str")
         self.worker, self.leases = worker, leases
+        host = addresses.bare(host)
         try:
-            listening = socket.create_server((host, 0), backlog=_BACKLOG)
+            listening = addresses.listen(host, backlog=_BACKLOG)
         except OSError as error:
             text = f"{worker.name}: host={host!r} is no address of this machine: {error}"
             raise make(UnavailableError, text) from error

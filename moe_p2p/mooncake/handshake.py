@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_p2p import errors
+from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import Listener, some
 
@@ -29,12 +30,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 def split(session: str) -> tuple[str, int]:
     """Returns host and port of "host:port" or "[host]:port"."""
-    host, _, port = session.rpartition(":")
-    errors.require(
-        bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16,
-        f"{session!r} names no transfer engine; it must be host:port, from get_rpc_port()",
-    )
-    return host.strip("[]"), int(port)
+    return addresses.split(session, "a session, host and get_rpc_port() of an engine,")
 
 
 def ask(session: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -98,13 +94,9 @@ def _line(connection: socket.socket, most: int, deadline: Deadline) -> bytes:
 
 def _listening(host: str) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        text = f"local_hostname is {host!r}, which is no name of a host here: {error}"
-        raise errors.make(errors.InvalidArgumentError, text) from None
-    try:
-        address = (str(found[0][4][0]), 0)
-        return socket.create_server(address, family=found[0][0], backlog=_BACKLOG)
+        return addresses.listen(host or "0.0.0.0", backlog=_BACKLOG)
+    except errors.InvalidArgumentError as error:
+        text = f"local_hostname is {host!r}, which is no name of a host here"
+        raise errors.make(errors.InvalidArgumentError, text) from error
     except OSError:  # the name of another interface, as behind an address translation
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+        return addresses.listen("", backlog=_BACKLOG)

@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_p2p import env, errors
+from moe_p2p.fleet import addresses
 from moe_p2p.tools.out_of_memory import not_allocated
 
 # Timeout of collectives in process_group(). A rank that imports torch on a busy machine needs
@@ -79,13 +80,14 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     with _handlers(), tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as folder:
         start_fork_server(function.__module__)
         (reports := Path(folder, "reports")).mkdir()
+        here = addresses.loopback()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_endpoint=f"{here}:0",
+            local_addr=here,
             run_id=f"moe_p2p_{os.getpid()}",
             max_restarts=0,
             monitor_interval=0.05,
@@ -173,9 +175,9 @@ def process_group(backend: str = "gloo") -> Iterator[tuple[int, int]]:
     """Yields (rank, world_size) of the started ranks' group; nested uses share one group."""
     is_outer = not dist.is_initialized()
     if is_outer:
-        if env.local_world_size() < env.world_size() and (
-            name := interface_to(env.master_address())
-        ):
+        # On one host gloo finds addresses by itself, but of IPv4 alone where names say nothing.
+        far = env.local_world_size() < env.world_size() or addresses.loopback() == "::1"
+        if far and (name := interface_to(env.master_address())):
             env.use_gloo_interface(name)
         dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
     try:
@@ -206,23 +208,29 @@ def num_gpus() -> int:
 
 
 def interface_to(host: str) -> str:
-    """Returns the IPv4 interface that sends packets to a host; empty: not known.
+    """Returns the interface that sends packets to a host; empty: not known.
 
     By default gloo uses the address to which the own host name resolves: often 127.0.1.1, which
     other hosts cannot reach.
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            address = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                with contextlib.suppress(OSError):  # an interface without an address
-                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                    if socket.inet_ntoa(found[20:24]) == address:
-                        return name
-    except OSError:
-        pass
+        address = addresses.towards(host)
+    except errors.MoeP2pError:
+        return ""
+    if ":" in address:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        with contextlib.suppress(OSError):  # a kernel without IPv6 has no such file
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                if line.startswith(packed):
+                    return line.split()[-1]
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
     return ""
 
 

@@ -6,7 +6,8 @@ import argparse
 import threading
 
 from moe_p2p.errors import MoeP2pError
-from moe_p2p.integrations.kv.worker import serve_store
+from moe_p2p.fleet import addresses
+from moe_p2p.integrations.kv.worker import serve_store, split_address
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +23,12 @@ def main(arguments: list[str]) -> int:
         print(error)
         return 2
     if store is None:
-        print(f"{address} is served already, or not an address of this machine")
+        host, _ = split_address(address)
+        print(
+            f"{address} is served already"
+            if addresses.is_own(host)
+            else f"{host} is no address of this machine"
+        )
         return 1
     print(f"serving {address}; ends with Ctrl-C", flush=True)
     threading.Event().wait()

@@ -5,8 +5,8 @@
 // nothing inside has a lock of its own: a second thread in one domain is counted, unless it
 // registers memory and the domain was opened for that (FI_THREAD_COMPLETION). What was posted with
 // FI_MORE does not leave until a post without it. All peers share a send queue. GPU memory cannot
-// be written from unless the endpoint was forbidden to call CUDA. Between endpoints opened on unlike
-// machines writes are emulated, which aborts where the target is GPU memory said to be the host's.
+// be written from unless the endpoint was forbidden to call CUDA. Between unlike machines writes
+// are emulated, which aborts where the target is GPU memory said to be the host's.
 //
 // Its NICs are named after the seed that they draw from: interfaces=efa7. Endpoints of one process
 // reach each other.

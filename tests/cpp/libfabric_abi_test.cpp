@@ -70,6 +70,7 @@ static_assert(fabric::kAvTable == FI_AV_TABLE && fabric::kProgressManual == FI_P
               fabric::kCqFormatData == FI_CQ_FORMAT_DATA && fabric::kWaitNone == FI_WAIT_NONE &&
               fabric::kControlEnable == FI_ENABLE && fabric::kHmemSystem == FI_HMEM_SYSTEM &&
               fabric::kHmemCuda == FI_HMEM_CUDA && fabric::kFormatSockaddrIn == FI_SOCKADDR_IN &&
+              fabric::kFormatSockaddrIn6 == FI_SOCKADDR_IN6 &&
               fabric::kErrorAvailable == FI_EAVAIL && fabric::kErrorNoKey == FI_ENOKEY);
 #endif
 

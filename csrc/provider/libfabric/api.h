@@ -43,7 +43,7 @@ inline constexpr uint32_t kBestEffort = 0x200, kLowLatency = 0x201, kBulkData = 
 // Options of endpoints: each a bool. The last is EFA's own (fi_ext.h).
 inline constexpr int kOptEndpoint = 0, kOptCudaApiPermitted = 10, kOptSharedMemoryPermitted = 11,
                      kOptEfaEmulatedWrite = -(0xefa << 16) + 2;
-inline constexpr uint32_t kFormatSockaddrIn = 2;
+inline constexpr uint32_t kFormatSockaddrIn = 2, kFormatSockaddrIn6 = 3;
 inline constexpr uint64_t kAddressNotAvailable = ~uint64_t{0};
 // Beyond errno.
 inline constexpr int kErrorAvailable = 259, kErrorNoKey = 266;

@@ -2,8 +2,12 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -19,11 +23,14 @@ using base::Code;
 
 namespace {
 
-std::string ipv4_of(const Info& info) {
-  if (info.addr_format != kFormatSockaddrIn || info.src_addrlen < sizeof(sockaddr_in)) return "";
-  const auto& address = *static_cast<const sockaddr_in*>(info.src_addr);
-  char text[INET_ADDRSTRLEN] = "";
-  inet_ntop(AF_INET, &address.sin_addr, text, sizeof(text));
+std::string address_of(const Info& info) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (info.addr_format == kFormatSockaddrIn && info.src_addrlen >= sizeof(sockaddr_in))
+    inet_ntop(AF_INET, &static_cast<const sockaddr_in*>(info.src_addr)->sin_addr, text,
+              sizeof(text));
+  if (info.addr_format == kFormatSockaddrIn6 && info.src_addrlen >= sizeof(sockaddr_in6))
+    inet_ntop(AF_INET6, &static_cast<const sockaddr_in6*>(info.src_addr)->sin6_addr, text,
+              sizeof(text));
   return text;
 }
 
@@ -108,7 +115,26 @@ void check_version(const Config& config) {
 
 // Since 2.1 EFA offers each device under the fabric "efa-direct" too, before "efa" (efa_prov.c).
 // There writes with immediates need posted receives, and are not retried.
-bool is_usable(const Info& info) { return std::strcmp(info.fabric_attr->name, "efa-direct") != 0; }
+bool is_direct(const Info& info) { return std::strcmp(info.fabric_attr->name, "efa-direct") == 0; }
+
+// tcp lists addresses that no interface has: 127.0.0.1 where there is only ::1.
+bool has_address(const Info& info) {
+  const bool v4 = info.addr_format == kFormatSockaddrIn;
+  const size_t bytes = v4 ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  if ((!v4 && info.addr_format != kFormatSockaddrIn6) || info.src_addrlen < bytes) return true;
+  sockaddr_in6 address{};
+  std::memcpy(&address, info.src_addr, bytes);
+  address.sin6_port = 0;  // where that of IPv4 lies too
+  static_assert(offsetof(sockaddr_in6, sin6_port) == offsetof(sockaddr_in, sin_port));
+  const int probe = ::socket(v4 ? AF_INET : AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const bool bound = ::bind(probe, reinterpret_cast<const sockaddr*>(&address),
+                            static_cast<socklen_t>(bytes)) == 0;
+  const int error = errno;
+  ::close(probe);
+  return bound || error != EADDRNOTAVAIL;
+}
+
+bool is_usable(const Info& info) { return !is_direct(info) && has_address(info); }
 
 bool is_loopback(const Info& info) { return domain_of(info) == "lo"; }
 
@@ -134,7 +160,7 @@ Info* find_named(Info* first, const std::string& name) {
   Info* other = nullptr;
   for (Info* info = first; info; info = info->next) {
     if (!is_usable(*info)) continue;
-    if (ipv4_of(*info) == name) return info;
+    if (address_of(*info) == name) return info;
     if (domain_of(*info) != name) continue;
     if (info->addr_format == kFormatSockaddrIn) return info;
     if (!other) other = info;
@@ -196,7 +222,7 @@ Selection select_info(const Config& config, int nic) {
 }
 
 std::string describe(const Info& info) {
-  const std::string address = ipv4_of(info);
+  const std::string address = address_of(info);
   return base::concat(domain_of(info), address.empty() ? "" : " ", address);
 }
 

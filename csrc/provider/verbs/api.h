@@ -357,7 +357,7 @@ struct ExtendedOps {
 // Null when the library has no such calls; each of them may be null, too.
 const ExtendedOps* extended_ops(const Context* context) noexcept;
 
-// What is_fork_initialized() returns: the kernel keeps registered pages for the parent from 5.12 on.
+// What is_fork_initialized() returns: from 5.12 on the kernel keeps registered pages.
 enum ForkStatus : int { kForkDisabled, kForkEnabled, kForkUnneeded };
 
 // Named without the library's prefix. query_gid_table, reg_mr_iova2, reg_dmabuf_mr and
@@ -395,7 +395,8 @@ struct Api {
   int (*is_fork_initialized)();
 };
 
-// Opened once per name and kept, with fork protection where the kernel needs it. Throws Error{kUnavailable} that names what to install.
+// Opened once per name and kept, with fork protection where the kernel needs it. Throws
+// Error{kUnavailable} that names what to install.
 const Api& load_api(const std::string& library);
 
 #if defined(MOE_P2P_TESTING)

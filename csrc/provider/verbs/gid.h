@@ -13,8 +13,8 @@
 namespace moe_p2p::provider::verbs {
 
 // Throws Error{kUnavailable} naming `device`, the wish and the table when nothing fits. Without a
-// wish: RoCE v2 with an IPv4 address, then one with a routable IPv6 address, then any; on InfiniBand
-// one that other subnets reach, then the first.
+// wish: RoCE v2 with an IPv4 address, then one with a routable IPv6 address, then any; on
+// InfiniBand one that other subnets reach, then the first.
 GidTableEntry choose_gid(std::span<const GidTableEntry> table, const Config& wish, bool ethernet,
                          const std::string& device);
 

@@ -15,7 +15,7 @@ SGLang calls aux, the first token and its like, is a group of state: one page a 
 from __future__ import annotations
 
 import functools
-import socket
+import ipaddress
 import sys
 import threading
 import time
@@ -27,6 +27,7 @@ import torch
 
 from moe_p2p import log
 from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
+from moe_p2p.fleet import addresses
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv.worker import EngineWorker, KVReceiver, KVSender, serve_store
 from moe_p2p.kv.layout import KVGroup, KVLayout
@@ -152,13 +153,11 @@ def _hand_over_heads(queue: Any) -> None:
 
 def instance_of(host: str, port: int, dp_rank: int, own_ip: str) -> str:
     """Names a prefiller by its bootstrap server's address, as its ranks and decoders see it."""
-    try:
-        ip = socket.gethostbyname(host)
-    except OSError as error:
-        raise make(UnavailableError, f"sglang_kv: {host} is no host: {error}") from error
-    if ip.startswith(("127.", "0.")):
+    ip = addresses.resolve(host)
+    seen = ipaddress.ip_address(ip.partition("%")[0])
+    if seen.is_loopback or seen.is_unspecified:
         ip = own_ip
-    return f"{ip}:{port}:dp{dp_rank}"
+    return f"{addresses.join(ip, port)}:dp{dp_rank}"
 
 
 class Manager:
@@ -176,10 +175,10 @@ class Manager:
         if prefills:
             host = this.bootstrap_host
             if this.dist_init_addr:
-                host = this.dist_init_addr.rsplit(":", 1)[0]
+                host, _ = addresses.split(this.dist_init_addr, "SGLang's dist_init_addr")
             name = instance_of(host, this.bootstrap_port, this.attn_dp_rank, this.local_ip)
         else:
-            host = this.dist_init_addr or f"{this.local_ip}:{server_args.port}"
+            host = this.dist_init_addr or addresses.join(this.local_ip, server_args.port)
             name = f"decode {host}:dp{this.attn_dp_rank}"
         mla = bool(is_mla_backend)
         stages = this.pp_group.all_gather_object(layers_in(args, mla)) if this.pp_size > 1 else ()
@@ -449,8 +448,8 @@ class Receiver(Sample):
     @property
     def _source(self) -> str:
         this: Any = self
-        host, port = this.bootstrap_addr.rsplit(":", 1)
-        return instance_of(host, int(port), this.prefill_dp_rank, this.kv_mgr.local_ip)
+        host, port = addresses.split(this.bootstrap_addr, "SGLang's bootstrap_addr")
+        return instance_of(host, port, this.prefill_dp_rank, this.kv_mgr.local_ip)
 
     def send_metadata(
         self,

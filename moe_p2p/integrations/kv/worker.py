@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_p2p import env
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Client
 from moe_p2p.fleet.leases import TorchLeases
 from moe_p2p.fleet.listener import warn_of_strangers
@@ -34,20 +35,18 @@ _CONNECT_S = 60.0  # engines start at different times
 
 
 def split_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    require(
-        bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16,
-        f"the store of KV workers is {address!r}, must be HOST:PORT, the same for all engines",
-    )
-    return host, int(port)
+    return addresses.split(address, "the store of KV workers")
 
 
 def serve_store(address: str) -> TCPStore | None:
-    """Serves it unless somebody does; None where HOST is not this machine, or it is served."""
+    """Serves it unless somebody does; None where HOST is not this machine, or it is served.
+
+    Raises InvalidArgumentError where HOST is not known.
+    """
     host, port = split_address(address)
     with suppress(OSError):
         # torch reports a port in use only after a wait; a socket reports it at once.
-        socket.create_server((host, port)).close()
+        addresses.listen(host, port, backlog=1).close()
         with suppress(RuntimeError):
             store = TCPStore(host, port, is_master=True, wait_for_workers=False)
             _SERVED[address] = store
@@ -84,11 +83,7 @@ def leases_store(address: str) -> Client:
 
 def own_host(store: str) -> str:
     """The address of this machine that the store's machine would see."""
-    host, port = split_address(store)
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(family[4])  # sends nothing
-        return str(probe.getsockname()[0])
+    return addresses.towards(*split_address(store))
 
 
 def regions_of(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Place]]:

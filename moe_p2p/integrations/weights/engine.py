@@ -39,6 +39,7 @@ from moe_p2p.errors import (
     make,
     require,
 )
+from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.fleet.member import LEAVE_S
@@ -144,7 +145,7 @@ def own_address() -> str:
     try:
         return str(importlib.import_module("ray").util.get_node_ip_address())
     except Exception:
-        return socket.gethostbyname(socket.gethostname())
+        return addresses.own()
 
 
 class EngineWeights:

@@ -1,0 +1,113 @@
+"""Hosts and ports as users write them: names, IPv4 or IPv6, the latter with or without brackets.
+
+Whatever listens, or names its own host, does so here, so that hosts whose only addresses are IPv6
+are hosts like others.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+from moe_p2p.errors import InvalidArgumentError, UnavailableError, make, require
+
+# Of no host (RFC 5737, RFC 3849): a route to one tells under which address others see this host.
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_PORT = 9
+
+
+def bare(host: str) -> str:
+    """Returns the host without the brackets that an address of IPv6 may have."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def split(address: str, what: str) -> tuple[str, int]:
+    """Returns host and port of HOST:PORT or [HOST]:PORT. what: begins the text of the error."""
+    host, _, port = address.rpartition(":")
+    require(
+        bool(bare(host)) and port.isdecimal() and 0 < int(port) < 1 << 16,
+        f"{what} is {address!r}, must be HOST:PORT",
+    )
+    return bare(host), int(port)
+
+
+def join(host: str, port: int | str) -> str:
+    """Returns HOST:PORT, which split() takes apart again."""
+    return f"[{bare(host)}]:{port}" if ":" in bare(host) else f"{host}:{port}"
+
+
+def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
+    """Returns a socket that listens there; host "": at all addresses.
+
+    Raises InvalidArgumentError if the host is not known, OSError if it is not this one (its errno
+    is EADDRNOTAVAIL) or the port is in use.
+    """
+    if not host:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        both = family == socket.AF_INET6
+        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+    failed: OSError | None = None
+    for family, address in _found(host, port):
+        try:
+            return socket.create_server(address, family=family, backlog=backlog)
+        except OSError as error:
+            if failed is None or error.errno != errno.EADDRNOTAVAIL:
+                failed = error
+    assert failed is not None
+    raise failed
+
+
+def is_own(host: str) -> bool:
+    """Whether a socket of this host can listen at this address."""
+    try:
+        listen(host, backlog=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def resolve(host: str) -> str:
+    """Returns the host's first address. Raises InvalidArgumentError if it is not known."""
+    return next(_found(host, _PORT))[1][0]
+
+
+def towards(host: str, port: int = _PORT) -> str:
+    """Returns the address of this host that `host` sees. Raises UnavailableError without a way."""
+    failed: OSError | None = None
+    for family, address in _found(host, port):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failed = error
+    raise make(UnavailableError, f"there is no way from here to {host}: {failed}")
+
+
+def own() -> str:
+    """Returns the address of this host by its name, else by its routes, else the loopback's."""
+    with suppress(InvalidArgumentError):
+        if is_own(found := resolve(socket.gethostname())):
+            return found
+    for elsewhere in _ELSEWHERE:
+        with suppress(UnavailableError):
+            return towards(elsewhere)
+    return loopback()
+
+
+def loopback() -> str:
+    """Returns 127.0.0.1, or ::1 where there is no IPv4."""
+    return "127.0.0.1" if is_own("127.0.0.1") else "::1"
+
+
+def _found(host: str, port: int) -> Iterator[tuple[int, tuple[str, int]]]:
+    try:
+        found = socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)
+    except OSError as error:  # of more than 63 characters a label: UnicodeError
+        raise make(
+            InvalidArgumentError, f"{host!r} is no host that is known here: {error}"
+        ) from None
+    for family, _, _, _, address in found:
+        yield family, address  # type: ignore[misc]
