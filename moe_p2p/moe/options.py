@@ -186,7 +186,7 @@ class CombineOptions:
         configuration. By rank, "rows" is "topk". Not with `out`, nor in halves.
     partials: how the partial sums travel. None: in out_dtype. "int10": as 10-bit integers with a
         scale for each 32 values, two thirds of bfloat16's bytes and about its error. "int10_nodes":
-        what goes from node to node only. All for H of whole blocks, order "ranks", without gradients.
+        what goes from node to node only. All: H of whole blocks, order "ranks", no gradients.
         "block16": in bfloat16's bytes, 8 values with a common exponent: rounded to 12 bits where
         bfloat16 has 8, as long as a value is at least 1/64 of the largest of its 8; of smaller ones
         the error is at most 2^-18 of that largest, which is less than bfloat16's down to 1/512 of
