@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p import env, errors
 from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
@@ -31,7 +31,7 @@ from moe_p2p.moe.dispatched import (
     tensors_of,
     without_rows,
 )
-from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions
+from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions, Partials
 from moe_p2p.moe.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
@@ -41,12 +41,13 @@ _TWO_WAYS = (
     "needed, an event is waited for"
 )
 
-# By use_logfmt, and whether the wait for each rank is asked for.
+# By how partial sums travel, and whether the wait for each rank is asked for.
 _COMBINES = {
-    (logfmt, timed): CombineOptions(partials="int10" if logfmt else None, with_wait_ticks=timed)
-    for logfmt in (False, True)
+    (partials, timed): CombineOptions(partials=partials, with_wait_ticks=timed)
+    for partials in (None, "int10", "block16")
     for timed in (False, True)
 }
+_PARTIALS: dict[str, Partials | None] = {"bfloat16": None, "block16": "block16"}
 _NUM_TOPK_OF_HINT = 32  # the largest top-k; slots for top-8 and top-12 have the same size
 _SIZE_ALIGNMENT = 128  # required by DeepEP's Buffer
 
@@ -87,6 +88,21 @@ class LowLatencyCalls(BufferBase):
     """Mixin of `Buffer`."""
 
     _mask_status: Tensor | None = None  # [W] int32; 1: masked. Shared by all its communicators
+
+    @functools.cached_property
+    def _low_latency_partials(self) -> Partials | None:
+        """How bfloat16 sums travel."""
+        name = env.low_latency_partials()
+        if name not in _PARTIALS:
+            text = f"MOE_P2P_LOW_LATENCY_PARTIALS is {name!r}, must be one of {tuple(_PARTIALS)}"
+            raise errors.make(errors.InvalidArgumentError, text)
+        return _PARTIALS[name]
+
+    def _combine_options(self, dtype: torch.dtype, logfmt: bool, timed: bool) -> CombineOptions:
+        """dtype: of the sums."""
+        if logfmt:
+            return _COMBINES["int10", timed]
+        return _COMBINES[self._low_latency_partials if dtype == torch.bfloat16 else None, timed]
 
     def low_latency_dispatch(
         self,
@@ -198,7 +214,10 @@ class LowLatencyCalls(BufferBase):
         topk_weights: [t, K] float32.
         use_logfmt: rows travel in 10 bits a value: not DeepEP's logarithms but integers with a
             scale for each 32 values (partials="int10"), whose error is about bfloat16's. H
-            must be a multiple of 32, and use_logfmt alike on all ranks. False: as bfloat16.
+            must be a multiple of 32, and use_logfmt alike on all ranks. False: in bfloat16's bytes
+            as partials="block16": 12 bits of a value where bfloat16 has 8, unless it is smaller
+            than 1/64 of the largest of its 8 neighbours, whose share of error is up to 2^-18 of
+            that largest. MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16, on all ranks, sends bfloat16.
         zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
@@ -220,7 +239,7 @@ class LowLatencyCalls(BufferBase):
                 pending = all_to_all.combine_send(
                     y,
                     received,
-                    options=_COMBINES[bool(use_logfmt), False],
+                    options=self._combine_options(y.dtype, use_logfmt, False),
                     topk_weights=topk_weights,
                 )
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
@@ -233,7 +252,7 @@ class LowLatencyCalls(BufferBase):
                 result = all_to_all.combine_with(
                     y,
                     received,
-                    _COMBINES[bool(use_logfmt), stats is not None],
+                    self._combine_options(y.dtype, use_logfmt, stats is not None),
                     topk_weights=topk_weights,
                     out=out,
                 )
@@ -280,7 +299,8 @@ class LowLatencyCalls(BufferBase):
             False,
         )
         all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
-        all_to_all.prepare(form.options, combine=_COMBINES[bool(use_logfmt), False])
+        combine = self._combine_options(x.dtype, use_logfmt, False)
+        all_to_all.prepare(form.options, combine=combine)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
