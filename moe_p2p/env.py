@@ -13,6 +13,9 @@ MOE_P2P_TUNED               file of `python -m moe_p2p tune`; none: use no such 
                             in the folder of compiled kernels, named by the machine)
 MOE_P2P_DIRECT              0: no call goes past torch's dispatcher (moe/direct.py)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
+MOE_P2P_LOW_LATENCY_PARTIALS
+                            bfloat16 or block16 (default): how partial sums of moe_p2p.deep_ep's
+                            low-latency calls travel whose sums are bfloat16 (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
 MC_TRANSFER_TIMEOUT         Mooncake's: seconds of a transfer of moe_p2p.mooncake (default: 30)
@@ -93,6 +96,11 @@ def kv_store() -> str:
 def weights_store() -> str:
     """`HOST:PORT` of the store that the first of TorchTitan's trainers serves."""
     return os.environ.get("MOE_P2P_WEIGHTS_STORE", "")
+
+
+def low_latency_partials() -> str:
+    """How bfloat16 sums of low-latency calls travel."""
+    return os.environ.get("MOE_P2P_LOW_LATENCY_PARTIALS", "block16")
 
 
 def kv_fence() -> str:

@@ -52,6 +52,7 @@ MASKS = "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1per
 SLOW_LINK = "test_gpu_long_steps.py::test_parts_over_a_slow_link"
 SLOW_NEIGHBOUR = "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads"
 FAILURE = "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]"
+BLOCKS = "test_gpu_int10.py::test_no_word_of_a_block_is_all_ones[2ranks-2pernode]"
 SCALES = "test_gpu_layouts.py::test_scales_beside_powers_of_two"
 PATIENCE = "test_gpu_masks.py::test_a_rank_that_waits_for_a_lost_one_is_not_masked"
 
@@ -70,6 +71,7 @@ NAMED = {
     "kMaskAtOnce": PATIENCE,
     "kStepOfOneWord": "one block at a time",
     "kScaleRoundedDown": SCALES,
+    "kBlockOfOnes": BLOCKS,
 }
 # Cases of which one fails when a line of a file no longer orders memory: the cheapest first. A run
 # ends with the first that does.

@@ -18,7 +18,7 @@ from moe_p2p.bench.harness import finish
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import MoeP2p, Rows, System, experts_of_rows
 from moe_p2p.moe import reference
-from moe_p2p.moe.options import INT10_BLOCK
+from moe_p2p.moe.options import block_of
 from moe_p2p.moe.reference import Received, Tokens
 
 # In steps of x_dtype: weights, products and sums rounded once each, three stages, under 8 halves.
@@ -186,14 +186,12 @@ def bound_of(magnitude: Tensor, options: Options, steps: float = _BOUND) -> Tens
     """How far from the exact sum one may be whose terms have this magnitude, [T, H].
 
     A 10-bit integer is as far away as the largest value of its block allows, half of 1 / 511 of it
-    for each of up to 8 partial sums: less than 4 steps of bfloat16.
+    for each of up to 8 partial sums: less than 4 steps of bfloat16. 16-bit blocks round less.
     """
     dtype = options.x_dtype
     if options.combine_dtype:
         dtype = torch.bfloat16
-        blocks = magnitude.reshape(
-            *magnitude.shape[:-1], magnitude.shape[-1] // INT10_BLOCK, INT10_BLOCK
-        )
+        blocks = magnitude.unflatten(-1, (-1, block_of(options.combine_dtype)))
         magnitude = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)
     return steps * torch.finfo(dtype).eps * magnitude
 

@@ -79,7 +79,7 @@ def payloads(ranks: Ranks) -> None:
 
 
 def integers(ranks: Ranks) -> None:
-    """Partial sums that travel as 10-bit integers."""
+    """Partial sums that travel as 10-bit integers, or in blocks of 16-bit values."""
     with ranks.make() as comm:
         for layout in LAYOUTS:
             for sent in PARTIALS:

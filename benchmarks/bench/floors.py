@@ -56,12 +56,16 @@ class Sizes:
         """
         values = hidden_dim * (1 if quantize else item)
         scales = 4 * -(-hidden_dim // 128) if quantize else 0
-        packed = int10.row_bytes(hidden_dim)
-        sums = hidden_dim * 10 // 8 + hidden_dim // 16 if combine_dtype else hidden_dim * item
+        near = far = sums = hidden_dim * item
+        if combine_dtype == "block16":
+            near = far = sums = hidden_dim * 2
+        elif combine_dtype:
+            far, sums = int10.row_bytes(hidden_dim), hidden_dim * 10 // 8 + hidden_dim // 16
+            near = far if combine_dtype == "int10" else near
         return Sizes(
             slot=align(slot_head_bytes(topk) + align(values, 16) + align(scales, 16), LINE),
-            row=align(packed if combine_dtype == "int10" else hidden_dim * item, LINE),
-            far_row=align(packed if combine_dtype else hidden_dim * item, LINE),
+            row=align(near, LINE),
+            far_row=align(far, LINE),
             payload=PhaseBytes(dispatch=values + scales, combine=sums),
         )
 

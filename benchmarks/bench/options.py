@@ -15,7 +15,7 @@ from moe_p2p.engine.config import Wait
 from moe_p2p.machine.models import MODELS
 from moe_p2p.machine.transport import TIMED
 from moe_p2p.moe.layouts import NAMES, RowLayout
-from moe_p2p.moe.options import INT10_BLOCK, PARTIALS, Partials
+from moe_p2p.moe.options import PARTIALS, Partials, block_of
 from moe_p2p.tools.meeting import MIRROR_GPUS
 from moe_p2p.tools.option_types import (
     above_zero,
@@ -350,6 +350,7 @@ def _wrong_sizes(options: Options) -> dict[str, bool]:
     experts, drawn = options.experts, not options.trace
     most, (kind, _, number) = experts / options.topk - 1, options.routing.partition(":")
     row_bytes = options.hidden * options.wire_dtype.itemsize
+    block = block_of(options.combine_dtype) if options.combine_dtype else 1
     return {
         f"--experts {experts} is not a multiple of --ranks {options.ranks}": drawn
         and experts % options.ranks > 0,
@@ -359,8 +360,7 @@ def _wrong_sizes(options: Options) -> dict[str, bool]:
         f"--hidden {options.hidden}: a row of {options.dtype} is {row_bytes} bytes, must be a "
         "positive multiple of 16": row_bytes % 16 > 0,
         f"--combine-dtype {options.combine_dtype}: --hidden {options.hidden} must be a "
-        f"multiple of {INT10_BLOCK}": bool(options.combine_dtype)
-        and options.hidden % INT10_BLOCK > 0,
+        f"multiple of {block}": options.hidden % block > 0,
     }
 
 

@@ -256,6 +256,9 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   if (in.topk_weights) send.num_rows = in.topk_weights->size(0);
   send.out_dtype = payload_type(in.out_dtype, "out_dtype", kCombineTypes);
   send.order = in.order;
+  MOE_P2P_CHECK(in.partials == abi::Partials::kSame || in.order == abi::SumOrder::kRanks,
+                Code::kInvalidArgument,
+                "partials is given with an order of top-k; it takes sums in order='ranks' only");
   send.partials = partials_among(comm, in.partials);
   MOE_P2P_CHECK(in.order != abi::SumOrder::kRows || (!in.row_weights && !in.topk_weights),
                 Code::kInvalidArgument,

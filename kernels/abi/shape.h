@@ -73,8 +73,15 @@ MOE_P2P_HD auto* values_at(Byte* base, u64 offset = 0) {
 enum class Phase : i32 { kDispatch = 0, kCombine = 1, kWeights = 2 };
 inline constexpr i32 kNumPhases = 3;
 
-// kInt10: of partial sums that travel, no tensor has it.
-enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3, kInt10 = 4 };
+// kInt10, kBlock16: of partial sums that travel, no tensor has them.
+enum class DType : i32 {
+  kBFloat16 = 0,
+  kFloat16 = 1,
+  kFloat32 = 2,
+  kFloat8E4M3 = 3,
+  kInt10 = 4,
+  kBlock16 = 5  // kernels/abi/block16.h
+};
 
 // The order in which a combine adds (docs/protocol.md, section 10). All but kRanks on one node
 // only.
@@ -82,14 +89,16 @@ enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 
 //   on the way, each row at its k.
 enum class SumOrder : i32 { kRanks = 0, kTopk = 1, kRows = 2 };
 
-// The type of partial sums that travel: the result's, 10-bit integers, or these for what goes from
-// node to node only.
-enum class Partials : i32 { kSame = 0, kInt10 = 1, kInt10Nodes = 2 };
+// The type of partial sums that travel: the result's, 10-bit integers, these for what goes from
+// node to node only, or blocks of 16-bit values.
+enum class Partials : i32 { kSame = 0, kInt10 = 1, kInt10Nodes = 2, kBlock16 = 3 };
 MOE_P2P_HD constexpr DType near_type(DType out, Partials partials) {
-  return partials == Partials::kInt10 ? DType::kInt10 : out;
+  return partials == Partials::kInt10     ? DType::kInt10
+         : partials == Partials::kBlock16 ? DType::kBlock16
+                                          : out;
 }
 MOE_P2P_HD constexpr DType far_type(DType out, Partials partials) {
-  return partials == Partials::kSame ? out : DType::kInt10;
+  return partials == Partials::kInt10Nodes ? DType::kInt10 : near_type(out, partials);
 }
 
 // A row of 10-bit integers (docs/protocol.md, section 10). 32 values share a bf16 scale; 8 values

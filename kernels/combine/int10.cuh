@@ -10,8 +10,8 @@ namespace moe_p2p::device {
 
 inline constexpr i32 kUnits = static_cast<i32>(int10_units(kHidden));
 inline constexpr u64 kPackedBytes = row_bytes(DType::kInt10, kHidden);
-inline constexpr u64 kNearBytes = kNearPacked ? kPackedBytes : kOutBytes;
-inline constexpr u64 kFarBytes = kFarPacked ? kPackedBytes : kOutBytes;
+inline constexpr u64 kNearBytes = kNearPacked ? kPackedBytes : kSentBytes;
+inline constexpr u64 kFarBytes = kFarPacked ? kPackedBytes : kSentBytes;
 inline constexpr i32 kRestWords = 16, kTailWords = 20;  // of a unit: rest, and with the scales
 
 // Stride in bytes of the partial sums that go from node to node.

@@ -166,7 +166,8 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
                                                                       : 4;
   constexpr i32 kRowsAtOnce = kSpeakers < kMost ? kSpeakers : kMost;
   const auto row_at = [&w](i32 r) {
-    return kFarPacked ? AnyRow::of(w.row[r]).before_scalars() : w.row[r];
+    return kFarPacked ? AnyRow::of(w.row[r]).before_scalars()
+                      : w.row[r] + (static_cast<i64>(kSentBytes) - static_cast<i64>(kOutBytes));
   };
   const auto source_of = [&w](i32 r) { return w.source[r]; };
   constexpr Written kWritten = kSelfFlagged ? Written::kNow : Written::kByPeers;
@@ -177,9 +178,16 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
       sum_pieces<AnyPiece<kWritten>, kRowsAtOnce>(
           worker, part, w.num_rows, any_at, false, [](i32) { return 1.0f; },
           settle_rows(p.comm, step, any_at, source_of),
-          StoreValues{p.out.as<char>() + offset, false});
+          StoreValues<kOutType>{p.out.as<char>() + offset, false});
+    } else if constexpr (kInBlocks) {
+      const i32 num_own = num_biases(p);
+      const auto added_at = [&w, num_own](i32 r) { return AddedRow{w.row[r], r >= num_own}; };
+      sum_pieces<AddedPiece<kWritten>, kRowsAtOnce>(
+          worker, part, w.num_rows, added_at, false, [](i32) { return 1.0f; },
+          settle_rows(p.comm, step, added_at, source_of),
+          StoreValues<kOutType>{p.out.as<char>() + offset, false});
     } else {
-      sum_rows<kOutType, kWritten, kRowsAtOnce>(
+      sum_rows<kOutType, kWritten, kRowsAtOnce, kOutType>(
           worker, part, p.out.as<char>() + offset, false, w.num_rows, row_at, false,
           [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
     }

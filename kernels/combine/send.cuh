@@ -137,7 +137,7 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
   };
   if (kTopkOrder && !kPlain && a.p.rows_apart) {
     for (i32 r = 0; r < w.num_rows[place]; ++r)
-      sum_rows<kYType, Written::kBefore, 1>(
+      sum_rows<kYType, Written::kBefore, 1, kOutType>(
           worker, part, to + static_cast<u64>(r) * kOutBytes, flag, 1,
           [&](i32) { return row_at(r); }, false, [](i32) { return 1.0f; });
   } else if constexpr (kPacks) {
@@ -147,7 +147,7 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
         WhileRowsTravel<kWeightsWhileRowsTravel, Settle>{settle},
         StorePacked</*kRounded=*/!kNearPacked>{to, flag});
   } else {
-    sum_rows<kYType, Written::kBefore, kRowsAtOnce>(
+    sum_rows<kYType, Written::kBefore, kRowsAtOnce, kSentType>(
         worker, part, to, flag, w.num_rows[place], row_at, a.weighted(),
         [&](i32 r) { return w.weight[place][r]; },
         WhileRowsTravel<kWeightsWhileRowsTravel, Settle>{settle});
@@ -202,8 +202,8 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
                                              settle_rows(a.p.comm, step, row_at, source_of),
                                              StorePacked<false>{to, false});
   } else {
-    sum_rows<kOutType, kWritten, 2>(worker, 0, to, false, num_ranks, row_at, false, one,
-                                    settle_rows(a.p.comm, step, row_at, source_of));
+    sum_rows<kSentType, kWritten, 2, kSentType>(worker, 0, to, false, num_ranks, row_at, false, one,
+                                                settle_rows(a.p.comm, step, row_at, source_of));
   }
   const auto scalars_at = [=](i32 r) { return row_at(r) + (kNearBytes - kOutBytes); };
   if (with_scalars(a.p) && worker.thread < kTopk)

@@ -15,11 +15,19 @@ inline constexpr u64 kYBytes = kHidden * item_bytes(kYType);
 inline constexpr Partials kPartials = static_cast<Partials>(MOE_P2P_PARTIALS);
 inline constexpr bool kNearPacked = near_type(kOutType, kPartials) == DType::kInt10;
 inline constexpr bool kFarPacked = far_type(kOutType, kPartials) == DType::kInt10;
-// A thread works on kValues neighbouring values: one Vec of the narrower type, or a group of int10.
+// Those that travel in blocks of 16-bit values (kernels/abi/block16.h), within a node and between
+// nodes. A block is one Vec, so its rows are stored, flagged and read like those of other types.
+inline constexpr bool kInBlocks = kPartials == Partials::kBlock16;
+inline constexpr DType kSentType = kInBlocks ? DType::kBlock16 : kOutType;
+inline constexpr u64 kSentBytes = kHidden * item_bytes(kSentType);
+// A thread works on kValues neighbouring values: one Vec of the narrower type, a group of int10, or
+// a block.
 inline constexpr i32 kWidest = Values<kYType>::kCount > Values<kOutType>::kCount
                                    ? Values<kYType>::kCount
                                    : Values<kOutType>::kCount;
-inline constexpr i32 kValues = kFarPacked && kWidest < kInt10Group ? kInt10Group : kWidest;
+inline constexpr i32 kLeast = kFarPacked ? kInt10Group : kInBlocks ? kBlock16 : 1;
+inline constexpr i32 kValues = kWidest < kLeast ? kLeast : kWidest;
+static_assert(!kInBlocks || kValues == kBlock16);
 inline constexpr i32 kGroups = kHidden / kValues;
 static_assert(kHidden % kValues == 0);
 // Groups of whole units of int10: a unit is the work of a warp.
@@ -81,13 +89,62 @@ struct Piece {
   }
 };
 
+// A row of a sum at its source: partial sums, or the caller's bias.
+struct AddedRow {
+  const char* at;
+  bool partial;
+};
+// kValues values of one, where partial sums travel in blocks. Which kind it is, is the same for the
+// whole warp.
+template <Written kWritten>
+struct AddedPiece {
+  static constexpr i32 kEnd = kGroups;
+  static constexpr bool kNow = kWritten == Written::kNow;
+  using Block = Piece<DType::kBlock16, kWritten>;
+  using Plain = Piece<kOutType, kWritten>;
+  Plain plain;  // its first Vec holds a block
+  bool partial;
+
+  __device__ __forceinline__ Block block() const { return {{plain.vec[0]}}; }
+  __device__ __forceinline__ void clear() {
+    plain.clear();
+    partial = false;
+  }
+  __device__ __forceinline__ void load(const AddedRow& row, i32 group) {
+    partial = row.partial;
+    if (!partial) return plain.load(row.at, group);
+    Block mine;
+    mine.load(row.at, group);
+    plain.vec[0] = mine.vec[0];
+  }
+  __device__ __forceinline__ bool again(const AddedRow& row, i32 group) {
+    Block mine = block();
+    const bool any = mine.again(row.at, group);
+    plain.vec[0] = mine.vec[0];
+    return any;
+  }
+  __device__ __forceinline__ void take(const AddedRow& row, i32 group) {
+    Block mine = block();
+    mine.take(row.at, group);
+    plain.vec[0] = mine.vec[0];
+  }
+  __device__ __forceinline__ void add_to(float* acc, float, bool) const {
+    if (partial) {
+      block().add_to(acc, 1.0f, false);
+    } else {
+      plain.add_to(acc, 1.0f, false);
+    }
+  }
+};
+
 // flag: the row is self-flagged.
+template <DType kTo>
 __device__ __forceinline__ void store_values(char* row, i32 group, const float* acc, bool flag) {
-  constexpr i32 kPerVec = Values<kOutType>::kCount;
+  constexpr i32 kPerVec = Values<kTo>::kCount;
 #pragma unroll
   for (i32 i = 0; i < kValues / kPerVec; ++i) {
     char* to = row + (group * (kValues / kPerVec) + i) * 16;
-    const Vec v = Values<kOutType>::store(acc + i * kPerVec);
+    const Vec v = Values<kTo>::store(acc + i * kPerVec);
     if (kSelfFlagged && flag) {
       st_flagged_v4(to, v);
     } else {
@@ -168,13 +225,14 @@ struct WhileRowsTravel {
   }
 };
 
-// Stores a sum at `to`, as a row of kOutType.
+// Stores a sum at `to`, as a row of kTo.
+template <DType kTo>
 struct StoreValues {
   static constexpr i32 kEnd = kGroups;
   char* to;
   bool flag;
   __device__ __forceinline__ void operator()(i32 group, const float* acc) const {
-    store_values(to, group, acc, flag);
+    store_values<kTo>(to, group, acc, flag);
   }
 };
 
@@ -225,14 +283,14 @@ __device__ __forceinline__ void sum_pieces(const W& worker, i32 part, i32 num_ro
   }
 }
 
-// to = the sum.
-template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
+// to = the sum, of kTo.
+template <DType kType, Written kWritten, i32 kRowsAtOnce, DType kTo, typename W, typename RowAt,
           typename WeightOf, typename Settle = AllHaveCome>
 __device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bool flag,
                                          i32 num_rows, const RowAt& row_at, bool weighted,
                                          const WeightOf& weight_of, const Settle& settle = {}) {
   sum_pieces<Piece<kType, kWritten>, kRowsAtOnce>(worker, part, num_rows, row_at, weighted,
-                                                  weight_of, settle, StoreValues{to, flag});
+                                                  weight_of, settle, StoreValues<kTo>{to, flag});
 }
 
 // Returns the wait of sum_rows() for rows at row_at(i) that flag themselves: source_of(i) is the

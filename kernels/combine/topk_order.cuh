@@ -9,7 +9,7 @@
 namespace moe_p2p::device {
 
 inline constexpr bool kTopkOrder = MOE_P2P_TOPK_ORDER;
-static_assert(!kTopkOrder || (kOthers == 0 && !kFarPacked));
+static_assert(!kTopkOrder || (kOthers == 0 && !kFarPacked && !kInBlocks));
 // Most rows of a token at one rank, which may come one by one.
 inline constexpr i32 kMostApart = kTopk < kMaxLocalExperts ? kTopk : kMaxLocalExperts;
 // Contributors of a sum, beside the caller's bias.
@@ -17,7 +17,7 @@ inline constexpr i32 kAddends = kTopkOrder ? kTopk : kSpeakers;
 
 // Where the scalars of what a rank sends for a token lie.
 __device__ __forceinline__ u64 scalars_offset(const CombineParams& p) {
-  return kTopkOrder && p.rows_apart ? kMostApart * kOutBytes : kOutBytes;
+  return kTopkOrder && p.rows_apart ? kMostApart * kOutBytes : kSentBytes;
 }
 
 // The rank of expert k of an own token; -1: none.

@@ -19,6 +19,7 @@ enum class Mutation {
   kMaskAtOnce,        // a late rank is masked at the first deadline, however many are missing
   kStepOfOneWord,     // blocks that start late read the step that the first has already left
   kScaleRoundedDown,  // a scale barely above a power of two becomes that power
+  kBlockOfOnes,       // a block's largest number may have all bits set
 };
 
 }  // namespace moe_p2p::device

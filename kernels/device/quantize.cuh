@@ -1,7 +1,8 @@
 // Values in registers: 16 bytes of a row to fp32 and back, and the fp8 quantizer, with the
-// arithmetic of kernels/abi/e4m3.h.
+// arithmetic of kernels/abi/block16.h and kernels/abi/e4m3.h.
 #pragma once
 
+#include "kernels/abi/block16.h"
 #include "kernels/abi/e4m3.h"
 #include "kernels/device/mutation.cuh"
 #include "kernels/device/ptx.cuh"
@@ -63,6 +64,60 @@ struct Values<DType::kFloat32> {
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) v.word[i] = __float_as_uint(f[i]);
     return v;
+  }
+};
+
+// One block is one Vec.
+template <>
+struct Values<DType::kBlock16> {
+  static constexpr i32 kCount = kBlock16;
+  static constexpr u32 kSpare = kBlock16Spare << 16 | kBlock16Spare;
+  __device__ static void load(const Vec& v, float* f) {
+    const float scale = scale_of(v);
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+      f[2 * i] = __fmul_rn(number_of(v.word[i] << 16), scale);
+      f[2 * i + 1] = __fmul_rn(number_of(v.word[i]), scale);
+    }
+  }
+  __device__ static Vec store(const float* f) {
+    float most = 0.0f;
+#pragma unroll
+    for (i32 j = 0; j < kCount; ++j) most = max_nan_f32(most, fabsf(f[j]));
+    const u32 exponent = block16_exponent(
+        bits_of(most), MOE_P2P_MUTATED(kBlockOfOnes) ? kBlock16Carry / 3 : kBlock16Carry);
+    const bool finite = exponent != kBlock16Nan;
+    const float multiplier = block16_multiplier(finite ? exponent : 1);
+    Vec v;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+      const u32 low = block16_half(__fmul_rn(f[2 * i], multiplier));
+      const u32 high = block16_half(__fmul_rn(f[2 * i + 1], multiplier));
+      const u32 spare = (exponent << (23 + i) & 1u << 30) | (exponent << (11 + i) & 1u << 14);
+      v.word[i] = (finite ? high << 16 | low : 0) | spare;
+    }
+    return v;
+  }
+
+ private:
+  // The number in the upper half, as of block16_number(): its 14 bits are those of an fp32 of the
+  // lowest exponents, denormals and all, once they lie in its bits 25 to 12.
+  __device__ static float number_of(u32 word) {
+    const u32 bits = static_cast<u32>(static_cast<i32>(word) >> 4) & 0x83fff000u;
+    return __fmul_rn(float_of(bits), 0x1p126f);  // exact
+  }
+  // NaN of a block of which a word did not arrive, too: all ones.
+  __device__ static float scale_of(const Vec& v) {
+    u32 spare = v.word[0] & kSpare;
+    bool lost = v.word[0] == ~0u;
+#pragma unroll
+    for (i32 i = 1; i < 4; ++i) {
+      spare |= v.word[i] >> i & kSpare >> i;
+      lost = lost || v.word[i] == ~0u;
+    }
+    // The exponent's upper bits are 30 to 27 now, the lower ones 14 to 11.
+    const u32 bits = (spare & 0x78000000u) | (spare << 12 & 0x07800000u);
+    return float_of(lost || bits == kInfinity ? 0x7fc00000u : bits);
   }
 };
 

@@ -21,7 +21,6 @@ from moe_p2p.deep_ep.config import Config, check_alignment, recommend
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, NormalHandle, no_handle
 from moe_p2p.deep_ep.low_latency import (
-    COMBINES,
     NO_OVERLAP,
     TWO_WAYS,
     Hook,
@@ -31,8 +30,10 @@ from moe_p2p.deep_ep.low_latency import (
     add_counts,
     as_nvfp4,
     await_all,
+    combine_form,
     config_and_form,
     dispatch_bare,
+    low_latency_partials,
     receive_rows,
     receive_sums,
     size_hint,
@@ -115,6 +116,7 @@ class Buffer:
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
         self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]] = {}
         self._masks = Masks(self._pool.world_size)
+        self._partials = low_latency_partials()
         self.rank = self._pool.rank
         self.group_size = self._pool.world_size
         self.group = comm if group is None and comm is not None else group
@@ -531,7 +533,10 @@ class Buffer:
         topk_weights: [t, K] float32.
         use_logfmt: rows travel in 10 bits a value: not DeepEP's logarithms but integers with a
             scale for each 32 values (partials="int10"), whose error is about bfloat16's. H
-            must be a multiple of 32, and use_logfmt alike on all ranks. False: as bfloat16.
+            must be a multiple of 32, and use_logfmt alike on all ranks. False: in bfloat16's bytes
+            as partials="block16": 12 bits of a value where bfloat16 has 8, unless it is smaller
+            than 1/64 of the largest of its 8 neighbours, whose share of error is up to 2^-18 of
+            that largest. MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16, on all ranks, sends bfloat16.
         zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
@@ -550,16 +555,16 @@ class Buffer:
         )
         stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+        timed = stats is not None and not return_recv_hook
+        options = combine_form(self._partials, y.dtype, use_logfmt, timed)
         plain = stats is None and not (async_finish or return_recv_hook)
         if plain and self._streams.bare_on(x, topk_weights, out) is not None:
-            number = COMBINES[bool(use_logfmt), False].number
-            out = handle.combine_bare(y, topk_weights, number, out)
+            out = handle.combine_bare(y, topk_weights, options.number, out)
             return out, new_event(EventOverlap), None
         all_to_all, received = handle.all_to_all, handle.received
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
-                options = COMBINES[bool(use_logfmt), False]
                 pending = all_to_all.combine_send(
                     y, received, options=options, topk_weights=topk_weights
                 )
@@ -571,11 +576,7 @@ class Buffer:
                 )
             else:
                 result = all_to_all.combine_with(
-                    y,
-                    received,
-                    COMBINES[bool(use_logfmt), stats is not None],
-                    topk_weights=topk_weights,
-                    out=out,
+                    y, received, options, topk_weights=topk_weights, out=out
                 )
                 out = sums_of(result, stats)
             if async_finish:
@@ -610,7 +611,8 @@ class Buffer:
         how = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, False
         key = x.dtype, x.get_device(), hidden, num_topk, how
         all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
-        all_to_all.prepare(form.options, combine=COMBINES[bool(use_logfmt), False])
+        combine = combine_form(self._partials, x.dtype, use_logfmt, False)
+        all_to_all.prepare(form.options, combine=combine)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

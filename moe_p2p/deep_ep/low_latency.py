@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p import env, errors
 from moe_p2p.deep_ep import nvfp4
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.handle import Elements
@@ -27,7 +27,7 @@ from moe_p2p.deep_ep.runtime import NODE_RANKS
 from moe_p2p.deep_ep.streams import new_event
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched, PendingCombine, PendingDispatch
-from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions
+from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions, Partials
 from moe_p2p.moe.pool import ReleasingAllToAll, received_of
 
 Hook = Callable[[], None]
@@ -45,12 +45,13 @@ NO_OVERLAP = (
     "return_recv_hook=True other work overlaps"
 )
 
-# By use_logfmt, and whether the wait for each rank is asked for.
-COMBINES = {
-    (logfmt, timed): CombineOptions(partials="int10" if logfmt else None, with_wait_ticks=timed)
-    for logfmt in (False, True)
+# By how partial sums travel, and whether the wait for each rank is asked for.
+_COMBINES = {
+    (partials, timed): CombineOptions(partials=partials, with_wait_ticks=timed)
+    for partials in (None, "int10", "block16")
     for timed in (False, True)
 }
+_PARTIALS: dict[str, Partials | None] = {"bfloat16": None, "block16": "block16"}
 _NUM_TOPK_OF_HINT = 32  # the largest top-k; slots for top-8 and top-12 have the same size
 _SIZE_ALIGNMENT = 128  # required by DeepEP's Buffer
 
@@ -149,6 +150,24 @@ def topk_of(topk_idx: Tensor) -> int:
         return topk_idx.shape[1]
     except (AttributeError, IndexError):
         raise errors.wrong_type("topk_idx", topk_idx, "a tensor [t, K]") from None
+
+
+def low_latency_partials() -> Partials | None:
+    """How bfloat16 sums travel."""
+    name = env.low_latency_partials()
+    if name not in _PARTIALS:
+        text = f"MOE_P2P_LOW_LATENCY_PARTIALS is {name!r}, must be one of {tuple(_PARTIALS)}"
+        raise errors.make(errors.InvalidArgumentError, text)
+    return _PARTIALS[name]
+
+
+def combine_form(
+    partials: Partials | None, dtype: torch.dtype, logfmt: bool, timed: bool
+) -> CombineOptions:
+    """partials: of bfloat16 sums. dtype: of the sums."""
+    if logfmt:
+        return _COMBINES["int10", timed]
+    return _COMBINES[partials if dtype == torch.bfloat16 else None, timed]
 
 
 class Masks:

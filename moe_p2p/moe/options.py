@@ -20,13 +20,13 @@ from moe_p2p import errors
 from moe_p2p.moe.layouts import LAYOUTS, NAMES, LayoutFacts, RowLayout
 
 SumOrder = Literal["ranks", "topk", "rows"]
-Partials = Literal["int10", "int10_nodes"]
+Partials = Literal["int10", "int10_nodes", "block16"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
 SUM_ORDERS: tuple[str, ...] = get_args(SumOrder)
 PARTIALS: tuple[str, ...] = get_args(Partials)  # kernels/abi/shape.h has 0, and these from 1
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
 INT10_NODES = 1 + PARTIALS.index("int10_nodes")
-INT10_BLOCK = 32  # values that share a scale
+INT10_BLOCK, BLOCK16 = 32, 8  # values that share a scale
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _MAX_ALIGNMENT = (1 << 31) - 1
 
@@ -69,8 +69,13 @@ def gradient_of(number: int) -> int:
 
 
 def partials_of(partials: str | None) -> int:
-    """What travels (kernels/abi/shape.h, Partials): 0, the type of the result, or int10."""
+    """What travels (kernels/abi/shape.h, Partials): 0, the type of the result, or another."""
     return 0 if partials is None else 1 + _position(partials, "partials", PARTIALS)
+
+
+def block_of(partials: str) -> int:
+    """Values that share a scale, of which H must be a multiple."""
+    return BLOCK16 if partials == "block16" else INT10_BLOCK
 
 
 def sum_order_of(number: int) -> int:
@@ -186,10 +191,13 @@ class CombineOptions:
         travel one by one, unweighted, each is added at its k; that takes combine_rows of the
         configuration. By rank, "rows" is "topk". Not with `out`, nor in halves.
     partials: how the partial sums travel. None: in out_dtype. "int10": as 10-bit integers with a
-        scale for each 32 values, two thirds of bfloat16's bytes and about its error; for H of whole
-        blocks, and not 32, 64, 96 or 288 with a 16-bit combine_dtype (docs/calls.md), order
-        "ranks", without gradients. "int10_nodes": what goes from node to node only.
-        A block that holds an inf or a NaN arrives as NaN.
+        scale for each 32 values, two thirds of bfloat16's bytes and about its error; not for H of
+        32, 64, 96 or 288 with a 16-bit combine_dtype (docs/calls.md). "int10_nodes": what goes from
+        node to node only. All: H of whole blocks, order "ranks", no gradients.
+        "block16": in bfloat16's bytes, 8 values with a common exponent: rounded to 12 bits where
+        bfloat16 has 8, as long as a value is at least 1/64 of the largest of its 8; of smaller ones
+        the error is at most 2^-18 of that largest, which is less than bfloat16's down to 1/512 of
+        it. A block that holds an inf or a NaN arrives as NaN.
     with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
     Raises InvalidArgumentError naming the option, its value and the valid ones.

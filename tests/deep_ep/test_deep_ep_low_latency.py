@@ -36,6 +36,14 @@ def test_rows_and_sums_of_every_format(num_ranks: int, form: str) -> None:
     run(num_ranks, cases.steps, form)
 
 
+def test_the_environment_says_how_sums_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_P2P_LOW_LATENCY_PARTIALS", "bfloat16")
+    assert run(1, lambda place: place.buffer._low_latency_partials) == [None]
+    monkeypatch.setenv("MOE_P2P_LOW_LATENCY_PARTIALS", "int10")
+    with pytest.raises(Exception, match="LOW_LATENCY_PARTIALS is 'int10', must be one"):
+        run(1, cases.sums_round_once)
+
+
 def test_the_format_may_change_from_call_to_call() -> None:
     def all_formats(place: Place) -> None:
         for form in (*FORMATS, *FORMATS):
@@ -71,6 +79,7 @@ CHECKS = {
     "repeats give the same bits": (3, cases.repeats),
     "two calls in flight": (3, cases.two_in_flight),
     "a dispatch may be combined never or again": (2, cases.never_or_again),
+    "sums round once": (4, cases.sums_round_once),
     "ten bits travel for logfmt": (4, cases.ten_bits_travel),
     "where results go": (2, cases.results_go),
     "ranks leave each other out until the masks are cleaned": (3, cases.masked),

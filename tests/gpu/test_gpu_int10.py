@@ -1,15 +1,19 @@
-"""Partial sums as 10-bit integers on a GPU, bit for bit as the reference has them."""
+"""Partial sums as 10-bit integers and in blocks of 16-bit values on a GPU, bit for bit as
+the reference has them."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from moe_p2p.moe import reference
 from moe_p2p.moe.options import Partials, partials_of
+from moe_p2p.moe.reference import Topology
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
 from tests.gpu.test_gpu_failures import SOON_S, settle
@@ -72,6 +76,23 @@ def test_however_rows_arrive(kind: Partials, world: World, way: str) -> None:
         world = World(2, 1)
     more: dict[str, Any] = {"max_tokens": LONG, "counts": LONG_COUNTS} if way == "chunks" else {}
     check(world, calls(world, torch.bfloat16, **more), kind, **ways[way])
+
+
+def of_largest_numbers(topology: Topology, rank: int, received: reference.Received) -> Tensor:
+    """Sums whose numbers, one bit larger, would be all ones, as some bits of their exponent are."""
+    y = cases.apply_experts(topology, rank, received)
+    return torch.full_like(y, -(2 - 2**-11) * 2.0**15)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+def test_no_word_of_a_block_is_all_ones(world: World) -> None:
+    """Such a word would be one that never arrives, or NaN."""
+
+    def weigh(tokens: reference.Tokens, _rank: int) -> reference.Tokens:
+        return replace(tokens, topk_weights=torch.ones(tokens.topk_idx.shape))
+
+    more: dict[str, Any] = {"hidden_dim": HIDDEN_DIM, "experts": of_largest_numbers}
+    check(world, [call(world, 0, weigh, layout="grouped", **more)], "block16")
 
 
 def combines_never(

@@ -228,7 +228,7 @@ def dispatched(
     batches = deep_ep_oracle.make_batches(seed, counts[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     rows, received, handle = dispatch(buffer, mine, SHAPE, mode, **options)
-    y = check_rows(batches, rank.rank, SHAPE, rows, received, handle)
+    y = check_rows(batches, rank.rank, SHAPE, rows, received, handle, **options)
     return mine, handle, y.to(device)
 
 
@@ -256,6 +256,27 @@ def results_go(place: Place) -> None:
         given = combine(buffer, torch.zeros_like(y), mine, handle, mode, zero_copy=True, out=out)
         assert given.data_ptr() == out.data_ptr()
         assert torch.equal(deep_ep_oracle.host(out), wanted)
+
+
+def sums_round_once(place: Place) -> None:
+    """Partial sums travel with 12 bits of a value, or as bfloat16 if the environment says so."""
+    _, _, buffer = place
+    mine, handle, y = dispatched(place, 1, [12] * 4, use_fp8=False)
+    idx, weights = deep_ep_oracle.host(mine.topk_idx), deep_ep_oracle.host(mine.weights)
+    factors = (0.5 + 0.25 * (idx % 7)).where(idx >= 0, 0.0)
+    rows = (deep_ep_oracle.host(mine.x)[:, None].float() * factors[..., None]).bfloat16()
+    want = (rows.double() * weights[..., None].double()).sum(1)
+    away = []
+    for partials in ("block16", None):
+        found = [
+            deep_ep_oracle.host(combine(buffer, y, mine, handle, mode))
+            for mode in ("sync", "hook", "async")
+        ]
+        assert buffer._low_latency_partials == partials
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        away.append(float((found[0].double() - want).norm()))
+        buffer._low_latency_partials = None  # as of MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16
+    assert away[0] < 0.9 * away[1]
 
 
 def ten_bits_travel(place: Place) -> None:

@@ -39,7 +39,7 @@ abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
 // Rows that are all there is of a sum are copied as they are (rows_stay, combine/bulk_send.cuh).
 bool copies_rows(const CombineSend& send) noexcept {
   return send.y_dtype == send.out_dtype && !send.row_weights && !send.topk_weights &&
-         !send.row_scalars && send.partials != abi::Partials::kInt10;
+         !send.row_scalars && near_type(send.out_dtype, send.partials) == send.out_dtype;
 }
 
 }  // namespace

@@ -42,7 +42,8 @@ struct SlotRows {
       if (rows[k] < 0) continue;
       const auto row = static_cast<uint64_t>(rows[k]);
       const float weight = late ? late[k] : call.row_weights ? call.row_weights[row] : 1.0f;
-      addends[num_addends++] = {static_cast<const std::byte*>(call.y) + row * row_bytes, weight};
+      addends[num_addends++] = {static_cast<const std::byte*>(call.y) + row * row_bytes, weight,
+                                call.y_dtype};
     }
   }
 };
@@ -149,8 +150,8 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
       std::byte* partial = partial_at(region, slot, stride);
       const size_t each = call.order == SumOrder::kRows ? 1 : mine.num_addends;
       for (size_t r = 0; r < std::max<size_t>(mine.num_addends, 1); r += std::max<size_t>(each, 1))
-        sum_rows(partial + r * out_bytes, form.dtype, mine.addends.data() + r, each, call.y_dtype,
-                 weighted, hidden);
+        sum_rows(partial + r * out_bytes, form.dtype, mine.addends.data() + r, each, weighted,
+                 hidden);
       if (scalars)
         copy_scalars(abi::values_at<float>(partial, scalars_offset(plan_, form)), call, rows,
                      shape_.topk);
@@ -213,13 +214,13 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
       size_t num_addends = 0;
       for (uint64_t ranks = handle->slot_ranks(chunk, source, slot); ranks; ranks &= ranks - 1) {
         RegionHeader& partial = memory_.gather(gateway, step.slot, node, std::countr_zero(ranks));
-        addends[num_addends++] = {partial_at(partial, slot, stride), 1.0f};
+        addends[num_addends++] = {partial_at(partial, slot, stride), 1.0f, near.dtype};
       }
       std::byte* sum = partial_at(out, slot, far_stride);
       if (near.dtype == DType::kInt10 && num_addends == 1) {  // more rounding would be for nothing
         std::memcpy(sum, addends[0].row, scalars_offset(plan_, near));
       } else {
-        sum_rows(sum, far.dtype, addends.data(), num_addends, near.dtype, false, hidden);
+        sum_rows(sum, far.dtype, addends.data(), num_addends, false, hidden);
       }
       if (scalars)
         sum_scalars(abi::values_at<float>(sum, scalars_offset(plan_, far)),
@@ -272,14 +273,15 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
     for (const void* bias : call.bias)
       if (bias)
         found.rows[found.num_rows++] = {
-            static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f};
+            static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f,
+            call.out_dtype};
     if (call.order == SumOrder::kRanks) {
       find_in_rank_order(step, call, handle.send_slots(token), found);
     } else {
       find_in_topk_order(step, call, token, handle.send_slots(token), found);
     }
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
-    sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, call.out_dtype, false, hidden);
+    sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, false, hidden);
     if (scalars)
       sum_scalars(call.out_scalars + token * shape_.topk,
                   {found.partials.data(), found.num_partials}, 0, shape_.topk);
@@ -292,11 +294,10 @@ void HostKernels::find_in_rank_order(Step step, const CombineRecv& call, const i
   const int num_local = shape_.ranks_per_node;
   const auto adder = [&](const PartialForm& form) {
     const uint64_t stride = partial_stride(plan_, form), behind = scalars_offset(plan_, form);
-    return [&found, stride, behind, packed = form.dtype == DType::kInt10](RegionHeader& region,
-                                                                          int32_t slot) {
+    return [&found, stride, behind, dtype = form.dtype](RegionHeader& region, int32_t slot) {
       const std::byte* row = partial_at(region, slot, stride);
-      found.rows[found.num_rows++] = {row, 1.0f, packed};
-      found.partials[found.num_partials++] = {row + behind, 1.0f};
+      found.rows[found.num_rows++] = {row, 1.0f, dtype};
+      found.partials[found.num_partials++] = {row + behind, 1.0f, DType::kFloat32};
     };
   };
   const bool scalars = call.out_scalars != nullptr;
@@ -338,11 +339,12 @@ void HostKernels::find_in_topk_order(Step step, const CombineRecv& call, int64_t
         partial_at(memory_.partial_inbox(memory_.local(), step.slot, *at), slots[*at], stride);
     const auto before = static_cast<uint64_t>(std::count(rank.begin(), at, *at));
     if (call.order == SumOrder::kRows) {
-      found.rows[found.num_rows++] = {partial + before * row_bytes, 1.0f};
+      found.rows[found.num_rows++] = {partial + before * row_bytes, 1.0f, form.dtype};
     } else if (last) {
-      found.rows[found.num_rows++] = {partial, 1.0f};
+      found.rows[found.num_rows++] = {partial, 1.0f, form.dtype};
     }
-    if (last) found.partials[found.num_partials++] = {partial + behind, 1.0f};
+    if (last)
+      found.partials[found.num_partials++] = {partial + behind, 1.0f, DType::kFloat32};
   }
 }
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels/abi/e4m3.h"
+#include "kernels/abi/block16.h"
 
 // The loops below are plain so that the compiler can vectorise them; the x86 build carries a
 // version for machines with AVX-512 and AVX2 beside the baseline, chosen when the library is
@@ -149,10 +149,51 @@ MOE_P2P_VECTOR void store_int10(std::byte* row, size_t length, size_t from, cons
   }
 }
 
+// --- block16: kernels/abi/block16.h ---
+
+// Half j of a block has bit kSpareOf[j] of the exponent.
+constexpr uint32_t kSpareOf[abi::kBlock16] = {3, 7, 2, 6, 1, 5, 0, 4};
+using Halves = uint16_t[abi::kBlock16];
+
+MOE_P2P_VECTOR void add_block16(float* acc, const std::byte* blocks, float w, bool weighted,
+                                size_t n) {
+  for (size_t at = 0; at < n; at += abi::kBlock16) {
+    Halves halves;
+    std::memcpy(halves, blocks + at * sizeof *halves, sizeof halves);
+    uint32_t exponent = 0;
+    for (size_t j = 0; j < abi::kBlock16; ++j) exponent |= (halves[j] >> 14 & 1u) << kSpareOf[j];
+    const float scale = abi::block16_scale(exponent);
+    for (size_t j = 0; j < abi::kBlock16; ++j) {
+      const float value = abi::block16_number(halves[j]) * scale;
+      acc[at + j] += weighted ? w * value : value;
+    }
+  }
+}
+
+MOE_P2P_VECTOR void store_block16(std::byte* blocks, const float* acc, size_t n) {
+  for (size_t at = 0; at < n; at += abi::kBlock16) {
+    const float* x = acc + at;
+    uint32_t most = 0;  // magnitudes order like their bits, NaN above inf
+    for (size_t j = 0; j < abi::kBlock16; ++j)
+      most = std::max(most, std::bit_cast<uint32_t>(x[j]) & 0x7fffffffu);
+    const uint32_t exponent = abi::block16_exponent(most);
+    const bool finite = exponent != abi::kBlock16Nan;
+    const float multiplier = abi::block16_multiplier(finite ? exponent : 1);
+    Halves halves;
+    for (size_t j = 0; j < abi::kBlock16; ++j) {
+      const uint32_t half = finite ? abi::block16_half(x[j] * multiplier) : 0;
+      const uint32_t spare = (exponent >> kSpareOf[j] & 1u) * abi::kBlock16Spare;
+      halves[j] = static_cast<uint16_t>(half | spare);
+    }
+    std::memcpy(blocks + at * sizeof *halves, halves, sizeof halves);
+  }
+}
+
 void add(float* acc, const std::byte* row, DType dtype, size_t length, size_t from, float w,
          bool weighted, size_t n) noexcept {
   switch (dtype) {
     case DType::kInt10: return add_int10(acc, row, length, from, w, weighted, n);
+    case DType::kBlock16: return add_block16(acc, row + from * 2, w, weighted, n);
     case DType::kBFloat16:
       return add_bf16(acc, reinterpret_cast<const uint16_t*>(row) + from, w, weighted, n);
     case DType::kFloat16:
@@ -165,6 +206,7 @@ void store(std::byte* out, DType dtype, size_t length, size_t from, const float*
            size_t n) noexcept {
   switch (dtype) {
     case DType::kInt10: return store_int10(out, length, from, acc, n);
+    case DType::kBlock16: return store_block16(out + from * 2, acc, n);
     case DType::kBFloat16: return store_bf16(reinterpret_cast<uint16_t*>(out) + from, acc, n);
     case DType::kFloat16: return store_f16(reinterpret_cast<Half*>(out) + from, acc, n);
     default: std::memcpy(reinterpret_cast<float*>(out) + from, acc, n * sizeof(float));
@@ -186,14 +228,13 @@ MOE_P2P_VECTOR float absolute_max(const float* x, size_t n) {
 }  // namespace
 
 void sum_rows(std::byte* out, DType out_dtype, const Addend* addends, size_t num_addends,
-              DType dtype, bool weighted, size_t length) noexcept {
+              bool weighted, size_t length) noexcept {
   float acc[kBlock];
   for (size_t from = 0; from < length; from += kBlock) {
     const size_t n = std::min(kBlock, length - from);
     std::memset(acc, 0, n * sizeof(float));
     for (size_t a = 0; a < num_addends; ++a)
-      add(acc, addends[a].row, addends[a].packed ? DType::kInt10 : dtype, length, from,
-          addends[a].weight, weighted, n);
+      add(acc, addends[a].row, addends[a].dtype, length, from, addends[a].weight, weighted, n);
     store(out, out_dtype, length, from, acc, n);
   }
 }

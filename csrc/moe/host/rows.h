@@ -14,14 +14,14 @@ namespace moe_p2p::moe {
 struct Addend {
   const std::byte* row;
   float weight;
-  bool packed = false;  // of DType::kInt10, whatever the others are
+  abi::DType dtype;
 };
 
 // out[i] = round(0 + w0 * row0[i] + w1 * row1[i] + ...), each product rounded to fp32 before it is
 // added, in the order given; `weighted` false adds the rows themselves. Formats: bf16, fp16, fp32,
-// and int10 (kernels/abi/shape.h) for rows of whole blocks.
+// and for rows of whole blocks int10 (kernels/abi/shape.h) and block16 (kernels/abi/block16.h).
 void sum_rows(std::byte* out, abi::DType out_dtype, const Addend* addends, size_t num_addends,
-              abi::DType dtype, bool weighted, size_t length) noexcept;
+              bool weighted, size_t length) noexcept;
 
 // e4m3 values and one fp32 scale per kScaleBlock of them (the last block may be shorter):
 // scale = max(|x|, 1e-4) / 448, value = round_to_nearest_even(x * (448 / max(|x|, 1e-4))).

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/log.h"
+#include "kernels/abi/block16.h"
 
 namespace moe_p2p::moe {
 
@@ -92,13 +93,11 @@ void check_partial(const Plan& plan, const PartialForm& form) {
   MOE_P2P_CHECK(form.order == SumOrder::kRanks || shape.num_nodes() == 1, Code::kInvalidArgument,
                 "combine adds in the order of top-k among ranks of one node, these are ",
                 shape.num_nodes(), " nodes, each of which adds up before it sends");
-  if (form.dtype == DType::kInt10) {
-    MOE_P2P_CHECK(plan.hidden_dim % abi::kInt10Block == 0, Code::kInvalidArgument,
-                  "partials is int10 and hidden_dim ", plan.hidden_dim, ", must be a multiple of ",
-                  abi::kInt10Block, ", the values that share a scale");
-    MOE_P2P_CHECK(form.order == SumOrder::kRanks, Code::kInvalidArgument,
-                  "partials is int10, which takes sums in order='ranks' only");
-  }
+  const bool int10 = form.dtype == DType::kInt10, block16 = form.dtype == DType::kBlock16;
+  const int block = int10 ? abi::kInt10Block : block16 ? abi::kBlock16 : 1;
+  MOE_P2P_CHECK(plan.hidden_dim % block == 0, Code::kInvalidArgument, "partials is ",
+                int10 ? "int10" : "block16", " and hidden_dim ", plan.hidden_dim,
+                ", must be a multiple of ", block, ", the values that share a scale");
   const uint64_t bytes = partial_stride(plan, form);
   const bool fits = bytes <= abi::align_up(shape.max_partial_bytes, abi::kLine);
   MOE_P2P_CHECK(fits || form.dtype != DType::kInt10, Code::kInvalidArgument, "partials is int10: ",

@@ -13,13 +13,13 @@ from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.options import (
     DEFAULT,
-    INT10_BLOCK,
     INT10_NODES,
     PARTIALS,
     QUANTIZE,
     SCALE_FORMATS,
     CombineOptions,
     DispatchOptions,
+    block_of,
     partials_from,
     rows_of,
     scale_format_of,
@@ -86,12 +86,12 @@ def partials_among(shape: Mapping[str, int], by_topk: bool, partials: int) -> in
     """
     if not partials:  # of most calls, each of which asks
         return 0
-    hidden = shape["MOE_P2P_HIDDEN_DIM"]
+    hidden, name = shape["MOE_P2P_HIDDEN_DIM"], PARTIALS[partials - 1]
     errors.require(
-        hidden % INT10_BLOCK == 0 and not by_topk,
-        f"partials is int10 with hidden_dim {hidden}"
-        + (" and order='topk'" if by_topk else "")
-        + f"; hidden_dim must be a multiple of {INT10_BLOCK}, and it takes order='ranks' only",
+        hidden % block_of(name) == 0 and not by_topk,
+        f"partials is {name!r} with hidden_dim {hidden}"
+        + (" and an order of top-k" if by_topk else "")
+        + f"; hidden_dim must be a multiple of {block_of(name)}, and it takes order='ranks' only",
     )
     one_node = shape["MOE_P2P_WORLD_SIZE"] == shape["MOE_P2P_RANKS_PER_NODE"]
     return 0 if one_node and partials == INT10_NODES else partials

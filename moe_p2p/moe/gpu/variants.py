@@ -76,9 +76,10 @@ def _general_kernels() -> Iterator[Kernel]:
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
     apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
     yield clean_kernel(masked)
-    for partials, two in itertools.product((1, 2), (shape(8, 4, **job), shape(4, 1, **job))):
+    for partials, two in itertools.product((1, 2, 3), (shape(8, 4, **job), shape(4, 1, **job))):
         yield combine_kernel(two, torch.bfloat16, torch.bfloat16, partials=partials)
     for other, num_sms in ((usual, None), (long, 24), (masked, None)):
         yield combine_kernel(other, torch.float32, torch.bfloat16, partials=1, num_sms=num_sms)
+        yield combine_kernel(other, torch.bfloat16, torch.float32, partials=3, num_sms=num_sms)
     for other, num_sms in ((apart, None), (long, 24), (masked, None)):
         yield combine_kernel(other, torch.bfloat16, torch.bfloat16, by_topk=True, num_sms=num_sms)

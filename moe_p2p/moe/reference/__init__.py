@@ -1,5 +1,5 @@
 """The specification in plain torch: results (routing), fp8 rows (fp8), bytes on the wire (wire),
-partial sums as 10-bit integers (int10)."""
+partial sums as 10-bit integers (int10) and in blocks of 16-bit values (block16)."""
 
 from moe_p2p.machine.fp8 import FP8, ScaleFormat, dequantize, pack_ue8m0, quantize
 from moe_p2p.moe.reference.routing import (

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from moe_p2p.machine.fp8 import FP8, ScaleFormat, pack_ue8m0, quantize
-from moe_p2p.moe.reference import int10
+from moe_p2p.moe.reference import block16, int10
 
 Layout = Literal["padded", "grouped", "by_rank"]
 SumOrder = Literal["ranks", "topk", "rows"]
-CombineDtype = Literal["int10", "int10_nodes"]
+CombineDtype = Literal["int10", "int10_nodes", "block16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +312,8 @@ def combine(
     k, without the first stage. By rank, "rows" is "topk".
 
     combine_dtype "int10": the first two stages round to int10 (int10.py) instead; a total of one
-    partial sum is that sum, not rounded again. "int10_nodes": only the second stage.
+    partial sum is that sum, not rounded again. "int10_nodes": only the second stage. "block16":
+    the first two stages round to block16 (block16.py), which rounds nothing twice.
     """
     if weighted is None:
         weighted = routing.layout != "by_rank"
@@ -325,24 +326,28 @@ def combine(
     for hits in _hits_by_topk(routing, source, order):
         for rank in range(topology.world_size):
             out += _partial(hits & (rank_tk == rank), row_tk, y[rank], weights).to(out_dtype)
-    assert order == "ranks" or combine_dtype is None, "int10 is for the order of ranks"
+    assert order == "ranks" or combine_dtype is None, "combine_dtype is for order='ranks'"
     for node in range(topology.num_nodes if order == "ranks" else 0):
         own = node == source // local
         total = out if own else torch.zeros_like(out)
         for rank in range(node * local, (node + 1) * local):
             partial = _partial(rank_tk == rank, row_tk, y[rank], weights)
-            total += (
-                int10.round_trip(partial) if combine_dtype == "int10" else partial.to(out_dtype)
-            )
+            near = combine_dtype in ("int10", "block16")
+            total += _round(partial, combine_dtype) if near else partial.to(out_dtype)
         if own or combine_dtype is None:
             out = out if own else out + total.to(out_dtype)
             continue
-        sent = int10.round_trip(total)
+        sent = _round(total, combine_dtype)
         if combine_dtype == "int10":
             holders = [(rank_tk == node * local + i).any(1) for i in range(local)]
             sent = sent.where(torch.stack(holders).sum(0)[:, None] > 1, total)
         out += sent
     return out.to(out_dtype)
+
+
+def _round(sums: Tensor, combine_dtype: CombineDtype | None) -> Tensor:
+    """What arrives of sums that travel so."""
+    return (block16 if combine_dtype == "block16" else int10).round_trip(sums)
 
 
 def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]) -> Tensor:
