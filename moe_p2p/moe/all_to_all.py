@@ -256,8 +256,14 @@ class AllToAll(Halves):
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         if forward_ad._current_level >= 0:
-            late = {"topk_weights": topk_weights, "row_scalars": row_scalars, "bias": terms}
-            arguments.refuse_tangents(y=y, row_weights=row_weights, out=out, **late)
+            arguments.refuse_tangents(
+                y=y,
+                row_weights=row_weights,
+                topk_weights=topk_weights,
+                row_scalars=row_scalars,
+                bias=terms,
+                out=out,
+            )
         out_dtype, with_wait_ticks, number = given.out_dtype, given.with_wait_ticks, given.number
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)

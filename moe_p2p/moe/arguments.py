@@ -68,7 +68,10 @@ def refuse_tangents(**given: Tensor | Sequence[Tensor] | None) -> None:
     open: the calls have no formula for it, and results would have no tangent."""
     for name, value in given.items():
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            if not isinstance(tensor, Tensor):
+                continue
+            dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+            if dual.tangent is not None:
                 raise errors.make(errors.InvalidArgumentError, NO_TANGENT.format(name))
 
 
