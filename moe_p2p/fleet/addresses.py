@@ -45,9 +45,9 @@ def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
     is EADDRNOTAVAIL) or the port is in use.
     """
     if not host:
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        both = family == socket.AF_INET6
-        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+        both = socket.has_dualstack_ipv6()
+        every = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=every, backlog=backlog, dualstack_ipv6=both)
     failed: OSError | None = None
     for family, address in _found(host, port):
         try:

@@ -100,14 +100,13 @@ void check_partial(const Plan& plan, const PartialForm& form) {
                 ", must be a multiple of ", block, ", the values that share a scale");
   const uint64_t bytes = partial_stride(plan, form);
   const bool fits = bytes <= abi::align_up(shape.max_partial_bytes, abi::kLine);
-  MOE_P2P_CHECK(fits || form.dtype != DType::kInt10, Code::kInvalidArgument, "partials is int10: ",
-                "a combined row of hidden_dim ", plan.hidden_dim, " is ", bytes,
-                " bytes, 336 for each 256 values begun, and the communicator was made for ",
+  MOE_P2P_CHECK(fits || form.dtype != DType::kInt10, Code::kInvalidArgument,
+                "partials is int10: ", "a combined row of hidden_dim ", plan.hidden_dim, " is ",
+                bytes, " bytes, 336 for each 256 values begun, and the communicator was made for ",
                 shape.max_partial_bytes, "; leave partials out, or widen combine_dtype of its ",
                 "configuration, which suffices from hidden_dim 64 on");
-  MOE_P2P_CHECK(fits, Code::kInvalidArgument,
-                "a combined row is ", bytes, " bytes, the communicator was made for ",
-                shape.max_partial_bytes,
+  MOE_P2P_CHECK(fits, Code::kInvalidArgument, "a combined row is ", bytes,
+                " bytes, the communicator was made for ", shape.max_partial_bytes,
                 form.order == SumOrder::kRows ? "; set combine_rows of its configuration to "
                                               : "; widen combine_dtype of its configuration",
                 form.order == SumOrder::kRows

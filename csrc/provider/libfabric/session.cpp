@@ -83,6 +83,7 @@ bool has_unsolicited_writes() {
 // RDMA writes, and both or neither have "unsolicited write recv" (efa_rdm_rma.h of 2.1 and later,
 // efa_rdm_rma_should_write_using_rdma). It depends on driver, library and environment, and
 // libfabric says neither what it has nor, but for a line at level info, what it decided.
+// FI_OPT_EFA_HOMOGENEOUS_PEERS would leave the question out, and stays off (docs/providers.md).
 std::string efa_software(bool emulates_writes) {
   std::string driver;
   std::getline(std::ifstream("/sys/module/efa/version"), driver);  // of the host, in containers too
