@@ -144,7 +144,7 @@ def command_of(
         "topk": work["topk"],
         "experts": work["routed_experts"],
         "routing": sweep["routing"],
-        "case-id": f"h100-{case}-ep{ranks}-{sweep['routing']}-{cell.precision}",
+        "case-id": f"local-{case}-ep{ranks}-{sweep['routing']}-{cell.precision}",
         "suite": sweep["suite"],
         "workload-name": work["name"],
         "seed": work["seed"],

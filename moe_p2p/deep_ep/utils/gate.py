@@ -46,7 +46,7 @@ def _tokens_of_ranks(scores: Tensor, num_ranks: int, num_topk: int) -> Tensor:
     """Returns [T, W]: whether a rank has one of a token's K experts."""
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(1, scores.topk(num_topk, dim=1).indices, True)
-    return chosen.unflatten(1, (num_ranks, -1)).any(dim=2)
+    return chosen.view(len(scores), num_ranks, -1).any(dim=2)
 
 
 def _by_factor(drawn: Tensor, num_ranks: int, num_topk: int, ratio: float) -> Tensor:
@@ -90,7 +90,7 @@ def _precise(drawn: Tensor, num_ranks: int, num_topk: int, ratio: float) -> Tens
     named = named[:, torch.randperm(num_ranks - 1, device=device)]
     ranks = torch.cat([at_first[:, None], named], dim=1)
     # One expert of each of a token's ranks above all, then the ranks' others, then the rest.
-    drawn = drawn.unflatten(1, (num_ranks, num_local))
+    drawn = drawn.view(num_tokens, num_ranks, num_local)
     best = torch.zeros_like(drawn).scatter_(2, drawn.argmax(dim=2, keepdim=True), 1)
     tier = ranks[:, :, None] * (1 + best)
     return ((tier + drawn) / 3).flatten(1)
