@@ -144,7 +144,7 @@ def command_of(
         "topk": work["topk"],
         "experts": work["routed_experts"],
         "routing": sweep["routing"],
-        "case-id": f"h100-{case}-ep{ranks}-{sweep['routing']}-{cell.precision}",
+        "case-id": f"local-{case}-ep{ranks}-{sweep['routing']}-{cell.precision}",
         "suite": sweep["suite"],
         "workload-name": work["name"],
         "seed": work["seed"],
@@ -262,27 +262,29 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
     for cell in dict.fromkeys(run.cell for run in runs):
         of_cell = [run for run in runs if run.cell == cell]
         launches = [run.two_us for run in of_cell if run.two_us is not None]
-        most = NEAR * min(launches) if launches else 0.0
+        most = NEAR * min(launches, default=0.0)
         for name in dict.fromkeys(run.contestant for run in of_cell):
             own = [run for run in of_cell if run.contestant == name]
-            for tokens in sorted({tokens for run in own for tokens in run.rows}):
-                have = [run for run in own if tokens in run.rows]
-                near = [run for run in have if run.two_us is not None and run.two_us <= most]
-                pairs = [run.rows[tokens][2] for run in near]
-                numbers = [pair for pair in pairs if pair is not None]
-                made.append(
-                    Figure(
-                        cell,
-                        tokens,
-                        name,
-                        len(have) == len(own) and all(run.rows[tokens][0] for run in have),
-                        max(run.rows[tokens][1] for run in have),
-                        median(numbers) if numbers else None,
-                        len(numbers),
-                        len(own),
-                    )
-                )
+            ladder = sorted({tokens for run in own for tokens in run.rows})
+            made += [_figure(own, tokens, most) for tokens in ladder]
     return made
+
+
+def _figure(own: Sequence[Run], tokens: int, most: float) -> Figure:
+    """own: processes of one contestant and cell. most: two launches of one that counts."""
+    rows = [(run.two_us, *run.rows[tokens]) for run in own if tokens in run.rows]
+    near = [pair for two, _, _, pair in rows if two is not None and two <= most]
+    pairs = [pair for pair in near if pair is not None]
+    return Figure(
+        own[0].cell,
+        tokens,
+        own[0].contestant,
+        correct=len(rows) == len(own) and all(correct for _, correct, _, _ in rows),
+        error=max(error for _, _, error, _ in rows),
+        pair_us=median(pairs) if pairs else None,
+        kept=len(pairs),
+        processes=len(own),
+    )
 
 
 def table_of(figures: Sequence[Figure]) -> list[str]:
@@ -328,20 +330,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if argv is None else argv)
-    sweep = json.loads((options.collectivex / "configs" / "sweep.json").read_text())
-    if options.tokens:
-        ladders = sweep["workload"]["token_ladders"]
-        for phase, ladder in ladders.items():
-            ladders[phase] = [tokens for tokens in ladder if tokens in options.tokens]
-    wanted = tuple(options.only)
-    ladders = sweep["workload"]["token_ladders"]
+def chosen(
+    options: argparse.Namespace, sweep: dict[str, Any]
+) -> tuple[list[Cell], list[Contestant]]:
+    """Returns what runs, and takes what --tokens leaves out from the sweep's ladders."""
+    ladders, wanted = sweep["workload"]["token_ladders"], tuple(options.only)
+    for phase, ladder in ladders.items():
+        ladders[phase] = [tokens for tokens in ladder if tokens in (options.tokens or ladder)]
     cells = [each for each in cells_of(sweep) if ladders[each.phase]]
     cells = [each for each in cells if not wanted or each.name.startswith(wanted)]
     contestants = contestants_of(options)
-    if options.contestants:
-        contestants = [each for each in contestants if each.name in options.contestants]
+    names = options.contestants or [each.name for each in contestants]
+    return cells, [each for each in contestants if each.name in names]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if argv is None else argv)
+    sweep = json.loads((options.collectivex / "configs" / "sweep.json").read_text())
+    cells, contestants = chosen(options, sweep)
+    ladders = sweep["workload"]["token_ladders"]
     if options.list:
         for cell in cells:
             names = [each.name for each in contestants if cell.mode in each.modes]
@@ -363,9 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = {"runs": [asdict(run) for run in runs], "figures": [f._asdict() for f in figures]}
         options.json.write_text(json.dumps(kept, indent=1))
     failed = [run for run in runs if run.problem]
-    for run in failed:
-        print(f"failed: {line_of(run)}")
-    return 1 if failed or not all(f.correct for f in figures if f.contestant[:4] == "ours") else 0
+    print("\n".join(f"failed: {line_of(run)}" for run in failed))
+    ours = [figure.correct for figure in figures if figure.contestant[:4] == "ours"]
+    return 0 if all(ours) and not failed else 1
 
 
 if __name__ == "__main__":

@@ -474,6 +474,11 @@ class Bootstrap:
             ) from None
 
 
+def meets(store: Store, rank: int) -> bool:
+    """Whether a rank has come to a meeting that has not yet succeeded."""
+    return store.check([Bootstrap._attempts(rank)])
+
+
 def _aborted(rank: int, text: str, what: str) -> errors.MoeP2pError:
     return errors.make(errors.AbortedError, f"rank {rank} failed before {what}: {text}")
 

@@ -3,7 +3,8 @@
 Control path only; for set-ups that may go on without a rank. Every rank notes that it is here. Who
 first sees that nobody is missing, but for ranks that are gone, or finds the deadline past, proposes
 the ranks that are here; the store takes one proposal, and everybody follows it. So it does not
-matter which rank is lost, nor that ranks learn of a loss at different times.
+matter which rank is lost, nor that ranks learn of a loss at different times. A rank that waits in a
+meeting without a roll call counts as here: that meeting states how the ranks differ.
 
 Keys, below moe_p2p/roll/: {rank} counts its roll calls, which all ranks make in one order;
 {call}/{rank}: it is here; {call}/present: the set. They remain, for a rank that comes too late.
@@ -19,6 +20,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from moe_p2p import errors
+from moe_p2p.fleet.bootstrap import meets
 from moe_p2p.fleet.requests import Requests
 
 T = TypeVar("T")
@@ -60,6 +62,7 @@ def roll_call(
         deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while not ask(lambda: own.check(["present"])):
             missing = [] if ask(lambda: own.check(keys)) else _missing(own, keys, ask)
+            missing = [each for each in missing if not ask(lambda each=each: meets(store, each))]  # type: ignore[misc]
             late = time.monotonic() >= deadline
             if late or all(gone(each) for each in missing):
                 here = [each for each in range(world_size) if each not in missing]

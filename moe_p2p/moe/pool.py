@@ -286,7 +286,7 @@ class AllToAllPool:
                 rank=self.rank,
                 world_size=self.world_size,
                 masked=masked,
-                gone=functools.partial(self._is_gone, masked),
+                gone=self._is_gone,
             )
             self._name([*self._comms, made._comm])
             if limit_bytes:
@@ -359,10 +359,8 @@ class AllToAllPool:
         """Notes that this rank takes part no more: objects that mask ranks are made without it."""
         self._store.set(f"{self._departures}/{self.rank}", "gone")
 
-    def _is_gone(self, masked: Tensor | None, rank: int) -> bool:
-        """Whether a rank is masked, has departed, or its process has ended."""
-        if masked is not None and bool(masked[rank]):
-            return True
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a rank has departed, or its process has ended. A masked rank may yet come."""
         ended = has_ended(self._identities[rank])
         return ended or self._store.check([f"{self._departures}/{rank}"])
 

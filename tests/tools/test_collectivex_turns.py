@@ -78,7 +78,7 @@ def test_a_cell_runs_at_the_sweeps_own_shape_and_timing() -> None:
         "--tokens-ladder=1 8 128",
         "--hidden=7168",
         "--experts=256",
-        "--case-id=h100-deepep-v2-deepseek-v3-low-latency-decode-ep4-uniform-bf16",
+        "--case-id=local-deepep-v2-deepseek-v3-low-latency-decode-ep4-uniform-bf16",
         "--trials=256",
         "--chain-iters=128",
         "--scale-up-domain=4",

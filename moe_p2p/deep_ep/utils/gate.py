@@ -92,7 +92,7 @@ def _precise(drawn: Tensor, num_ranks: int, num_topk: int, ratio: float) -> Tens
     named = named[:, torch.randperm(num_ranks - 1, device=device)]
     ranks = torch.cat([at_first[:, None], named], dim=1)
     # One expert of each of a token's ranks above all, then the ranks' others, then the rest.
-    drawn = drawn.view(-1, num_ranks, num_local)
+    drawn = drawn.view(num_tokens, num_ranks, num_local)
     best = torch.zeros_like(drawn).scatter_(2, drawn.argmax(dim=2, keepdim=True), 1)
     tier = ranks[:, :, None] * (1 + best)
     return ((tier + drawn) / 3).flatten(1)
