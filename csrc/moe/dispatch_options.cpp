@@ -71,9 +71,10 @@ abi::SumOrder sum_order_from(int64_t number) {
 abi::Partials partials_from(int64_t number) { return partials_of(number >> kPartialsShift); }
 
 abi::Partials partials_of(int64_t partials) {
-  MOE_P2P_CHECK(partials >= 0 && partials <= static_cast<int64_t>(abi::Partials::kBlock16),
-                base::Code::kInvalidArgument, "partials is ", partials,
-                ", must be from 0 to 3: of the result's type, int10, int10 between nodes, or block16");
+  MOE_P2P_CHECK(
+      partials >= 0 && partials <= static_cast<int64_t>(abi::Partials::kBlock16),
+      base::Code::kInvalidArgument, "partials is ", partials,
+      ", must be from 0 to 3: of the result's type, int10, int10 between nodes, or block16");
   return static_cast<abi::Partials>(partials);
 }
 

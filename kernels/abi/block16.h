@@ -17,8 +17,8 @@ inline constexpr u32 kBlock16Spare = 0x4000u;  // bit 14 of a half
 inline constexpr u32 kBlock16Number = 0x3fffu;
 inline constexpr u32 kBlock16Nan = 255;  // exponent of a block that holds a NaN, an inf, or nearly
 // Added to the bits of the largest magnitude: carries into its exponent where its number would be
-// rounded to 127.96875 or more. So no number has all bits set, and no half of a block: a word of ones is
-// always one that did not arrive.
+// rounded to 127.96875 or more. So no number has all bits set, and no half of a block: a word of
+// ones is always one that did not arrive.
 inline constexpr u32 kBlock16Carry = 0x1800u;
 
 // Exponent of a block, as of fp32, whose largest magnitude has these bits. carry: other than

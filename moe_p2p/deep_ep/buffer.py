@@ -78,7 +78,8 @@ class Buffer:
     low_latency_mode: num_rdma_bytes are for low-latency calls; normal calls do not use them. Both
         kinds of calls work in any case, also side by side.
     explicitly_destroy: destroy() will be called. Otherwise memory is freed with the object.
-    enable_shrink: low-latency calls mask a lost rank and go on without it. Other calls raise.
+    enable_shrink: low-latency calls mask a lost rank and go on without it, also one that is lost
+        before the first call of a shape. Other calls raise. Alike on all ranks.
     comm: an mpi4py communicator instead of a group.
     timeout_s: deadline of every wait, in seconds. A wait that passes it raises, or masks.
     is_intranode: UCCL's. True on ranks of several hosts raises InvalidArgumentError; otherwise no

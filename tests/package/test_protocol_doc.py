@@ -101,7 +101,7 @@ def flag_claims() -> list[str]:
     types = re.search(r"value type: (\d.*?) \|", TEXT)
     assert types
     kinds = {"bfloat16": "kBFloat16", "float16": "kFloat16", "float32": "kFloat32"}
-    kinds["10"] = "kInt10"  # "10-bit integers"
+    kinds |= {"10": "kInt10", "block16": "kBlock16"}  # "10-bit integers"
     for number, name in re.findall(r"(\d) (\w+)", types[1]):
         kind = kinds.get(name, "kFloat8E4M3")
         claims.append(f"static_cast<int>(DType::{kind}) == {number}")

@@ -343,8 +343,7 @@ void HostKernels::find_in_topk_order(Step step, const CombineRecv& call, int64_t
     } else if (last) {
       found.rows[found.num_rows++] = {partial, 1.0f, form.dtype};
     }
-    if (last)
-      found.partials[found.num_partials++] = {partial + behind, 1.0f, DType::kFloat32};
+    if (last) found.partials[found.num_partials++] = {partial + behind, 1.0f, DType::kFloat32};
   }
 }
 

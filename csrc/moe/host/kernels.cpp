@@ -13,8 +13,8 @@ using base::Code;
 namespace {
 
 const char* dtype_name(uint32_t flags) {
-  constexpr const char* kNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn",
-                                    "10-bit integer", "16-bit block"};
+  constexpr const char* kNames[] = {"bfloat16",      "float16",        "float32",
+                                    "float8_e4m3fn", "10-bit integer", "16-bit block"};
   const uint32_t index = flags >> abi::kDTypeShift & 7;
   return index < std::size(kNames) ? kNames[index] : "unknown";
 }

@@ -347,7 +347,7 @@ def combine(
 
 def _round(sums: Tensor, combine_dtype: CombineDtype | None) -> Tensor:
     """What arrives of sums that travel so."""
-    return (block16 if combine_dtype == "block16" else int10).round_trip(sums)
+    return block16.round_trip(sums) if combine_dtype == "block16" else int10.round_trip(sums)
 
 
 def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]) -> Tensor:
