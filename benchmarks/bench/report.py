@@ -274,7 +274,7 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
 
     of_cpus = () if on_cuda else ("p90", "p99")
     apart = [ways[what].spread.p50_us for what in ("dispatch", "combine") if what in ways]
-    beside = pair.host_us is not None and pair.adds_us
+    beside = pair.host_us / pair.adds_us if pair.host_us and pair.adds_us else None
     return [
         ("calls", pair.interface or None),
         ("T", f"{pair.tokens}"),
@@ -304,7 +304,7 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         ("pair's share", pair_share(ways)),
         ("host", _us(pair.host_us) if pair.interface else None),
         ("two add_", _us(pair.adds_us)),
-        ("of them", f"{pair.host_us / pair.adds_us:.2f}x" if beside else None),
+        ("of them", f"{beside:.2f}x" if beside else None),
         ("host alone", _us(pair.host_alone_us)),
         ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
     ]

@@ -82,8 +82,7 @@ class Buffer:
         before the first call of a shape. Other calls raise. Alike on all ranks.
     comm: an mpi4py communicator instead of a group.
     timeout_s: deadline of every wait, in seconds. A wait that passes it raises, or masks.
-    is_intranode: UCCL's. True on ranks of several hosts raises InvalidArgumentError; otherwise no
-        difference, because ranks find out themselves.
+    is_intranode: UCCL's; True where ranks are on several hosts raises InvalidArgumentError.
 
     num_sms: thread blocks of normal calls without a Config, for all buffers.
 
@@ -542,8 +541,7 @@ class Buffer:
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
         combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
-        overlap: True raises NotImplementedError. What follows is for it, of branches of DeepEP and
-            of UCCL, and not read.
+        overlap: True raises NotImplementedError; what follows belongs to it, and is not read.
 
         Returns (sums [t, H], event, hook).
         """
