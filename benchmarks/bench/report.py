@@ -255,7 +255,8 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
 
     of_cpus = () if on_cuda else ("p90", "p99")
     apart = [ways[what].spread.p50_us for what in ("dispatch", "combine") if what in ways]
-    beside = pair.host_us is not None and pair.adds_us
+    adds = pair.adds_us
+    ratio = f"{pair.host_us / adds:.2f}x" if adds and pair.host_us is not None else None
     return [
         ("calls", pair.interface or None),
         ("T", f"{pair.tokens}"),
@@ -282,8 +283,8 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         ("experts", spread("experts graph")),
         ("pair's share", pair_share(ways)),
         ("host", _us(pair.host_us) if pair.interface else None),
-        ("two add_", _us(pair.adds_us)),
-        ("of them", f"{pair.host_us / pair.adds_us:.2f}x" if beside else None),
+        ("two add_", _us(adds)),
+        ("of them", ratio),
         ("host alone", _us(pair.host_alone_us)),
         ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
     ]

@@ -159,7 +159,7 @@ def test_errors_of_bare_calls_have_names() -> None:
     for _ in range(2):
         handle = buffer.low_latency_dispatch(x, idx, T, E)[2]
     assert type(handle) is BareHandle
-    with pytest.raises(errors.InvalidArgumentError, match="topk_idx is .idx., must be a tensor"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"topk_idx is .idx., must be a tensor"):
         buffer.low_latency_dispatch(x, "idx", T, E)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidArgumentError, match=r"y is .*, must hold"):
         buffer.low_latency_combine(x[:, :7].contiguous(), idx, weights, handle)
