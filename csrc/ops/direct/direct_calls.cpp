@@ -1,8 +1,9 @@
-// dispatch_inference, dispatch_counted, combine_inference, combine_out: functions of Python that skip
-// torch's dispatcher, which takes longer than the calls themselves. moe_p2p/moe/direct.py makes
-// them and has verified every fact about this torch that is used here. Where anything is not as
-// they expect (an argument of another type, a subclass of Tensor, autograd, a mode, a transform, a
-// profiler), they call the op, and that decides. MOE_P2P_DIRECT=0 makes none of them.
+// dispatch_inference, dispatch_counted, combine_inference and combine_out as functions of Python
+// that skip torch's dispatcher, which takes longer than the calls themselves.
+// moe_p2p/moe/direct.py makes them and has verified every fact about this torch that is used here.
+// Where anything is not as they expect (an argument of another type, a subclass of Tensor,
+// autograd, a mode, a transform, a profiler), they call the op, and that decides.
+// MOE_P2P_DIRECT=0 makes none of them.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
