@@ -6,7 +6,7 @@ Copied to its bench/ folder; README.md beside this file says how. Both modes are
   normal       layout "by_rank": one row for each token that has experts here, with their local ids
                and weights; sums of rows as they are.
   low-latency  layout "padded": [E_local, capacity, H], a row for each (token, expert); combine
-               multiplies by the weights.
+               multiplies by the weights, and partial sums travel as block16, which rounds once.
 
 fp8 is quantized inside the dispatch (float8_e4m3fn, a float32 scale for 128 values).
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ep_backend import EPBackend
 
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions
+from moe_p2p import AllToAll, AllToAllConfig, CombineOptions, DispatchOptions
 from moe_p2p.deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 
 _LOW_LATENCY_CAP = 256  # tokens a rank, as the other adapters have it
@@ -49,6 +49,7 @@ class MoeP2pBackend(EPBackend):
         self.options = DispatchOptions(
             layout="padded" if self.padded else "by_rank", quantize=self.fp8, zero_padding=False
         )
+        self.sums = CombineOptions(partials="block16" if self.padded else None)
 
     def buffer_cap(self, args):
         return _LOW_LATENCY_CAP if self.padded else None
@@ -66,7 +67,7 @@ class MoeP2pBackend(EPBackend):
                 device=self.device.type,
             ),
         )
-        self.all_to_all.prepare(self.options)
+        self.all_to_all.prepare(self.options, combine=self.sums)
 
     def semantic_payload(self, x):
         return per_token_cast_back(*per_token_cast_to_fp8(x)) if self.fp8 else x
@@ -83,7 +84,7 @@ class MoeP2pBackend(EPBackend):
         h.combine_input = self._rows(h.received)
 
     def combine(self, p, h):
-        return self.all_to_all.combine(h.combine_input, h.received)
+        return self.all_to_all.combine(h.combine_input, h.received, options=self.sums)
 
     # --- what the oracle reads ---
 
@@ -127,7 +128,7 @@ class MoeP2pBackend(EPBackend):
             rows[h.expert, h.place] = transformed.to(rows.dtype)
         else:
             rows[: transformed.shape[0]] = transformed.to(rows.dtype)
-        return self.all_to_all.combine(rows, received)
+        return self.all_to_all.combine(rows, received, options=self.sums)
 
     def finalize(self, rc):
         try:
