@@ -59,6 +59,8 @@ NO_LATE_GRADIENT = (
 def count_versions(*written: Tensor | None) -> None:
     """Called after an op has written to tensors of the caller: autograd then refuses a backward
     pass that has saved what they held before. torch's dispatcher does so for its own ops alone."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # a compiler counts by the schemas of ops
     counted = [each for each in written if each is not None and not each.is_inference()]
     torch.autograd.graph.increment_version(counted)
 
