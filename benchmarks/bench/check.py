@@ -191,7 +191,8 @@ def bound_of(magnitude: Tensor, options: Options, steps: float = _BOUND) -> Tens
     dtype = options.x_dtype
     if options.combine_dtype:
         dtype = torch.bfloat16
-        blocks = magnitude.reshape(*magnitude.shape[:-1], -1, block_of(options.combine_dtype))
+        block = block_of(options.combine_dtype)
+        blocks = magnitude.reshape(*magnitude.shape[:-1], magnitude.shape[-1] // block, block)
         magnitude = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)
     return steps * torch.finfo(dtype).eps * magnitude
 

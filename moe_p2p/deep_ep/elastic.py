@@ -390,7 +390,8 @@ class ElasticBuffer:
         assert topk_idx is not None, "topk_idx is missing, and there is no handle"
         assert num_experts is not None, "num_experts is missing, and there is no handle"
         alignment = alignment or 1
-        check_alignment(alignment)
+        if alignment != 1:
+            check_alignment(alignment)
         num_tokens = num_tokens or self.num_max_tokens_per_rank
         assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
         num_packs = 0 if packs is None else packs.shape[1]

@@ -38,7 +38,7 @@ def test_rows_and_sums_of_every_format(num_ranks: int, form: str) -> None:
 
 def test_the_environment_says_how_sums_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_P2P_LOW_LATENCY_PARTIALS", "bfloat16")
-    assert run(1, lambda place: place.buffer._low_latency_partials) == [None]
+    assert run(1, lambda place: place.buffer._partials) == [None]
     monkeypatch.setenv("MOE_P2P_LOW_LATENCY_PARTIALS", "int10")
     with pytest.raises(Exception, match="LOW_LATENCY_PARTIALS is 'int10', must be one"):
         run(1, cases.sums_round_once)

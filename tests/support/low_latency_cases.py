@@ -272,10 +272,10 @@ def sums_round_once(place: Place) -> None:
             deep_ep_oracle.host(combine(buffer, y, mine, handle, mode))
             for mode in ("sync", "hook", "async")
         ]
-        assert buffer._low_latency_partials == partials
+        assert buffer._partials == partials
         assert all(torch.equal(found[0], other) for other in found[1:])
         away.append(float((found[0].double() - want).norm()))
-        buffer._low_latency_partials = None  # as of MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16
+        buffer._partials = None  # as of MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16
     assert away[0] < 0.9 * away[1]
 
 
