@@ -38,9 +38,8 @@ VerbsDevice* devices() {
 int index_of(const Context* context) { return static_cast<int>(context->device - devices()); }
 
 // GID 0 is link-local, 1 RoCE v1, 2 RoCE v2 of the same IPv4 address.
-Gid gid_of(int device, int index) {
+Gid gid_of(int device, int index, const FakeVerbs::Faults& ports) {
   Gid gid{};
-  const FakeVerbs::Faults& ports = fake().faults;
   if (ports.infiniband) {  // 0 without FLID, 1 with
     gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[15] = static_cast<uint8_t>(device + 1);
     gid.raw[5] = index == 1 ? ports.flid[device] : 0;
@@ -105,12 +104,15 @@ int query_device(Context*, DeviceAttr* attr) {
     return 0;
   });
 }
+FakeVerbs::Faults faults() {
+  return locked([](FakeVerbs& f, World&) { return f.faults; });
+}
 uint16_t lid_of(int device) { return static_cast<uint16_t>(10 + device); }
 int query_port(Context* context, uint8_t port, PortAttr* attr) {
   if (port != 1) return EINVAL;
   *attr = {};
   const int index = index_of(context);
-  const FakeVerbs::Faults ports = locked([](FakeVerbs& f, World&) { return f.faults; });
+  const FakeVerbs::Faults ports = faults();
   attr->state = index == 2 ? 1 : kPortActive;
   attr->active_mtu = 5;
   attr->gid_tbl_len = 8;
@@ -121,17 +123,21 @@ int query_port(Context* context, uint8_t port, PortAttr* attr) {
   return 0;
 }
 int query_gid(Context* context, uint8_t, int index, Gid* gid) {
-  *gid = index < 3 ? gid_of(index_of(context), index) : Gid{};
+  *gid = index < 3 ? gid_of(index_of(context), index, faults()) : Gid{};
   return 0;
 }
 ssize_t query_gid_table(Context* context, GidTableEntry* table, size_t, uint32_t, size_t) {
-  if (fake().faults.infiniband) {
-    const int device = index_of(context), num = fake().faults.flid[device] != 0 ? 2 : 1;
-    for (int i = 0; i < num; ++i) table[i] = {gid_of(device, i), static_cast<uint32_t>(i), 1, 0, 0};
+  const int device = index_of(context);
+  const FakeVerbs::Faults ports = faults();
+  const auto entry = [&](uint32_t i, uint32_t type) -> GidTableEntry {
+    return {gid_of(device, static_cast<int>(i), ports), i, 1, type, 0};
+  };
+  if (ports.infiniband) {
+    const uint32_t num = ports.flid[device] != 0 ? 2 : 1;
+    for (uint32_t i = 0; i < num; ++i) table[i] = entry(i, 0);
     return num;
   }
-  for (uint32_t i = 0; i < 3; ++i)
-    table[i] = {gid_of(index_of(context), static_cast<int>(i)), i, 1, i == 1 ? 1u : 2u, 0};
+  for (uint32_t i = 0; i < 3; ++i) table[i] = entry(i, i == 1 ? 1 : 2);
   return 3;
 }
 
@@ -314,10 +320,10 @@ bool arrives(const FakeVerbs::Faults& ports, int from, const AhAttr& path) {
   const int lid = routed && ports.flid[to] != 0 ? ports.flid[to] : lid_of(to);
   return (path.is_global || !needs_grh) && path.dlid == lid;
 }
-bool gid_exists(const Gid& gid) {
+bool gid_exists(const Gid& gid, const FakeVerbs::Faults& ports) {
   for (int device = 0; device < 3; ++device)
     for (int i = 0; i < 3; ++i)
-      if (std::memcmp(gid_of(device, i).raw, gid.raw, 16) == 0) return true;
+      if (std::memcmp(gid_of(device, i, ports).raw, gid.raw, 16) == 0) return true;
   return false;
 }
 int modify_qp(Qp* plain, QpAttr* attr, int mask) {
@@ -336,7 +342,7 @@ int modify_qp(Qp* plain, QpAttr* attr, int mask) {
     }
     if (attr->qp_state != qp.state + 1) return EINVAL;  // reset, init, receive, send
     if (mask & kMaskPeerQp) {
-      if (!gid_exists(attr->ah_attr.dgid)) return ENETUNREACH;
+      if (!gid_exists(attr->ah_attr.dgid, f.faults)) return ENETUNREACH;
       qp.lost = f.faults.infiniband && !arrives(f.faults, index_of(qp.context), attr->ah_attr);
       // Link-local addresses and others do not reach each other.
       if (!f.faults.infiniband &&

@@ -26,6 +26,11 @@ SANITIZER_OPTIONS = {
 }
 
 
+def reporting_to(file: Path) -> dict[str, str]:
+    """Sanitizers' options: reports go to a file, because a test may read standard error."""
+    return {name: f"{options}:log_path={file}" for name, options in SANITIZER_OPTIONS.items()}
+
+
 def missing_tool() -> str:
     """Why the program cannot be built here; empty when it can."""
     compiler = os.environ.get("CXX", "g++")
@@ -68,7 +73,7 @@ def build_program(sanitize: str | None) -> str:
         pytest.param(None, id="plain", marks=pytest.mark.more),
     ],
 )
-def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if reason := missing_tool():
         pytest.skip(reason)
     program = build_program(sanitize)
@@ -79,7 +84,7 @@ def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str]) -> None:
         run = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, **SANITIZER_OPTIONS},
+            env=os.environ | reporting_to(tmp_path / "report"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -96,5 +101,6 @@ def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str]) -> None:
         print(flush=True)
     cases = run.stdout.split("=" * 79)
     failed = [case for case in cases if "ERROR" in case or "Sanitizer" in case]
-    text = "\n".join([*failed, run.stdout[-4000:]])
+    reports = [file.read_text() for file in tmp_path.glob("report.*")]
+    text = "\n".join([*failed, run.stdout[-4000:], *reports])
     assert run.returncode == 0, f"exit status {run.returncode}:\n{text[-30_000:]}"
