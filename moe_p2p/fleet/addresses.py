@@ -105,7 +105,7 @@ def loopback() -> str:
 def _found(host: str, port: int) -> Iterator[tuple[int, tuple[str, int]]]:
     try:
         found = socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)
-    except OSError as error:  # of more than 63 characters a label: UnicodeError
+    except (OSError, UnicodeError) as error:  # the latter of a label of more than 63 characters
         raise make(
             InvalidArgumentError, f"{host!r} is no host that is known here: {error}"
         ) from None

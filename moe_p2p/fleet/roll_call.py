@@ -61,9 +61,9 @@ def roll_call(
         keys = [str(each) for each in range(world_size)]
         deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while not ask(lambda: own.check(["present"])):
+            late = time.monotonic() >= deadline  # before the look: it may take the store's time
             missing = [] if ask(lambda: own.check(keys)) else _missing(own, keys, ask)
             missing = [each for each in missing if not ask(lambda each=each: meets(store, each))]  # type: ignore[misc]
-            late = time.monotonic() >= deadline
             if late or all(gone(each) for each in missing):
                 here = [each for each in range(world_size) if each not in missing]
                 ask(lambda here=here: own.compare_set("present", "", json.dumps(here)))  # type: ignore[misc]

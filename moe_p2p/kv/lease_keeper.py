@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from moe_p2p import aliases, env, log
 from moe_p2p.errors import (
     ClosedError,
+    InvalidArgumentError,
     MoeP2pError,
     ProtocolError,
     UnavailableError,
@@ -62,7 +63,7 @@ class LeaseKeeper:
         host = addresses.bare(host)
         try:
             listening = addresses.listen(host, backlog=_BACKLOG)
-        except OSError as error:
+        except (OSError, InvalidArgumentError) as error:
             text = f"{worker.name}: host={host!r} is no address of this machine: {error}"
             raise make(UnavailableError, text) from error
         secret = env.secret()

@@ -580,7 +580,7 @@ class AllToAll(NotCopied):
     @property
     def arrival_flags(self) -> str:
         """How arrivals from other nodes are seen: "write", "gdrcopy", "relay"; else "none"."""
-        return str(_ops.all_to_all_arrival_flags.default(self._comm))
+        return str(call(_ops.all_to_all_arrival_flags.default, self._comm))
 
     @property
     def broken(self) -> str:

@@ -104,7 +104,12 @@ def dispatch_form(
         options = DEFAULT
     elif not isinstance(options, DispatchOptions):
         raise errors.wrong_type("options", options, "a DispatchOptions")
-    errors.require(max_tokens >= 0, f"max_tokens is {max_tokens}, must be at least 0")
+    try:
+        if max_tokens < 0:
+            text = f"max_tokens is {max_tokens}, must be at least 0"
+            raise errors.make(errors.InvalidArgumentError, text)
+    except TypeError:
+        raise errors.wrong_type("max_tokens", max_tokens, "an int") from None
     if capacity is None:
         capacity = most_rows(shape, max_tokens, options)
     return options, max_tokens, capacity
@@ -207,13 +212,14 @@ def merged(topk_idx: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tenso
     What is no routing is returned as it is: the op refuses it by name. Shapes do not depend on
     values, so calls are captured and traced; the gradient of a sum goes to each of its weights.
     """
-    if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or topk_idx.is_floating_point():
-        return topk_idx, topk_weights
-    if topk_weights is not None and (
-        not isinstance(topk_weights, Tensor)
-        or (topk_weights.shape, topk_weights.dtype) != (topk_idx.shape, torch.float32)
-    ):
-        return topk_idx, topk_weights
+    given = (topk_idx,) if topk_weights is None else (topk_idx, topk_weights)
+    for each, types in zip(given, ((torch.int32, torch.int64), (torch.float32,)), strict=False):
+        if not isinstance(each, Tensor) or each.is_nested or each.layout != torch.strided:
+            return topk_idx, topk_weights
+        if each.dtype not in types or each.dim() != 2 or each.device != topk_idx.device:
+            return topk_idx, topk_weights
+        if each.shape != topk_idx.shape:
+            return topk_idx, topk_weights
     same = topk_idx[:, :, None] == topk_idx[:, None, :]  # [T, K, K]
     repeats = same.tril(-1).any(2)  # an earlier one is equal
     if topk_weights is None:

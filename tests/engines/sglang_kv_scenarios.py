@@ -519,15 +519,13 @@ def pages_that_are_not_carried_fail_their_request() -> None:
 
 @scenario
 def a_name_that_is_not_resolved_for_a_while_ends_no_scheduler() -> None:
-    from moe_p2p.integrations.kv import sglang as sglang_kv
-
-    def fails(host: str) -> str:
+    def fails(*_: object, **__: object) -> None:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
     with servers() as made:
         (sender,), (receiver,) = made.senders(95), made.receivers(95)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_kv.socket, "gethostbyname", fails)
+            patch.setattr(socket, "getaddrinfo", fails)
             receiver.send_metadata(pages(20, 21), 1, [])
             assert receiver.poll() != FAILED
         poll_opened([sender], [receiver])
@@ -536,7 +534,7 @@ def a_name_that_is_not_resolved_for_a_while_ends_no_scheduler() -> None:
         poll([sender, receiver], SUCCESS)
         (late,) = made.receivers(96)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sglang_kv.socket, "gethostbyname", fails)
+            patch.setattr(socket, "getaddrinfo", fails)
             late.abort()
             assert late.poll() == FAILED
 

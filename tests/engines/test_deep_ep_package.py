@@ -127,7 +127,7 @@ def compare_refs(rank: Rank, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
     envs.init_seed(5)
     theirs, (experts, bound, hidden) = deep_eps_refs(), (8 * rank.world_size, 12, 256)
-    num_tokens = 5 + 3 * rank.rank
+    num_tokens = 5 + 2 * rank.rank
     topk_idx = torch.rand(num_tokens, experts).topk(6).indices
     topk_idx[topk_idx % 5 == 0] = -1
     weights = torch.rand(num_tokens, 6)

@@ -222,3 +222,23 @@ def test_every_door_refuses_it_unless_asked(rank: Rank) -> None:
         with pytest.raises(RuntimeError, match="names expert 5 twice"):
             door()
     v2.destroy()
+
+
+@on_ranks(1)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_tensors_that_are_no_routing_are_refused_as_without_it(rank: Rank) -> None:
+    t = hashed(1, 0, 4)
+    idx, weights = t.topk_idx.masked_fill(t.topk_idx >= 0, 1), t.topk_weights
+    nested = torch.nested.nested_tensor(list(idx))
+    others = [(idx.to("meta"), weights), (idx, weights.to("meta")), (idx.to_sparse(), weights)]
+    others += [(idx, weights.to_sparse()), (nested, weights), (idx.to(torch.complex64), weights)]
+    with make(rank) as comm:
+        for given in others:
+            for options in (DispatchOptions(), DispatchOptions(merge_duplicates=True)):
+                with pytest.raises(moe_p2p.InvalidArgumentError, match="topk_"):
+                    comm.dispatch(t.x, *given, options=options)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="max_tokens is '8', must be an int"):
+            comm.dispatch(t.x, idx, weights, max_tokens="8")  # type: ignore[arg-type]
+        comm.close()
+        with pytest.raises(moe_p2p.ClosedError):
+            _ = comm.arrival_flags

@@ -26,7 +26,13 @@ from typing import Any
 import torch
 
 from moe_p2p import log
-from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
+from moe_p2p.errors import (
+    InvalidArgumentError,
+    MoeP2pError,
+    UnavailableError,
+    make,
+    require,
+)
 from moe_p2p.fleet import addresses
 from moe_p2p.integrations import required
 from moe_p2p.integrations.kv.worker import EngineWorker, KVReceiver, KVSender, serve_store
@@ -153,7 +159,10 @@ def _hand_over_heads(queue: Any) -> None:
 
 def instance_of(host: str, port: int, dp_rank: int, own_ip: str) -> str:
     """Names a prefiller by its bootstrap server's address, as its ranks and decoders see it."""
-    ip = addresses.resolve(host)
+    try:
+        ip = addresses.resolve(host)
+    except InvalidArgumentError as error:  # perhaps only for now: receivers try again
+        raise make(UnavailableError, f"sglang_kv: {error}") from error
     seen = ipaddress.ip_address(ip.partition("%")[0])
     if seen.is_loopback or seen.is_unspecified:
         ip = own_ip
