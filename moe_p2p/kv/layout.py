@@ -208,7 +208,7 @@ class KVLayout:
 
     @property
     def keeps_kv_apart(self) -> bool:
-        return self.order in ("NHD", "HND")
+        return "C" not in self.order
 
     @property
     def world_size(self) -> int:

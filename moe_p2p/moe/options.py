@@ -30,8 +30,9 @@ INT10_BLOCK, BLOCK16 = 32, 8  # values that share a scale
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _MAX_ALIGNMENT = (1 << 31) - 1
 
-# The bits. The layout is in the lowest two, the scale format in the next two, above all flags the
-# alignment, and above it the order of a combine's sums and the type of what it sends.
+# The bits. The layout is in the lowest two (a fourth layout fits, a fifth does not), the scale
+# format in the next two, above all flags the alignment, and above it the order of a
+# combine's sums and the type of what it sends.
 LAYOUT_MASK = 3
 _SCALE_FORMAT_SHIFT = 2
 QUANTIZE, COLUMN_SCALES, ZERO_PADDING, SOLO = 1 << 4, 1 << 5, 1 << 6, 1 << 7

@@ -79,7 +79,7 @@ def bytes_in_order(
 
     def inside(layer: int, page: int, kinds: list[int]) -> Iterator[Byte]:
         heads, slots = range(num_heads), range(group.page_size)
-        for kv in kinds if layout.order in ("NHD", "HND") else [None]:
+        for kv in kinds if layout.keeps_kv_apart else [None]:
             n_first = layout.order in ("NHD", "LBNHC", "BLNHC")
             for outer, inner in product(slots, heads) if n_first else product(heads, slots):
                 slot, head = (outer, inner) if n_first else (inner, outer)

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from moe_p2p.machine.fp8 import FP8, ScaleFormat, pack_ue8m0, quantize
+from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.reference import block16, int10
 
-Layout = Literal["padded", "grouped", "by_rank"]
+Layout = RowLayout
 SumOrder = Literal["ranks", "topk", "rows"]
 CombineDtype = Literal["int10", "int10_nodes", "block16"]
 
