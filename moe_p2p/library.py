@@ -57,6 +57,8 @@ def raise_typed(error: RuntimeError, /, **given: object) -> NoReturn:
     if torch.compiler.is_compiling():
         raise error
     raise_interrupt()
+    if given.get("topk_idx", given) is None:  # torch's error names no argument
+        raise errors.wrong_type("topk_idx", None) from None
     raise refusal(given) or errors.typed(error) from None
 
 

@@ -417,6 +417,8 @@ class AllToAll(NotCopied):
         """Like dispatch_with."""
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
+        if topk_idx is None:
+            raise errors.wrong_type("topk_idx", topk_idx)
         if x.is_nested and (refused := refusal({"x": x})):  # no shape is looked at then
             raise refused
         if forward_ad._current_level >= 0:

@@ -132,6 +132,7 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"x": torch.zeros(4, 48).numpy()},
         r"x is of type ndarray, must be a torch.Tensor; pass torch.as_tensor\(x\)",
     ),
+    "no topk_idx": (lambda: {"topk_idx": None}, "topk_idx is None, must be a torch.Tensor"),
     "topk_idx as a list": (
         lambda: {"topk_idx": [[0, 1, 2]] * 4},
         r"topk_idx is of type list, must be a torch.Tensor; pass torch.as_tensor\(topk_idx\)",
