@@ -121,6 +121,27 @@ def test_requests_of_a_rank_do_not_grow_with_the_ranks(world_size: int) -> None:
     assert sum(first.values()) <= (3 + 2 * len(STAGES)) * world_size + 20
 
 
+def test_a_set_up_makes_the_exchanges_that_its_documentation_adds_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchange = Bootstrap.exchange
+    names: list[list[str]] = [[], []]
+
+    def noted(self: Bootstrap, payload: bytes, what: str) -> list[bytes]:
+        names[self.rank].append(what)
+        return exchange(self, payload, what)
+
+    def body(rank: ranks.Rank) -> None:
+        with make(rank):
+            pass
+
+    monkeypatch.setattr(Bootstrap, "exchange", noted)
+    ranks.run_threads(2, body)
+    assert names[0] == names[1] == [*STAGES, "all ranks to be connected"]
+    text = (ROOT / "docs/failure.md").read_text()
+    assert f"{len(names[0])} exchanges on CPUs ({', '.join(STAGES)}, being connected)" in text
+
+
 @pytest.mark.parametrize("kind", ["tcp", "hash", "file", "prefix"])
 def test_no_key_is_left(kind: str, tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
