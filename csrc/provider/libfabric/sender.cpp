@@ -206,6 +206,22 @@ std::optional<bool> Writes::announce(Peer& peer) noexcept {
   return true;
 }
 
+// After a write that was not taken: what push() returns, or nothing if that write alone has failed.
+std::optional<bool> Writes::give_up(Peer& peer, bool busy, Status status) noexcept {
+  const Status stalled{Code::kPeerDead, ETIMEDOUT};
+  if (busy && is_full()) {
+    if (!has_stalled()) return false;
+    if (num_posted_ == 0) return fail(peer, stalled), true;
+    fail_if(stalled, [](const Slot& other) { return other.state == Slot::State::kPosted; });
+    completed_ = true;  // the writes that filled the queue are given up; the rest may go
+    return false;
+  }
+  if (!busy && status.code != Code::kPeerDead) return std::nullopt;
+  if (!has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect))) return false;
+  fail(peer, busy ? stalled : status);
+  return true;
+}
+
 // True when nothing of the peer waits any more.
 bool Writes::push(Peer& peer) noexcept {
   if (const auto ended = announce(peer)) return *ended;
@@ -219,20 +235,8 @@ bool Writes::push(Peer& peer) noexcept {
       result = post_bytes(*slot, peer);
     if (result == 0) result = post(*slot, peer, more ? kMore : 0, slot->imm);
     const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
-    if (result == -EAGAIN && is_full()) {
-      if (!has_stalled()) return false;
-      const Status stalled{Code::kPeerDead, ETIMEDOUT};
-      if (num_posted_ == 0) return fail(peer, stalled), true;
-      fail_if(stalled, [](const Slot& other) { return other.state == Slot::State::kPosted; });
-      completed_ = true;  // the writes that filled the queue are given up; the rest may go
-      return false;
-    }
-    if (result == -EAGAIN || status.code == Code::kPeerDead) {
-      if (!has_given_up(peer, result == -EAGAIN ? timeout_ : std::min(timeout_, kReconnect)))
-        return false;
-      fail(peer, result == -EAGAIN ? Status{Code::kPeerDead, ETIMEDOUT} : status);
-      return true;
-    }
+    if (result != 0)
+      if (const auto ended = give_up(peer, result == -EAGAIN, status)) return *ended;
     peer.refused_since.reset();
     peer.first = slot->next;
     if (result == 0) {

@@ -97,6 +97,7 @@ class Writes {
   void enqueue(Slot& slot, Peer& peer) noexcept;
   void list(Peer& peer) noexcept;
   std::optional<bool> announce(Peer& peer) noexcept;
+  std::optional<bool> give_up(Peer& peer, bool busy, base::Status status) noexcept;
   bool push(Peer& peer) noexcept;
   ssize_t post(Slot& slot, const Peer& peer, uint64_t flags, uint64_t data) noexcept;
   ssize_t post_empty(const Peer& peer, Slot::State state, std::optional<uint64_t> data) noexcept;
