@@ -327,7 +327,7 @@ class AllToAll(NotCopied):
             options ^= MERGE_DUPLICATES
         options |= number
         if grad and partials_from(number):
-            raise errors.make(errors.InvalidArgumentError, arguments.NO_INT10_GRADIENT)
+            raise errors.make(errors.InvalidArgumentError, arguments.NO_PARTIALS_GRADIENT)
         if self._device is not None:
             self._communicator.prepare_combine(dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:

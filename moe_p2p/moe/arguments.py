@@ -46,7 +46,7 @@ NO_TANGENT = (
     "{} is a dual tensor, and dispatch and combine have no forward-mode derivative "
     "(torch.func.jvp, torch.autograd.forward_ad); use reverse mode, or pass the primal alone"
 )
-NO_INT10_GRADIENT = (
+NO_PARTIALS_GRADIENT = (
     "an input of combine requires grad, but with partials it is not differentiable; leave out "
     "partials, or use torch.no_grad()"
 )

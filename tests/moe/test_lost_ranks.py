@@ -109,8 +109,8 @@ def test_ranks_on_hosts() -> None:
     assert "not in equal blocks per host (ranks from 0 on hosta; ranks from 1 on hostb; " in str(
         blocks.value
     )
-    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"from 2 on hostx \(b\)"):
-        found("aab", None, "xxx")  # one name for two hosts
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"from 2 on hostc \(b\)"):
+        found("aab", None, "ccc")  # two hosts of one name
     with pytest.raises(moe_p2p.InvalidArgumentError, match="ranks 2 to 3 are not on one host"):
         found("aaab", 2)
     facts = agreement.Facts({"a": "1"}, "h", "host7", 3)
