@@ -195,8 +195,8 @@ def run_once(
         Path(program).write_text(LAUNCHES)
         arguments = command_of(folder, sweep, cell, contestant, ranks, out)
         path = os.pathsep.join((*contestant.packages, os.environ.get("PYTHONPATH", "")))
-        environment = os.environ | contestant.env
-        environment |= {"PYTHONPATH": path, "EP_JIT_CACHE_DIR": f"{scratch}/jit"}
+        environment = os.environ | {"EP_JIT_CACHE_DIR": f"{scratch}/jit"} | contestant.env
+        environment["PYTHONPATH"] = path
         started = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         started += ["--standalone", program, two, contestant.drop, *arguments]
         try:
