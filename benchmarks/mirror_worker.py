@@ -26,6 +26,7 @@ HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host queues everything before t
 # The same of an eager pair between events, about 0.4 ms. Too short: the host's time is measured.
 PAIR_CYCLES = 800_000
 STEPS = 20  # bf16 steps that a sum may be away: fp8 rows are rounded by the caller or inside
+INT10, BLOCK16 = 32, 8  # values of partial sums that share a scale
 SEED = 11
 
 
@@ -55,7 +56,7 @@ class Made:
     combine: Callable[[], object]
     step: Callable[[], Tensor]
     want: Callable[[], tuple[Tensor, Tensor]]
-    int10: bool = False  # sums are as far away as their blocks' largest
+    block: int = 1  # sums are as far away as the largest of so many allows
     replay: Callable[[], None] | None = None
     keep: Any = ()
 
@@ -69,9 +70,8 @@ class Made:
         if got.is_cuda:
             torch.cuda.synchronize()
         want, magnitude = self.want()
-        if self.int10:
-            blocks = magnitude.unflatten(-1, (-1, 32))
-            magnitude = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)
+        blocks = magnitude.unflatten(-1, (-1, self.block))
+        magnitude = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)
         away = ~((got.float() - want).abs() <= STEPS * 2.0**-8 * magnitude)  # NaN is away
         if not bool(away.any()):
             return ""
@@ -191,17 +191,17 @@ def make_all_to_all(case: Case, place: tuple[int, int, str], device: str) -> Mad
 
     combine()
     want = lambda: closed_form(case, inputs, reference.dequantize(q, scales))  # noqa: E731
-    int10 = case.combine_dtype is not None
-    return Made(dispatch, combine, step, want, int10, keep=(comm, state))
+    block = 1 if case.combine_dtype is None else INT10
+    return Made(dispatch, combine, step, want, block, keep=(comm, state))
 
 
-def made_of(exchange: Exchange, step: Callable[[], Tensor], want: Any, int10: bool = False) -> Made:
+def made_of(exchange: Exchange, step: Callable[[], Tensor], want: Any, block: int = 1) -> Made:
     """Of DeepEP's calls, with answers of one value."""
     exchange.dispatch()
     y = torch.randn(exchange.rows.shape[-1], device=exchange.rows.device).bfloat16()
     y = y.expand(exchange.rows.shape).contiguous()
     exchange.combine(y)
-    return Made(exchange.dispatch, lambda: exchange.combine(y), step, want, int10)
+    return Made(exchange.dispatch, lambda: exchange.combine(y), step, want, block)
 
 
 def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Made:
@@ -214,9 +214,9 @@ def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Ma
         case.tokens, case.hidden, case.ranks, case.experts
     )
     buffer = deep_ep.Buffer(group, num_rdma_bytes=size, low_latency_mode=True)
-    int10 = case.combine_dtype is not None
+    logfmt = case.combine_dtype is not None
     given = inputs.x, inputs.topk_idx, inputs.topk_weights, case.experts
-    exchange = LowLatency(buffer, *given, logfmt=int10, out=torch.empty_like(inputs.x))
+    exchange = LowLatency(buffer, *given, logfmt=logfmt, out=torch.empty_like(inputs.x))
 
     def step() -> Tensor:
         exchange.dispatch()
@@ -229,7 +229,7 @@ def make_low_latency(case: Case, place: tuple[int, int, str], device: str) -> Ma
         wide = reference.dequantize(*reference.quantize(inputs.x))
         return closed_form(case, inputs, wide)
 
-    return made_of(exchange, step, want, int10)
+    return made_of(exchange, step, want, INT10 if logfmt else BLOCK16)
 
 
 def make_v2(case: Case, place: tuple[int, int, str], device: str) -> Made:

@@ -62,6 +62,12 @@ struct Piece {
       if (!has_come(vec[i])) vec[i] = ld_relaxed_sys_v4(at(row, group, i)), any = true;
     return any;
   }
+  // A Vec of which a word did not arrive is as if none had.
+  __device__ __forceinline__ void lose() {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i)
+      if (!has_come(vec[i])) vec[i] = Vec{};
+  }
   __device__ __forceinline__ void take(const char* row, i32 group) {
 #pragma unroll
     for (i32 i = 0; i < kVecs; ++i) vec[i] = take_vec(const_cast<char*>(at(row, group, i)), vec[i]);
@@ -77,14 +83,18 @@ struct Piece {
   }
   __device__ __forceinline__ void add_to(float* acc, float weight, bool weighted) const {
     constexpr i32 kPerVec = Values<kType>::kCount;
+    if constexpr (kType == DType::kBlock16) {
+      Values<kType>::add(vec[0], acc);  // a partial sum, which has no weight
+    } else {
 #pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) {
-      float f[kPerVec];
-      Values<kType>::load(vec[i], f);
+      for (i32 i = 0; i < kVecs; ++i) {
+        float f[kPerVec];
+        Values<kType>::load(vec[i], f);
 #pragma unroll
-      for (i32 j = 0; j < kPerVec; ++j)
-        acc[i * kPerVec + j] =
-            __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+        for (i32 j = 0; j < kPerVec; ++j)
+          acc[i * kPerVec + j] =
+              __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+      }
     }
   }
 };
@@ -123,6 +133,7 @@ struct AddedPiece {
     plain.vec[0] = mine.vec[0];
     return any;
   }
+  __device__ __forceinline__ void lose() { plain.lose(); }
   __device__ __forceinline__ void take(const AddedRow& row, i32 group) {
     Block mine = block();
     mine.take(row.at, group);
@@ -309,7 +320,12 @@ __device__ __forceinline__ auto settle_rows(const DeviceComm& comm, u64 step, co
       });
       return what.source >= 0;
     };
-    wait_flagged(comm, again, what);
+    const bool come = wait_flagged(comm, again, what);
+    if constexpr (kInBlocks) {  // their words mean something only together
+      if (!come) each([&](auto& piece, i32 r, i32) {
+        if (source_of(r) >= 0) piece.lose();
+      });
+    }
     each([&](auto& piece, i32 r, i32 group) {
       if (source_of(r) >= 0) piece.take(row_at(r), group);
     });

@@ -71,53 +71,51 @@ struct Values<DType::kFloat32> {
 template <>
 struct Values<DType::kBlock16> {
   static constexpr i32 kCount = kBlock16;
-  static constexpr u32 kSpare = kBlock16Spare << 16 | kBlock16Spare;
-  __device__ static void load(const Vec& v, float* f) {
+  // Adds its values; products with a scale are exact.
+  __device__ static void add(const Vec& v, float* acc) {
     const float scale = scale_of(v);
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) {
-      f[2 * i] = __fmul_rn(number_of(v.word[i] << 16), scale);
-      f[2 * i + 1] = __fmul_rn(number_of(v.word[i]), scale);
+      const float low = float_of((v.word[i] & 0xfffeu) | kLow);
+      const float high = float_of(__funnelshift_r(v.word[i], kHigh >> 15, 17));
+      acc[2 * i] = __fmaf_rn(__fadd_rn(low, -float_of(kLow | kBlock16Zero << 1)), scale, acc[2 * i]);
+      acc[2 * i + 1] =
+          __fmaf_rn(__fadd_rn(high, -float_of(kHigh | kBlock16Zero)), scale, acc[2 * i + 1]);
     }
   }
   __device__ static Vec store(const float* f) {
+    constexpr float kMagic = 0x1p23f + kBlock16Zero;  // x + it: x + kBlock16Zero in the low bits
     float most = 0.0f;
 #pragma unroll
     for (i32 j = 0; j < kCount; ++j) most = max_nan_f32(most, fabsf(f[j]));
-    const u32 exponent = block16_exponent(
+    const u32 code = block16_code(
         bits_of(most), MOE_P2P_MUTATED(kBlockOfOnes) ? kBlock16Carry / 3 : kBlock16Carry);
-    const bool finite = exponent != kBlock16Nan;
-    const float multiplier = block16_multiplier(finite ? exponent : 1);
+    const float multiplier = block16_multiplier(code);
+    const u32 spare = code | code << 15;
     Vec v;
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) {
-      const u32 low = block16_half(__fmul_rn(f[2 * i], multiplier));
-      const u32 high = block16_half(__fmul_rn(f[2 * i + 1], multiplier));
-      const u32 spare = (exponent << (23 + i) & 1u << 30) | (exponent << (11 + i) & 1u << 14);
-      v.word[i] = (finite ? high << 16 | low : 0) | spare;
+      const u32 low = bits_of(__fmaf_rn(f[2 * i], multiplier, kMagic));
+      const u32 high = bits_of(__fmaf_rn(f[2 * i + 1], multiplier, kMagic));
+      // The exponent of kMagic is shifted out of `high`, and taken away of `low`.
+      const u32 mine = (spare >> 2 * i & 0x10001u) | (0u - (bits_of(0x1p23f) << 1));
+      v.word[i] = code == kBlock16Nan ? 0x80018001u : (high << 17) + (low << 1) + mine;
     }
     return v;
   }
 
  private:
-  // The number in the upper half, as of block16_number(): its 14 bits are those of an fp32 of the
-  // lowest exponents, denormals and all, once they lie in its bits 25 to 12.
-  __device__ static float number_of(u32 word) {
-    const u32 bits = static_cast<u32>(static_cast<i32>(word) >> 4) & 0x83fff000u;
-    return __fmul_rn(float_of(bits), 0x1p126f);  // exact
-  }
-  // NaN of a block of which a word did not arrive, too: all ones.
+  // Exponents of the integers as they are loaded, 2^-96 times their size: so a scale that is 2^96
+  // times its size is NaN by itself where the code is kBlock16Nan.
+  static constexpr u32 kHigh = 54u << 23, kLow = 53u << 23;
+  static_assert(float_of(kHigh) == 0x1p-73f && float_of(kLow) == 0x1p-74f);
+
   __device__ static float scale_of(const Vec& v) {
-    u32 spare = v.word[0] & kSpare;
-    bool lost = v.word[0] == ~0u;
+    u32 spare = 0;
 #pragma unroll
-    for (i32 i = 1; i < 4; ++i) {
-      spare |= v.word[i] >> i & kSpare >> i;
-      lost = lost || v.word[i] == ~0u;
-    }
-    // The exponent's upper bits are 30 to 27 now, the lower ones 14 to 11.
-    const u32 bits = (spare & 0x78000000u) | (spare << 12 & 0x07800000u);
-    return float_of(lost || bits == kInfinity ? 0x7fc00000u : bits);
+    for (i32 i = 3; i >= 0; --i) spare = (spare << 2) + (v.word[i] & 0x10001u);
+    const u32 code = spare + (spare >> 15);  // in the low 8 bits
+    return float_of((code << 22) + ((kBlock16Least + 2 * 96) << 22));
   }
 };
 

@@ -534,9 +534,9 @@ class Buffer:
         use_logfmt: rows travel in 10 bits a value: not DeepEP's logarithms but integers with a
             scale for each 32 values (partials="int10"), whose error is about bfloat16's. H
             must be a multiple of 32, and use_logfmt alike on all ranks. False: in bfloat16's bytes
-            as partials="block16": 12 bits of a value where bfloat16 has 8, unless it is smaller
-            than 1/64 of the largest of its 8 neighbours, whose share of error is up to 2^-18 of
-            that largest. MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16, on all ranks, sends bfloat16.
+            as partials="block16": errors of up to 2^-14.4 of the largest of 8 neighbours, where
+            bfloat16's are up to 2^-9 of each value. MOE_P2P_LOW_LATENCY_PARTIALS=bfloat16, on all
+            ranks, sends bfloat16.
         zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.

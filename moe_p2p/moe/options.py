@@ -195,10 +195,9 @@ class CombineOptions:
         scale for each 32 values, two thirds of bfloat16's bytes and about its error; not for H of
         32, 64, 96 or 288 with a 16-bit combine_dtype (docs/calls.md). "int10_nodes": what goes from
         node to node only. All: H of whole blocks, order "ranks", no gradients.
-        "block16": in bfloat16's bytes, 8 values with a common exponent: rounded to 12 bits where
-        bfloat16 has 8, as long as a value is at least 1/64 of the largest of its 8; of smaller ones
-        the error is at most 2^-18 of that largest, which is less than bfloat16's down to 1/512 of
-        it. A block that holds an inf or a NaN arrives as NaN.
+        "block16": in bfloat16's bytes, as 15-bit integers with a common scale for each 8 values:
+        the error is at most 2^-14.4 of the largest of the 8, which is less than bfloat16's of a
+        value down to about 1/40 of it. A block with an inf or a NaN arrives as NaN.
     with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
     Raises InvalidArgumentError naming the option, its value and the valid ones.

@@ -58,7 +58,7 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _int16(x: Tensor) -> Tensor:
-    """15-bit integers with an exact scale for each 8 values: what block16 was preferred to."""
+    """15-bit integers with an exact scale for each 8 values: block16 without room for a scale."""
     blocks = x.reshape(*x.shape[:-1], -1, 8)
     scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 16383
     integers: Tensor = (blocks / scale).round()

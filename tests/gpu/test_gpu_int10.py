@@ -79,9 +79,9 @@ def test_however_rows_arrive(kind: Partials, world: World, way: str) -> None:
 
 
 def of_largest_numbers(topology: Topology, rank: int, received: reference.Received) -> Tensor:
-    """Sums whose numbers, one bit larger, would be all ones, as some bits of their exponent are."""
+    """Sums whose integers would have all bits set in a scale one less, as some of its code has."""
     y = cases.apply_experts(topology, rank, received)
-    return torch.full_like(y, -(2 - 2**-11) * 2.0**15)
+    return torch.full_like(y, (2 - 2**-13) * 2.0**4)
 
 
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))

@@ -151,20 +151,21 @@ MOE_P2P_VECTOR void store_int10(std::byte* row, size_t length, size_t from, cons
 
 // --- block16: kernels/abi/block16.h ---
 
-// Half j of a block has bit kSpareOf[j] of the exponent.
-constexpr uint32_t kSpareOf[abi::kBlock16] = {3, 7, 2, 6, 1, 5, 0, 4};
-using Halves = uint16_t[abi::kBlock16];
+using Halves = uint16_t[abi::kBlock16];  // half j has bit j of the code
+constexpr int32_t kZero = static_cast<int32_t>(abi::kBlock16Zero);
+// x + it has x, rounded to nearest even, in its lowest bits.
+constexpr double kMagic = 0x1.8p52;
 
 MOE_P2P_VECTOR void add_block16(float* acc, const std::byte* blocks, float w, bool weighted,
                                 size_t n) {
   for (size_t at = 0; at < n; at += abi::kBlock16) {
     Halves halves;
     std::memcpy(halves, blocks + at * sizeof *halves, sizeof halves);
-    uint32_t exponent = 0;
-    for (size_t j = 0; j < abi::kBlock16; ++j) exponent |= (halves[j] >> 14 & 1u) << kSpareOf[j];
-    const float scale = abi::block16_scale(exponent);
+    uint32_t code = 0;
+    for (size_t j = 0; j < abi::kBlock16; ++j) code |= (halves[j] & 1u) << j;
+    const float scale = abi::block16_scale(code);
     for (size_t j = 0; j < abi::kBlock16; ++j) {
-      const float value = abi::block16_number(halves[j]) * scale;
+      const float value = static_cast<float>((halves[j] >> 1) - kZero) * scale;
       acc[at + j] += weighted ? w * value : value;
     }
   }
@@ -176,14 +177,13 @@ MOE_P2P_VECTOR void store_block16(std::byte* blocks, const float* acc, size_t n)
     uint32_t most = 0;  // magnitudes order like their bits, NaN above inf
     for (size_t j = 0; j < abi::kBlock16; ++j)
       most = std::max(most, std::bit_cast<uint32_t>(x[j]) & 0x7fffffffu);
-    const uint32_t exponent = abi::block16_exponent(most);
-    const bool finite = exponent != abi::kBlock16Nan;
-    const float multiplier = abi::block16_multiplier(finite ? exponent : 1);
+    const uint32_t code = abi::block16_code(most);
+    const double multiplier = abi::block16_multiplier(code);
     Halves halves;
     for (size_t j = 0; j < abi::kBlock16; ++j) {
-      const uint32_t half = finite ? abi::block16_half(x[j] * multiplier) : 0;
-      const uint32_t spare = (exponent >> kSpareOf[j] & 1u) * abi::kBlock16Spare;
-      halves[j] = static_cast<uint16_t>(half | spare);
+      const double number = code == abi::kBlock16Nan ? 0.0 : x[j] * multiplier;  // exact
+      const auto integer = static_cast<int32_t>(std::bit_cast<int64_t>(number + kMagic));
+      halves[j] = static_cast<uint16_t>((integer + kZero) << 1 | (code >> j & 1));
     }
     std::memcpy(blocks + at * sizeof *halves, halves, sizeof halves);
   }
