@@ -25,11 +25,11 @@ from tests.gpu.test_gpu import (
     to_one_expert,
 )
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, halves
-from tests.gpu.test_gpu_failures import SOON_S, settle
+from tests.gpu.test_gpu_failures import settle
 from tests.gpu.test_gpu_layouts import BY_RANK, columns, rows_of_every_type
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
-from tests.support.gpu_ranks import DEVICE, MAX_TOKENS, PAYLOADS, Payload, World
+from tests.support.gpu_ranks import DEVICE, MAX_TOKENS, PAYLOADS, SOON_S, Payload, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,11 @@ import torch
 
 from moe_p2p import DispatchOptions, MoeP2pError
 from tests.gpu.test_gpu_graphs import Inputs, call, capture, prepare_bf16
-from tests.gpu.test_gpu_masks import SOON_S, masking, meet, regions_of
+from tests.gpu.test_gpu_masks import masking, meet, regions_of
 from tests.support import clean_cases as cases
 from tests.support.cases import assert_received, finish, on_cpu
 from tests.support.emulated_gpu import compute
-from tests.support.gpu_ranks import MAX_TOKENS, World, make, run, worlds
+from tests.support.gpu_ranks import LATER_S, MAX_TOKENS, World, make, run, worlds
 from tests.support.mask_cases import masks_of, step
 from tests.support.ranks import Rank
 
@@ -45,12 +45,12 @@ def test_open_calls_end(world: World) -> None:
 
 @pytest.mark.parametrize("world", worlds((3, 3)))
 def test_a_slow_rank_is_taken_back(world: World) -> None:
-    run(world, body, cases.slow, {"timeout_s": SOON_S})
+    run(world, body, cases.slow, {"timeout_s": LATER_S})
 
 
 @pytest.mark.parametrize("world", worlds((3, 3)))
 def test_who_calls_before_others_have_cleaned_masks_them(world: World) -> None:
-    run(world, body, cases.not_cleaned, {"timeout_s": SOON_S})
+    run(world, body, cases.not_cleaned, {"timeout_s": LATER_S})
 
 
 def replayed(rank: Rank, world: World) -> None:
@@ -102,7 +102,7 @@ def header_alone(rank: Rank, world: World) -> None:
     Steps are numbered from 1 << 40 on behind a clean, so the low halves of their numbers are those
     of the first steps. What rank 2 sent in one of these must not pass for what it sends now.
     """
-    with masking(rank, world, timeout_s=SOON_S) as comm:
+    with masking(rank, world, timeout_s=LATER_S) as comm:
         slots = comm.config.steps_in_flight
         for seed in range(2 + 2 * slots):
             step(comm, seed % 2 + 4 * (seed // 2), [])  # no solo calls: a step each

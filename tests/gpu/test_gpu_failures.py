@@ -22,12 +22,11 @@ from moe_p2p import AllToAll, DispatchOptions
 from tests.gpu.test_gpu import call
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
-from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World
+from tests.support.gpu_ranks import HIDDEN_DIM, LATER_S, MAX_TOKENS, SOON_S, World
 from tests.support.ranks import DiedError, Rank
 
 pytestmark = pytest.mark.gpu
 
-SOON_S = 2.0  # timeout_s of calls that are meant to time out
 IN_TIME_S = 60.0  # until their error is reported, on a machine with much else to do
 
 
@@ -78,7 +77,7 @@ def test_a_rank_that_does_not_come_is_named(world: World) -> None:
 
 
 def run_until_killed(rank: Rank, world: World, num_steps: int) -> tuple[float, str]:
-    comm = gpu_ranks.make(rank, world, timeout_s=6.0)
+    comm = gpu_ranks.make(rank, world, timeout_s=LATER_S)
     for seed in range(num_steps):
         counts = random.Random(seed).choices(range(MAX_TOKENS + 1), k=world.ranks)
         cases.run_step(comm, call(world, seed, counts=counts))

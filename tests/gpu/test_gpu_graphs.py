@@ -157,7 +157,7 @@ def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int, l
 
 def without_one(rank: Rank, world: World, wanted: Wanted, layout: str) -> None:
     """The last rank replays once, the others again and again: no call of theirs could raise."""
-    with gpu_ranks.make(rank, world, timeout_s=2.0, chunk_tokens=MAX_TOKENS) as comm:
+    with gpu_ranks.make(rank, world, timeout_s=gpu_ranks.SOON_S, chunk_tokens=MAX_TOKENS) as comm:
         place = Inputs.make(MAX_TOKENS)
 
         def body() -> list[Result]:

@@ -16,12 +16,12 @@ from moe_p2p.moe.options import Partials, partials_of
 from moe_p2p.moe.reference import Topology
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import LONG, LONG_COUNTS
-from tests.gpu.test_gpu_failures import SOON_S, settle
+from tests.gpu.test_gpu_failures import settle
 from tests.gpu.test_gpu_sum_order import summed_steps
 from tests.moe.test_int10 import HIDDEN_DIM, KINDS, LAYOUTS, run_int10, with_specials
 from tests.support import cases
 from tests.support.cases import Wanted, combine_arguments, dispatch_arguments, finish
-from tests.support.gpu_ranks import World, make, meet, prepare, run, worlds
+from tests.support.gpu_ranks import SOON_S, World, make, meet, prepare, run, worlds
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu

@@ -19,12 +19,12 @@ from moe_p2p.moe import reference
 from moe_p2p.moe.reference import Tokens
 from tests.gpu.test_gpu import call, steps
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
-from tests.gpu.test_gpu_failures import SOON_S, error_of
+from tests.gpu.test_gpu_failures import error_of
 from tests.gpu.test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
 from tests.moe.test_late_weights import late_combine, late_dispatch, late_halves
 from tests.support import cases, gpu_ranks
 from tests.support.cases import TOPK, Wanted
-from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, Payload, World
+from tests.support.gpu_ranks import HIDDEN_DIM, MAX_TOKENS, SOON_S, Payload, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu

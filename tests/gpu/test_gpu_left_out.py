@@ -17,10 +17,10 @@ from torch import Tensor
 import moe_p2p
 from moe_p2p import AllToAll, Dispatched
 from tests.gpu.test_gpu import call
-from tests.gpu.test_gpu_failures import SOON_S, settle
+from tests.gpu.test_gpu_failures import settle
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
-from tests.support.gpu_ranks import HIDDEN_DIM, World
+from tests.support.gpu_ranks import HIDDEN_DIM, SOON_S, World
 from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu

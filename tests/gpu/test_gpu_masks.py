@@ -21,7 +21,7 @@ from tests.gpu.test_gpu import call
 from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
 from tests.support.emulated_gpu import EmulatedDevice
-from tests.support.gpu_ranks import DEADLINE_S, Payload, World
+from tests.support.gpu_ranks import DEADLINE_S, LATER_S, Payload, World
 from tests.support.mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
 from tests.support.ranks import DiedError, Rank
 
@@ -30,7 +30,6 @@ emulated = pytest.mark.skipif(
     "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
 )
 
-SOON_S = 6.0  # timeout_s of calls that are meant to time out
 STEPS = 21  # after a rank is gone
 SHAPES = [(2, 2), (2, 1), (3, 3), (4, 1), (4, 4), (8, 8)]
 PAYLOADS = [
@@ -81,6 +80,22 @@ def test_nothing_changes_while_all_are_there(world: World) -> None:
     gpu_ranks.run(world, all_there, wanted)
 
 
+def never_comes(rank: Rank, world: World, lost: list[int]) -> None:
+    """Ranks that are not there when the others make the communicator."""
+    if rank.rank not in lost:
+        fields = {"timeout_s": LATER_S, "mask_lost_ranks": True}
+        with gpu_ranks.make(rank, world, **fields) as comm:
+            for seed in range(STEPS):
+                step(comm, seed, lost)
+            assert masks_of(comm) == lost
+            meet(rank, "done", world.ranks - len(lost))
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [2], [1, 2]], ids=str)
+def test_ranks_that_never_come_are_masked(lost: list[int]) -> None:
+    gpu_ranks.run(World(3, 3), never_comes, lost)
+
+
 def by_hand(rank: Rank, world: World) -> None:
     lost = world.ranks - 1
     with masking(rank, world, timeout_s=DEADLINE_S) as comm:
@@ -104,7 +119,7 @@ def slow(rank: Rank, world: World) -> None:
     """Rank 1 comes back in the middle of a step that the others have ended without it."""
     others = [r for r in range(world.ranks) if r != 1]
     gone = others if rank.rank == 1 else [1]
-    with masking(rank, world, timeout_s=SOON_S) as comm:
+    with masking(rank, world, timeout_s=LATER_S) as comm:
         for seed in range(4):
             step(comm, seed, [])
         if rank.rank == 1:
@@ -129,7 +144,7 @@ def test_a_slow_rank_is_masked_and_masks_the_others(world: World) -> None:
 
 def stops(rank: Rank, world: World, last_half: str) -> None:
     """Rank 1 makes nothing of step 8 behind this half."""
-    with masking(rank, world, timeout_s=SOON_S) as comm:
+    with masking(rank, world, timeout_s=LATER_S) as comm:
         for seed in range(3):
             step(comm, seed, [])
         wanted = expect_without(comm, 8, [])
@@ -201,7 +216,7 @@ def test_what_a_masked_rank_has_sent_is_left_out(world: World) -> None:
 
 def header_alone(rank: Rank, world: World) -> None:
     """Rank 2 ends when its dispatch has sent a header for two tokens, and no slot of them."""
-    with masking(rank, world, timeout_s=SOON_S) as comm:
+    with masking(rank, world, timeout_s=LATER_S) as comm:
         for seed in range(4):  # five steps: solo calls open one each
             step(comm, seed, [])
         if rank.rank != 2:
@@ -217,7 +232,7 @@ def header_alone(rank: Rank, world: World) -> None:
             began = time.monotonic()
             for seed in range(4, 4 + STEPS):
                 step(comm, seed, [2])
-            assert time.monotonic() - began >= SOON_S
+            assert time.monotonic() - began >= LATER_S
             assert masks_of(comm) == [2]
         meet(rank, "done", world.ranks)
 
@@ -290,7 +305,7 @@ def test_a_rank_that_waits_for_a_lost_one_is_not_masked() -> None:
 
 def killed(rank: Rank, world: World) -> float:
     lost = world.ranks - 1
-    comm = masking(rank, world, timeout_s=6.0)
+    comm = masking(rank, world, timeout_s=LATER_S)
     for seed in range(3):
         step(comm, seed, [])
     meet(rank, "all writes have come", world.ranks)  # who is killed takes his with him

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,8 @@ def bench_kineto(
 ) -> Any:
     """Returns the mean seconds of each kernel whose name contains one of kernel_names.
 
+    kernel_names: of ours; DeepEP's `dispatch_impl` and `combine_impl` are dispatch and combine. NaN
+        where there is no such kernel, as of DeepEP's epilogues.
     num_kernels_per_period: launches of it in one fn(): then a list, by their order in it.
     barrier_comm_profiling: ranks line up first, by barrier() or an all-reduce.
     """
@@ -80,7 +83,8 @@ def bench_kineto(
 
 
 def mean_seconds(events: Any, name: str, per_period: int) -> float | list[float]:
-    """Returns what bench_kineto does for one name; 0 where there is no such kernel."""
+    """Returns what bench_kineto does for one name."""
+    name = name.removesuffix("_impl")
     kernels: list[Any] = sorted(
         (event for event in events if name in event.name), key=lambda event: event.time_range.start
     )
@@ -89,8 +93,11 @@ def mean_seconds(events: Any, name: str, per_period: int) -> float | list[float]
         "one call was said to launch"
     )
     seconds = [kernel.time_range.elapsed_us() / 1e6 for kernel in kernels]
-    count = max(1, len(seconds) // per_period)
-    means = [sum(seconds[first::per_period]) / count for first in range(per_period)]
+    count = len(seconds) // per_period
+    means = [
+        sum(seconds[first::per_period]) / count if count else math.nan
+        for first in range(per_period)
+    ]
     return means if per_period > 1 else means[0]
 
 

@@ -116,15 +116,15 @@ class Sharing(NamedTuple):
     num_places: int
     key: str
     macros: dict[str, int]
-    world_size: int = 0  # of a mirror world
-    present: Sequence[int] = ()  # ranks of a node in which others are absent
+    world_size: int = 0  # of a mirror world, or of a node in which ranks are absent
+    present: Sequence[int] = ()  # ranks of such a node
 
     def as_ranks(self, addresses: list[int]) -> list[int]:
         """Returns the address of every rank of the node, from addresses in order of place."""
         if self.present:  # nothing is written to an absent rank, nor read from it
             own = addresses[self.place]
             by_rank = dict(zip(self.present, addresses, strict=True))
-            return [by_rank.get(rank, own) for rank in range(self.present[-1] + 1)]
+            return [by_rank.get(rank, own) for rank in range(self.world_size)]
         if not self.world_size:
             return addresses
         partner = addresses[(self.place + 1) % self.num_places]
@@ -136,7 +136,7 @@ def sharing_of(meeting: Bootstrap, ranks_per_node: int, key: str) -> Sharing:
     if meeting.absent:  # in one node, as the communicator has checked
         present = meeting.ranks
         place, macros = present.index(meeting.rank), dict[str, int]()
-        return Sharing(place, len(present), key, macros, present=present)
+        return Sharing(place, len(present), key, macros, meeting.world_size, present)
     if not isinstance(meeting, MirrorMeeting):
         return Sharing(meeting.rank % ranks_per_node, ranks_per_node, key, {})
     group, world_size = meeting.group, meeting.world_size
