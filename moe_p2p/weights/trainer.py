@@ -141,6 +141,8 @@ class WeightTrainer:
                     # It left since, as an engine that is set up anew; `update` finds who is there.
         self._era_of = self._shared([self.plan.target.digest])
         self._meet_for_maxima(0, deadline, set_up.listen)
+        if self.rank == 0:
+            set_up.over()
 
     def _there(self) -> list[int]:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]

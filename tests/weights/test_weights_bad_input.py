@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from moe_p2p import Engine, InvalidArgumentError, MoeP2pError, TimeoutError, errors
 from moe_p2p.engine.transfers import Memory
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.kv import TorchLeases
 from moe_p2p.weights import (
     Blocks,
@@ -252,6 +253,33 @@ class _Late:
         self.waited.append(timeout_s)
         time.sleep(min(timeout_s, 0.05))
         raise errors.make(TimeoutError, "late")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(WeightEngineRank, WeightTrainer), (WeightTrainer, WeightEngineRank)]
+)
+def test_who_begins_after_a_refusal_and_waits_in_vain_names_it(first: Any, second: Any) -> None:
+    store, wrong = HashStore(), {"w": torch.zeros(4, 4)}
+    with pytest.raises(InvalidArgumentError, match="tensor 'w' is float32") as refused:
+        first(Engine(), store, LAYOUT, 0, wrong)
+    with pytest.raises(TimeoutError, match=r"no word from .* 0; the last set-up failed: ") as late:
+        second(Engine(), store, LAYOUT, 0, make_tensors(), timeout_s=0.5)
+    assert str(refused.value) in str(late.value)
+
+
+def test_what_a_set_up_failed_for_is_over_when_one_has_succeeded(fleet: Fleet) -> None:
+    words = StoreKeys(fleet.store, job.prefix_of("weights"), alone=True)
+    assert words.get(job.REFUSED) is None
+    words.put(job.REFUSED, {"why": "long ago", "id": "a", "job": None})
+    fleet.engine_rank.close()
+    found = list[WeightEngineRank]()
+    thread = threading.Thread(target=lambda: found.append(fleet._engine_rank()))
+    thread.start()
+    fleet.trainer.close()
+    fleet.trainer = WeightTrainer(fleet.engines[0], fleet.store, LAYOUT, 0, fleet.ours)
+    thread.join()
+    fleet.engine_rank = found[0]
+    assert words.get(job.REFUSED) is None
 
 
 def test_a_read_that_may_still_land_ends_a_join() -> None:
