@@ -388,7 +388,7 @@ MODELS: dict[str, Model] = {
         attention=Latent(heads=128),
         left_out=(PREDICTION,),
     ),
-    # vLLM's models/deepseek_v4; transformers' configuration_deepseek_v4.py has the sizes of Flash.
+    # vLLM's models/deepseek_v4; transformers' DeepseekV4Config has the sizes of Flash.
     "deepseek-v4-pro": DeepSeekV4(
         **_sizes("deepseek-v4-pro"),
         layers=61,

@@ -91,7 +91,7 @@ def test_models_have_their_public_number_of_parameters(name: str, billions: floa
     ],
 )
 def test_layouts_of_models_are_carried_out(
-    model: models.Model, trainers: dict[str, int], generators: dict[str, int]
+    model: models.Model, trainers: dict[str, Any], generators: dict[str, Any]
 ) -> None:
     source = models.trainers(model, **trainers)
     target = models.engine_ranks(model, **generators)
