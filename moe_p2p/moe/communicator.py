@@ -142,7 +142,7 @@ class Communicator:
 
     @contextmanager
     def _stand_ins(self, meeting: Bootstrap) -> Iterator[list[bytes]]:
-        """Yields the addresses of all ranks. An absent one has none if it is of another node; of the
+        """Yields the addresses of all ranks. An absent one of another node has none; of the
         own node, that of a communicator which the first rank makes and closes again, so that its
         shared memory is of a rank that is gone."""
         own = bytes_from(call(_ops.all_to_all_address.default, self.number))
