@@ -97,7 +97,10 @@ CASES = {
             "2ranks-1pernode-sending halves",
         )
     ]
-    + ["test_gpu_prepare.py"],
+    + [
+        "test_gpu_prepare.py",
+        "test_gpu_duplicates.py::test_replays_merge_the_routing_that_they_find[2ranks-1pernode-padded]",
+    ],
     "overlap": [  # several kernels of a rank are there at once
         "test_gpu_overlap.py::test_kernels_of_a_graph_begin_early[2ranks-2pernode]",
         "test_gpu_overlap.py::test_two_communicators_on_two_streams[2ranks-1pernode]",
