@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -545,7 +546,9 @@ def test_a_program_finds_it(way: str, tmp_path: Any) -> None:
             text = f"import moe_p2p\n{program.read_text()}"
             ran = warm.without_moe_p2p().run("-c", text, **options)
         elif way == "path":
-            patch.setenv("PYTHONPATH", str(mooncake.installation.PATH), prepend=":")
+            package = Path(mooncake.__file__).parents[2]  # not installed, and not this folder's
+            paths = f"{mooncake.installation.PATH}:{package}"
+            patch.setenv("PYTHONPATH", paths, prepend=":")
             ran = warm.without_moe_p2p().run(str(program), **options)
         else:
             ran = warm.run("-m", "moe_p2p.mooncake", str(program), **options)
