@@ -622,6 +622,7 @@ class Buffer:
         masked: an empty dispatch waits for all. Before the first call of the shape it does nothing.
         """
         if self.enable_shrink:
+            self._pool.require_open()
             shape = (hidden, num_max_dispatch_tokens_per_rank, num_experts)
             await_all(self._low_latency_made, shape)
 
@@ -693,4 +694,5 @@ class Buffer:
     def _mask_status(self, device: torch.device | None = None) -> Tensor:
         """Returns the masks. Before the first call of a shape they move to its device."""
         assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
+        self._pool.require_open()
         return self._masks.on(None if self._low_latency_made else device)

@@ -327,6 +327,12 @@ class Communicator:
         """Why it cannot be used here; empty while it can."""
         return self._closing.why_closed
 
+    def require_open(self) -> None:
+        """For calls that no op refuses."""
+        if self.why_closed:
+            text = f"communicator {self.number} is closed"
+            raise errors.make(errors.ClosedError, text)
+
     def close(self) -> None:
         self._closing()
 
@@ -339,6 +345,7 @@ class Communicator:
         return self._masks[0]
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
+        self.require_open()
         masked, chosen = self.masked, list(ranks)
         for rank in chosen:
             errors.require(
@@ -352,6 +359,7 @@ class Communicator:
     # What must be compiled before a call runs on a GPU.
 
     def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
+        self.require_open()
         if self.device is not None:
             self.device.prepare(dispatches, combines)
 
