@@ -179,7 +179,7 @@ class Communicator:
         ranks = self.world_size if software else local
         total = ranks * sum(sizes.values()) / shared_memory.MIB
         need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
-        return f"{need} (python -m moe_p2p plan)"
+        return f"{need} (python -m moe_p2p plan); chunk_tokens and steps_in_flight lower that"
 
     def _make_masks(self, given: Tensor | None, absent: list[int]) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""

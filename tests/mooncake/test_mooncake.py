@@ -155,6 +155,32 @@ def test_each_piece_is_looked_for_once_at_either_end(
         assert sorted(looked) == sorted(here + there)
 
 
+def test_errors_name_the_call_and_its_arguments(
+    pair: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They named an inner function, its argument `page_bytes`, or said "zip() argument 2"."""
+    a, b, source, target = pair
+    here, there, name = source.address, target.address, name_of(b)
+
+    def said() -> str:
+        return capfd.readouterr().err.partition("mooncake: ")[2]
+
+    uneven = "buffers, peer_buffer_addresses and lengths have 2, 1 and 2 entries, must have equally"
+    for code, way in ((-1, "sync_write"), (-1, "sync_read"), (0, "async_write"), (0, "async_read")):
+        call = f"batch_transfer_{way}"
+        assert getattr(a, call)(name, [here, here], [there], [8, 8]) == code
+        assert said().startswith(f"{call} returns {code}: moe_p2p [invalid argument] {uneven}")
+    for call in ("transfer_sync_write", "transfer_sync_read"):
+        assert getattr(a, call)(name, here, there, -1) == -1
+        assert said().startswith(f"{call} returns -1: moe_p2p [invalid argument] lengths[0] is -1")
+    assert a.transfer_submit_write(name, here, there, -1) == 0
+    assert said().startswith("transfer_submit_write returns 0: ")
+    assert a.get_batch_transfer_status([999]) == -1
+    assert said().startswith("get_batch_transfer_status returns -1: moe_p2p [invalid argument] 999")
+    assert a.transfer_check_status(999) == -1
+    assert said().startswith("transfer_check_status returns -1: ")
+
+
 def test_memory_that_is_not_registered_is_never_touched(
     pair: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
