@@ -103,7 +103,8 @@ def test_masks_set_by_hand_are_not_waited_for(world: World) -> None:
 def never_came(rank: Rank, world: World, lost: int) -> None:
     if rank.rank == lost:
         return
-    with gpu_ranks.make(rank, world, mask_lost_ranks=True, timeout_s=SOON_S) as comm:
+    more = {"mask_lost_ranks": True, "gone": lambda other: other == lost}
+    with gpu_ranks.make(rank, world, **more) as comm:
         if comm._device is not None:
             comm._device.prepare_dispatch(torch.float32, DispatchOptions(layout="by_rank").number)
         meet(rank, "made", world.ranks - 1)
