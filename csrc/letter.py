@@ -29,6 +29,7 @@ FILES = (
     "csrc/provider/loopback/channel.h",
     "csrc/provider/loopback/domain.cpp",
     "csrc/provider/loopback/segment.cpp",
+    "csrc/provider/null/domain.cpp",
     "csrc/provider/libfabric/peers.cpp",
     "csrc/provider/libfabric/writers.h",
     "csrc/provider/verbs/proof.cpp",

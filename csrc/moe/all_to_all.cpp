@@ -82,6 +82,7 @@ struct AllToAll::State final : engine::ImmSink {
   proxy::ProxyThread* proxy;
   const AllToAllOptions options;
   const Plan plan;
+  std::vector<uint8_t> absent;  // [W]: Masks::absent
   const Masks masks;
   NodeMemory memory;
   Waits waits;
@@ -104,7 +105,8 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       proxy(with_proxy),
       options(with_options),
       plan(make_plan(with_options.plan)),
-      masks(checked_masks()),
+      absent(static_cast<size_t>(plan.shape.world_size)),
+      masks(checked_masks(), absent.data()),
       memory(plan, checked_rank(), !with_options.device),
       waits(plan, options, memory, masks, engine),
       gather(plan, memory, with_engine, with_options.communicator),
@@ -188,10 +190,25 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<Exchange::Remote> remotes;
   std::vector<HostGather::Remote> boards;
   std::vector<RankAddress> ranks;
-  for (const base::Bytes& bytes : addresses) ranks.push_back(RankAddress::parse(bytes));
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    s.absent[rank] = addresses[rank].empty();
+    MOE_P2P_CHECK(!s.absent[rank] || (s.masks.enabled() && s.plan.shape.ranks_per_node == 1 &&
+                                      rank != static_cast<size_t>(s.options.rank)),
+                  Code::kInvalidArgument, "address ", rank,
+                  " is empty: only masks, with one rank "
+                  "a node, can do without another rank");
+    // The own one in place of an absent rank's: its offer of flags is no obstacle.
+    ranks.push_back(
+        RankAddress::parse(addresses[s.absent[rank] ? static_cast<size_t>(s.options.rank) : rank]));
+  }
   s.use_flags(ranks);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
     const RankAddress& address = ranks[static_cast<size_t>(rank)];
+    if (s.absent[static_cast<size_t>(rank)]) {  // a place among the partners, and never used
+      remotes.push_back({rank, nullptr, nullptr, 1});
+      boards.push_back({rank, nullptr, 1});
+      continue;
+    }
     MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
                   address.rank);
     const int node = rank / s.plan.shape.ranks_per_node;

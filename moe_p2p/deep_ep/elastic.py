@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p.deep_ep.config import check_alignment
+from moe_p2p.deep_ep.config import check_alignment, named
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import no_handle
@@ -540,7 +540,8 @@ class ElasticBuffer:
         )
         if values.is_cuda and not limited:
             config = usual_steps(self._pool, config, step_tokens)
-        all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
+        with named(chunk_tokens="num_max_tokens_per_rank"):
+            all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
         most = RowCounts.most(all_to_all, num_tokens, alignment)
         made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.deep_ep.config import named
 from moe_p2p.deep_ep.elastic import usual_steps
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.library import unaffected
@@ -279,7 +280,8 @@ class HybridEPBuffer:
             )
             if values.is_cuda:
                 config = usual_steps(self._pool, config, self.max_num_of_tokens_per_rank)
-            made = self._made[key] = self._pool.get(config)
+            with named(chunk_tokens="max_num_of_tokens_per_rank"):
+                made = self._made[key] = self._pool.get(config)
         return made
 
 

@@ -446,6 +446,7 @@ class AllToAll(NotCopied):
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Returns what dispatch_recv fills, before it is filled."""
+        self._communicator.require_open()
         return new_outputs(pending.call.handle, self._shape, pending)
 
     @unaffected

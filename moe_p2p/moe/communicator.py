@@ -129,10 +129,10 @@ class Communicator:
         world_size: int | None,
         gone: Callable[[int], bool],
     ) -> Bootstrap:
-        """Returns the meeting: with masks, and in one node, of the ranks that come."""
+        """Returns the meeting: with masks, of the ranks that come."""
         config = self.config
         store, own, size = store_of(group_or_store, rank, world_size)
-        if not config.mask_lost_ranks or size == 1 or config.ranks_per_node not in (None, size):
+        if not config.mask_lost_ranks or size == 1 or config.ranks_per_node not in (None, 1, size):
             return mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
         timeout_s, what = float(config.timeout_s), "a communicator"
         present, among = roll_call(store, own, size, what=what, timeout_s=timeout_s, gone=gone)
@@ -142,11 +142,13 @@ class Communicator:
 
     @contextmanager
     def _stand_ins(self, meeting: Bootstrap) -> Iterator[list[bytes]]:
-        """Yields the addresses of all ranks; for an absent one a communicator that the first rank
-        makes and closes again, so that its shared memory is of a rank that is gone."""
+        """Yields the addresses of all ranks. An absent one of another node has none; of the
+        own node, that of a communicator which the first rank makes and closes again, so that its
+        shared memory is of a rank that is gone."""
         own = bytes_from(call(_ops.all_to_all_address.default, self.number))
-        if not meeting.absent:
-            yield meeting.exchange(own, mirror.ADDRESSES)
+        if not meeting.absent or self.ranks_per_node < self.world_size:
+            of_ranks = meeting.exchange(own, mirror.ADDRESSES)
+            yield [b"" if r in meeting.absent else each for r, each in enumerate(of_ranks)]
             return
         with ExitStack() as undo:
             addresses = {self.rank: own.hex()}
@@ -177,7 +179,7 @@ class Communicator:
         ranks = self.world_size if software else local
         total = ranks * sum(sizes.values()) / shared_memory.MIB
         need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
-        return f"{need} (python -m moe_p2p plan)"
+        return f"{need} (python -m moe_p2p plan); chunk_tokens and steps_in_flight lower that"
 
     def _make_masks(self, given: Tensor | None, absent: list[int]) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
@@ -223,7 +225,9 @@ class Communicator:
             ranks_per_node=num_local,
             key=keys[first].decode(),
             world=int(keys[0][:15], 16) | 1,
-            partners=partners_of(self.engine, node, num_nodes, keys[local].decode()),
+            partners=partners_of(
+                self.engine, node, num_nodes, keys[local].decode(), meeting.absent
+            ),
             exchange=among_node if env.fabric() else None,
             masks=self._masks,
             chosen=self._shared.chosen(self._tuned),
@@ -243,9 +247,12 @@ class Communicator:
         offer = Offer(own_host().key, mine, shared)
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
         errors.require(
-            not meeting.absent or len({other.host for other in offers}) == 1,
-            f"ranks {meeting.absent} did not come, and ranks of several hosts are not connected "
-            "without a rank: see what they printed last, then start all of them again",
+            not meeting.absent
+            or config.ranks_per_node == 1
+            or len({other.host for other in offers}) == 1,
+            f"ranks {meeting.absent} did not come, and ranks of several hosts are only connected "
+            "without a rank where each is a node of its own: pass ranks_per_node=1, or see what "
+            "they printed last and start all of them again",
         )
         self._shared = Shared.of(offers[0].tuned)
         choice = agree_on_transport(offers, config.ranks_per_node)
@@ -320,6 +327,12 @@ class Communicator:
         """Why it cannot be used here; empty while it can."""
         return self._closing.why_closed
 
+    def require_open(self) -> None:
+        """For calls that no op refuses."""
+        if self.why_closed:
+            text = f"communicator {self.number} is closed"
+            raise errors.make(errors.ClosedError, text)
+
     def close(self) -> None:
         self._closing()
 
@@ -332,6 +345,7 @@ class Communicator:
         return self._masks[0]
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
+        self.require_open()
         masked, chosen = self.masked, list(ranks)
         for rank in chosen:
             errors.require(
@@ -345,6 +359,7 @@ class Communicator:
     # What must be compiled before a call runs on a GPU.
 
     def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
+        self.require_open()
         if self.device is not None:
             self.device.prepare(dispatches, combines)
 

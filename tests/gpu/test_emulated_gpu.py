@@ -97,7 +97,10 @@ CASES = {
             "2ranks-1pernode-sending halves",
         )
     ]
-    + ["test_gpu_prepare.py"],
+    + [
+        "test_gpu_prepare.py",
+        "test_gpu_duplicates.py::test_replays_merge_the_routing_that_they_find[2ranks-1pernode-padded]",
+    ],
     "overlap": [  # several kernels of a rank are there at once
         "test_gpu_overlap.py::test_kernels_of_a_graph_begin_early[2ranks-2pernode]",
         "test_gpu_overlap.py::test_two_communicators_on_two_streams[2ranks-1pernode]",
@@ -143,6 +146,7 @@ CASES = {
         "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",
         "test_gpu_masks.py::test_ranks_that_never_come_are_masked[[1, 2]]",
         "test_gpu_masks.py::test_masks_set_by_hand_are_not_waited_for[4ranks-4pernode]",
+        "test_gpu_masks.py::test_a_rank_that_never_came_is_masked_from_the_first_call[4ranks-1pernode-1]",
         "test_gpu_masks.py::test_a_slow_rank_is_masked_and_masks_the_others[2ranks-2pernode]",
         "test_gpu_masks.py::test_a_rank_stops_behind_a_half[3ranks-3pernode-dispatch_send]",
         "test_gpu_masks.py::test_a_rank_stops_behind_a_half[4ranks-1pernode-dispatch]",

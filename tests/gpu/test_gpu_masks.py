@@ -115,6 +115,27 @@ def test_masks_set_by_hand_are_not_waited_for(world: World) -> None:
     gpu_ranks.run(world, by_hand)
 
 
+def never_came(rank: Rank, world: World, lost: int) -> None:
+    if rank.rank == lost:
+        return
+    more = {"mask_lost_ranks": True, "gone": lambda other: other == lost}
+    with gpu_ranks.make(rank, world, **more) as comm:
+        if comm._device is not None:
+            comm._device.prepare_dispatch(torch.float32, DispatchOptions(layout="by_rank").number)
+        meet(rank, "made", world.ranks - 1)
+        for seed in range(STEPS):
+            step(comm, seed, [lost])
+        assert masks_of(comm) == [lost]
+        meet(rank, "done", world.ranks - 1)
+    gpu_ranks.assert_device_usable()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("world", gpu_ranks.worlds((3, 3), (2, 1), (4, 1)))
+def test_a_rank_that_never_came_is_masked_from_the_first_call(world: World, lost: int) -> None:
+    gpu_ranks.run(world, never_came, lost)
+
+
 def slow(rank: Rank, world: World) -> None:
     """Rank 1 comes back in the middle of a step that the others have ended without it."""
     others = [r for r in range(world.ranks) if r != 1]

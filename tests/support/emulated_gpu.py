@@ -349,7 +349,8 @@ class EmulatedDevice(DeviceSide):
         addresses = sharing.as_ranks(met)
         peers = [0] * (world_size // ranks_per_node)
         if partners is not None:
-            peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
+            met = _meet(partners.key, partners.place, len(partners.nodes), own, deadline)
+            peers = partners.by_node(met)
         shared = ctypes.c_void_p(own), ctypes.c_size_t(size)
         _machine().moe_p2p_shared_memory(*shared)
         self._undo.callback(_machine().moe_p2p_no_shared_memory, *shared)

@@ -122,10 +122,17 @@ def test_wait_of_no_time_is_refused_and_not_taken_for_the_default(fleet: Fleet) 
 
 
 def test_what_is_closed_says_so(fleet: Fleet) -> None:
+    fleet.update(1)
     fleet.close()
-    with pytest.raises(errors.ClosedError, match="trainer 0 is closed"):
-        fleet.trainer.update(1)
-    for call in (fleet.engine_rank.step, fleet.engine_rank.wait, fleet.engine_rank.begin):
+    trainer, rank = fleet.trainer, fleet.engine_rank
+    calls: list[Callable[[], Any]] = [
+        lambda: trainer.update(2), trainer.admit, lambda: trainer.abort("x"), trainer.live,
+        trainer.__enter__,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(errors.ClosedError, match="trainer 0 is closed"):
+            call()
+    for call in (rank.step, rank.wait, rank.begin, rank.__enter__):
         with pytest.raises(errors.ClosedError, match="generator 0 is closed"):
             call()
 

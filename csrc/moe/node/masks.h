@@ -10,13 +10,21 @@ namespace moe_p2p::moe {
 
 class Masks {
  public:
-  // [W]; null: ranks are not masked, a rank that is gone breaks the communicator.
-  explicit Masks(int32_t* words) noexcept : words_(words) {}
+  // words: [W]; null: ranks are not masked, a rank that is gone breaks the communicator.
+  // absent: [W], 1 for a rank of another node that did not come to the set-up. It has no memory to
+  // write to, so it stays masked: a caller who resets its word finds it set again. Written before
+  // the first call only.
+  explicit Masks(int32_t* words, const uint8_t* absent = nullptr) noexcept
+      : words_(words), absent_(absent) {}
 
   bool enabled() const noexcept { return words_ != nullptr; }
   // relaxed, both: a mask means that something will not arrive; no data depends on it.
   bool has(int rank) const noexcept {
-    return words_ && std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0;
+    if (!words_) return false;
+    if (std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0) return true;
+    if (!absent_ || absent_[rank] == 0) return false;
+    add(rank);
+    return true;
   }
   void add(int rank) const noexcept {
     std::atomic_ref(words_[rank]).store(1, std::memory_order_relaxed);
@@ -27,6 +35,7 @@ class Masks {
 
  private:
   int32_t* words_;
+  const uint8_t* absent_;
 };
 
 }  // namespace moe_p2p::moe
