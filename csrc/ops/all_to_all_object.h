@@ -19,6 +19,7 @@ struct AllToAllObject {
         masks(std::move(with_masks)),
         all_to_all(engine->engine(), &engine->proxy(), options),
         rank(options.rank),
+        local_experts(all_to_all.plan().num_local_experts(rank)),
         communicator(options.communicator) {}
 
   const moe::Plan& plan() const noexcept { return all_to_all.plan(); }
@@ -27,13 +28,14 @@ struct AllToAllObject {
   int64_t num_scales() const noexcept {
     return (hidden_dim() + abi::kScaleBlock - 1) / abi::kScaleBlock;
   }
-  int64_t num_local_experts() const { return plan().num_local_experts(rank); }
+  int64_t num_local_experts() const noexcept { return local_experts; }
 
   std::shared_ptr<EngineObject> engine;  // outlives all_to_all
   std::mutex in_use;                     // one caller at a time
   const std::optional<Tensor> masks;     // keeps options.masks alive
   moe::AllToAll all_to_all;
   const int rank;
+  const int64_t local_experts;
   int device = -1;  // CUDA ordinal; -1: host memory
   const uint32_t communicator;
   bool releases_oldest = false;  // moe::AllToAll::release_oldest()
