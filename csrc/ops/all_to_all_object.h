@@ -116,8 +116,10 @@ struct DispatchOutputs {
   const std::optional<Tensor>& wait_ticks;
   const std::optional<Tensor>& row_topk;
 };
-moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
-                                     const DispatchOutputs& outputs, const Tensor& handle);
+// Throws unless given outputs fit; what is made for a call does.
+void check_outputs(const AllToAllObject& comm, const Layout& layout, const DispatchOutputs& outputs);
+moe::DispatchRecv dispatch_recv_from(const AllToAllObject& comm, const Layout& layout,
+                                     const DispatchOutputs& outputs, const moe::Handle& handle);
 
 struct CombineArguments {
   const Tensor& y;
@@ -142,9 +144,9 @@ struct CombineOutputs {
   abi::Partials partials{};
 };
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& outputs,
-                                   const Tensor& handle);
+                                   const moe::Handle& handle);
 
-// The handle as the calls below mutate it.
+// The handle as the calls above mutate it.
 moe::Handle handle_from(const Tensor& handle);
 
 }  // namespace moe_p2p::ops

@@ -39,7 +39,7 @@ Tensor make_scales(const Layout& layout, int64_t width, ScalarType dtype, Arena*
 // Makes the delivered scales: as the caller gave them, or as quantize makes them.
 std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout,
                                   const std::optional<Tensor>& given, Arena* beside) {
-  if (given) return make_scales(layout, given->size(1), given->scalar_type(), beside);
+  if (given) return make_scales(layout, given->size(1), dtype_of(*given), beside);
   if (!layout.options.quantize) return std::nullopt;
   if (layout.options.scale_format != abi::ScaleFormat::kUe8m0)
     return make_scales(layout, comm.num_scales(), ScalarType::Float, beside);
@@ -73,7 +73,7 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
 
   const Tensor row_x =
       make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
-                  options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
+                  options.quantize ? ScalarType::Float8_e4m3fn : dtype_of(x));
   const Tensor row_weights = make(layout.row_weights(), ScalarType::Float);
   const Tensor counts = make(layout.counts(), ScalarType::Int);
   const Tensor offsets = make(layout.offsets(), ScalarType::Int);
@@ -85,22 +85,22 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const auto ranges = make_more(options.with_ranges, layout.ranges(), ScalarType::Long);
   const auto wait_ticks = make_more(options.with_wait_ticks, layout.wait_ticks(), ScalarType::Long);
   if (const auto copy =
-          make_more(options.copy_topk, {send.num_rows, layout.topk}, topk_idx.scalar_type())) {
+          make_more(options.copy_topk, {send.num_rows, layout.topk}, dtype_of(topk_idx))) {
     send.topk_copy = mutable_data_of(*copy);
     if (comm->device < 0)
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
   const auto row_topk =
-      make_more(options.rows().per_token, layout.row_topk(), topk_idx.scalar_type());
+      make_more(options.rows().per_token, layout.row_topk(), dtype_of(topk_idx));
   for (const Tensor& extra : extras)
-    row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), extra.scalar_type()));
+    row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), dtype_of(extra)));
   const auto row_scales = make_scales(*comm, layout, scales, beside);  // last: into room left
 
   const auto recv = dispatch_recv_from(*comm, layout,
                                        {row_x, row_scales, row_extras, row_weights, counts, offsets,
                                         source, ranges, wait_ticks, row_topk},
-                                       handle);
+                                       send.handle);
   comm->all_to_all.dispatch(&send, &recv);
   if (options.solo && comm->device < 0)
     static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
@@ -206,7 +206,7 @@ void combine_into(AllToAllObject& comm, const CombineArguments& in, const Combin
   const auto send = combine_send_from(comm, in, handle);
   std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
   if (comm.device < 0) guard.emplace(send.handle);
-  const auto recv = combine_recv_from(comm, to, handle);
+  const auto recv = combine_recv_from(comm, to, send.handle);
   comm.all_to_all.combine(&send, &recv);
 }
 
@@ -215,7 +215,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     const Tensor& topk_idx, std::optional<Tensor> row_weights, std::optional<Tensor> topk_weights,
     std::optional<Tensor> row_scalars, std::optional<std::vector<Tensor>> biases,
     std::optional<ScalarType> sum_dtype, int64_t /*capacity*/, bool with_wait_ticks) {
-  const ScalarType out_dtype = sum_dtype.value_or(y.scalar_type());
+  const ScalarType out_dtype = sum_dtype.value_or(dtype_of(y));
   const std::vector<Tensor> bias = std::move(biases).value_or(std::vector<Tensor>{});
   const Caller comm(comm_id);
   const abi::SumOrder order = moe::sum_order_from(options);
@@ -252,7 +252,7 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
   constexpr auto kOrder = abi::SumOrder::kRanks;
   combine_into(
       *comm,
-      {y, row_weights, row_scalars, topk_weights, out.scalar_type(), max_tokens, kOrder, partials},
+      {y, row_weights, row_scalars, topk_weights, dtype_of(out), max_tokens, kOrder, partials},
       {out, out_scalars, bias, wait_ticks, kOrder, nullptr, partials}, handle);
 }
 

@@ -358,8 +358,8 @@ class Buffer:
         plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
         alone = type(handle) is NormalHandle and topk_weights is bias is None
         if plain and alone and self._streams.bare_on(x) is not None:
-            given = x.contiguous(), handle.dispatched, DEFAULT_COMBINE
-            sums = bare.combine(handle.all_to_all._comm, *given)
+            comm, y, dispatched = handle.all_to_all._comm, x.contiguous(), handle.dispatched
+            sums = bare.combine(comm, y, dispatched, DEFAULT_COMBINE)
             if sums is not None:
                 return sums, None, new_event(EventOverlap)
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
@@ -469,9 +469,9 @@ class Buffer:
         if plain and (device := self._streams.bare_on(x)) is not None:
             key = x.dtype, device, x.shape[1], topk_of(topk_idx), how
             found = self._low_latency_made.get(key)
-            made = found and dispatch_bare(*found, x, topk_idx, key[2], num_experts)
-            if made:
-                return made
+            bare_made = found and dispatch_bare(found, x, topk_idx, key[2], num_experts)
+            if bare_made:
+                return bare_made
         self._pool.check_others(dispatches=not return_recv_hook)
         hook: Hook | None = None
         fields: Dispatched
@@ -563,8 +563,8 @@ class Buffer:
         options = combine_form(self._partials, y.dtype, use_logfmt, timed)
         plain = stats is None and not (async_finish or return_recv_hook)
         if plain and self._streams.bare_on(x) is not None:
-            given = y, handle.received, options, False, topk_weights, out
-            sums = bare.combine(handle.all_to_all._comm, *given)
+            comm, received = handle.all_to_all._comm, handle.received
+            sums = bare.combine(comm, y, received, options, False, topk_weights, out)
             if sums is not None:
                 return sums, new_event(EventOverlap), None
         all_to_all, received = handle.all_to_all, handle.received

@@ -408,9 +408,9 @@ class ElasticBuffer:
         if made is None or topk_idx is None:
             return None
         (all_to_all, counts, form), topk = made, topk_idx.contiguous()
+        comm, others, values = all_to_all._comm, all_to_all.others, values.contiguous()
         scales = None if packs is None else packs.contiguous()
-        given = values.contiguous(), topk, topk_weights, scales, all_to_all.others
-        found = bare.dispatch(all_to_all._comm, form, *given, APART)
+        found = bare.dispatch(comm, form, values, topk, topk_weights, scales, others, APART)
         if found is None:
             return None
         got, scales, received = found
@@ -460,8 +460,8 @@ class ElasticBuffer:
         later = async_with_compute_stream or previous_event or previous_event_before_epilogue
         plain = bias is None and topk_weights is None and self.allow_multiple_reduction
         if plain and not later and self._streams.bare_on(x) is not None:
-            given = x.contiguous(), handle.received, DEFAULT_COMBINE
-            alone = bare.combine(handle.all_to_all._comm, *given)
+            comm, y, received = handle.all_to_all._comm, x.contiguous(), handle.received
+            alone = bare.combine(comm, y, received, DEFAULT_COMBINE)
             if alone is not None:
                 return alone, None, new_event(EventOverlap)
         received, terms = handle.received, [] if bias is None else bias_list(bias)

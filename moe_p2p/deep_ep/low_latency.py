@@ -71,7 +71,8 @@ class LowLatencyHandle(Elements):
     ) -> None:
         self.all_to_all = all_to_all
         self.received = received  # without its rows, which may be freed before this handle
-        self._sizes = (received.call.max_tokens, hidden, num_experts)
+        self._hidden = hidden
+        self._num_experts = num_experts
 
     def make_combine_buffer(self) -> Tensor:
         if self.combine_buffer is None:
@@ -86,18 +87,19 @@ class LowLatencyHandle(Elements):
         assert source is not None
         assert ranges is not None
         src_info = source[:, 1].view(ranges.shape[0], -1)
-        return (src_info, ranges, *self._sizes)
+        max_tokens = self.received.call.max_tokens
+        return (src_info, ranges, max_tokens, self._hidden, self._num_experts)
 
 
 def dispatch_bare(
-    all_to_all: ReleasingAllToAll,
-    form: DispatchForm,
+    made_for: tuple[ReleasingAllToAll, DispatchForm],
     x: Tensor,
     topk_idx: Tensor,
     hidden: int,
     num_experts: int,
 ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, None] | None:
     """A dispatch with nothing around it, of a form that has been made; None: it is more."""
+    all_to_all, form = made_for
     comm, others = all_to_all._comm, all_to_all.others
     made = bare.dispatch(comm, form, x, topk_idx, None, None, others, APART)
     if made is None:

@@ -275,8 +275,8 @@ class AllToAll(NotCopied):
         else:
             options = DEFAULT_COMBINE
         if row_scalars is None and bias is None:
-            given = y, dispatched, options, options.weighted, topk_weights, out
-            made = bare.combine(self._comm, *given)
+            weighted, comm = options.weighted, self._comm
+            made = bare.combine(comm, y, dispatched, options, weighted, topk_weights, out)
             if made is not None:
                 return made
         row_weights = arguments.row_weights_of(dispatched, options.weighted, topk_weights)

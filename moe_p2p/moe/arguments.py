@@ -62,9 +62,8 @@ def count_versions(*written: Tensor | None) -> None:
     pass that has saved what they held before. torch's dispatcher does so for its own ops alone;
     a compiler counts by the op's schema."""
     if not torch.compiler.is_dynamo_compiling():
-        _increment_version(
-            [each for each in written if each is not None and not each.is_inference()]
-        )
+        counted = [each for each in written if each is not None and not each.is_inference()]
+        _increment_version(counted)
 
 
 def refuse_tangents(**given: Tensor | Sequence[Tensor] | None) -> None:
