@@ -460,8 +460,7 @@ class ElasticBuffer:
         later = async_with_compute_stream or previous_event or previous_event_before_epilogue
         plain = bias is None and topk_weights is None and self.allow_multiple_reduction
         if plain and not later and self._streams.bare_on(x) is not None:
-            comm, y, received = handle.all_to_all._comm, x.contiguous(), handle.received
-            alone = bare.combine(comm, y, received, DEFAULT_COMBINE)
+            alone = bare.combine(handle.all_to_all._comm, x.contiguous(), handle.received)
             if alone is not None:
                 return alone, None, new_event(EventOverlap)
         received, terms = handle.received, [] if bias is None else bias_list(bias)

@@ -177,8 +177,8 @@ class HybridEPBuffer:
 
     def _dispatch_exactly(
         self, all_to_all: ReleasingAllToAll, given: tuple[Any, ...], alignment: int
-    ) -> tuple[tuple[Any, ...], Tensor]:
-        """Waits for the counts of all ranks; returns the fields and the rows of each expert."""
+    ) -> tuple[Dispatched, Tensor]:
+        """Waits for the counts of all ranks; returns the rows of each expert too."""
         values, topk, weights, scales = given
         fields, sizes = all_to_all.dispatch_counted(
             _options(alignment),

@@ -92,20 +92,22 @@ class LowLatencyHandle(Elements):
 
 
 def dispatch_bare(
-    made_for: tuple[ReleasingAllToAll, DispatchForm],
+    made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]],
+    key: LowLatencyKey,
     x: Tensor,
     topk_idx: Tensor,
-    hidden: int,
-    num_experts: int,
 ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, None] | None:
-    """A dispatch with nothing around it, of a form that has been made; None: it is more."""
-    all_to_all, form = made_for
-    comm, others = all_to_all._comm, all_to_all.others
-    made = bare.dispatch(comm, form, x, topk_idx, None, None, others, APART)
-    if made is None:
+    """A dispatch with nothing around it; None: it is more, or nothing is made for its key."""
+    found = made.get(key)
+    if found is None:
         return None
-    rows, scales, received = made
-    handle = LowLatencyHandle(all_to_all, received, hidden, num_experts)
+    all_to_all, form = found
+    comm, others = all_to_all._comm, all_to_all.others
+    results = bare.dispatch(comm, form, x, topk_idx, None, None, others, APART)
+    if results is None:
+        return None
+    rows, scales, received = results
+    handle = LowLatencyHandle(all_to_all, received, key[2], key[4][1])
     got = rows if scales is None else (rows, scales)
     return got, received.counts, handle, new_event(EventOverlap), None
 

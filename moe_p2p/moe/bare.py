@@ -20,7 +20,13 @@ from torch.autograd import forward_ad
 from moe_p2p.library import raise_typed
 from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.dispatched import OBJECTS, WHOLE, Dispatched
-from moe_p2p.moe.options import MERGE_DUPLICATES, CombineOptions, DispatchForm, DispatchOptions
+from moe_p2p.moe.options import (
+    DEFAULT_COMBINE,
+    MERGE_DUPLICATES,
+    CombineOptions,
+    DispatchForm,
+    DispatchOptions,
+)
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DISPATCH, _COMBINE = direct.call_of("dispatch", *OBJECTS), direct.call_of("combine", *OBJECTS)
@@ -54,7 +60,7 @@ def combine(
     comm: int,
     y: Tensor,
     dispatched: Dispatched,
-    options: CombineOptions,
+    options: CombineOptions = DEFAULT_COMBINE,
     weighted: bool | None = False,
     topk_weights: Tensor | None = None,
     out: Tensor | None = None,
