@@ -118,6 +118,7 @@ class ExpertMap:
         with torch.inference_mode(False):  # `set` writes to them in any mode
             self.slots = torch.empty((num_experts, most), dtype=torch.int32, device=device)
             self.counts = torch.empty((num_experts,), dtype=torch.int32, device=device)
+        map_kernel(self.slots.get_device())  # loaded before anybody captures
         self.void = ""
         self.placement: list[int] = []
         self.set(placement)
