@@ -27,6 +27,7 @@ from moe_p2p.moe.expert_mover import State
 from tests.support.expert_cases import alone, check_step, drawn, make_layer, world
 from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
 
+DEADLINE_S = 3.0  # of a wait that nobody ends; longer than a busy machine delays a vote
 FIRST = [0, 1, 2, 3, 4, 5, 0, 1, -1]  # of three ranks
 OTHER = [5, 1, 3, 2, 4, 0, 0, 2, 1]  # circles, a replica that comes and one that goes
 
@@ -319,13 +320,14 @@ def test_a_killed_rank_is_named_and_the_old_placement_holds(at: int) -> None:
 def test_a_rank_that_does_not_vote_is_named_at_the_deadline() -> None:
     def body(rank: Rank) -> None:
         layer = make_layer(rank, FIRST, 6)
-        with alone(rank, [layer], staging_slots=3, timeout_s=1.0) as mover:
+        with alone(rank, [layer], staging_slots=3) as mover:
+            mover._timeout_s = DEADLINE_S
             mover.move(OTHER)
             if rank.rank == 1:
                 mover.step(0)
                 rank.store.wait(["over 0", "over 2"])
                 return
-            with pytest.raises(TimeoutError, match=r"ranks \[1\] did not vote in 1 s; the old pl"):
+            with pytest.raises(TimeoutError, match=r"ranks \[1\] did not vote in 3 s; the old pl"):
                 over(mover)
             layer.check()
             assert layer.table.placement == FIRST
@@ -341,7 +343,8 @@ def test_a_rank_that_cannot_know_whether_others_swapped_makes_its_map_void() -> 
 
     def body(rank: Rank) -> None:
         layer = make_layer(rank, [0, 1, 2, 3], 4)
-        with alone(rank, [layer], staging_slots=2, timeout_s=1.0) as mover:
+        with alone(rank, [layer], staging_slots=2) as mover:
+            mover._timeout_s = DEADLINE_S
             mover.move([3, 1, 2, 0])
             if rank.rank == 0:
                 send = mover._engine.scatter
