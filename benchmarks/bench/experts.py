@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
     if found is None:
         return 2
     wrong = [f"WRONG: {way.name}: {way.wrong} sums or slots" for way in found.ways if way.wrong]
-    body = {"options": asdict(options), "figures": asdict(found)}
+    body = {"options": asdict(options)} | asdict(found)
     return ended(options, text(options, found), body, wrong)
 
 
@@ -239,7 +239,7 @@ class _Bench:
 
         def pair() -> None:
             got = self.comm.dispatch(x, self.table.to_slots(idx), layout="grouped")
-            row = torch.arange(got.x.shape[0], device=device)
+            row = torch.arange(got.x.shape[0], dtype=got.offsets.dtype, device=device)
             slot = torch.searchsorted(got.offsets[: self.slots], row, right=True) - 1
             factor = self.tensors[0][:, 0].bfloat16()[slot.clamp(0, self.slots - 1)]
             self.comm.combine(got.x * factor[:, None], got, out=out)
@@ -253,7 +253,7 @@ class _Bench:
         finish(device)
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             pair()
         dist.barrier()
         return graph.replay, out
