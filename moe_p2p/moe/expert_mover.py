@@ -61,7 +61,7 @@ class State(enum.IntEnum):
     """How far a rank is with a move. The least of all votes counts."""
 
     FAILED = 0
-    WRITING = 1  # slots may still be written by the swap before, on this rank's stream
+    WRITING = 1  # slots may still be written, by the swap before, on this rank's stream
     READING = 2  # nothing of this rank's slots changes any more
     READY = 3  # all that its slots will hold is here
 
@@ -157,7 +157,7 @@ class ExpertMover(NotCopied):
         self._broken = ""
         self._round = self._decided = 0  # of this rank's last vote, and of the last that it read
         self._sent: dict[int, Request] = {}  # votes, by parity of their round
-        self._settled: torch.cuda.Event | None = None
+        self._settled: torch.cuda.Event | None = None  # what was launched before `move` is done
         self._peers: list[Peer] = []
         self._registered: list[Memory] = []
         self._neighbours = Neighbours()
@@ -301,6 +301,9 @@ class ExpertMover(NotCopied):
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         own = [each for each in moves if each.target // self._slots_per_rank == self.rank]
         self._move = _UnderWay(layer, found, digest, own)
+        if self._layers[layer][0].bytes.is_cuda:
+            self._settled = torch.cuda.Event()
+            self._settled.record()
 
     @property
     def moving(self) -> bool:
@@ -377,9 +380,6 @@ class ExpertMover(NotCopied):
                 staged = place.memory.tensor[place.offset : place.offset + size]
                 weights.bytes[begin : begin + size].copy_(staged)
         self._maps[move.layer].set(move.placement)
-        if self._layers[move.layer][0].bytes.is_cuda:
-            self._settled = torch.cuda.Event()
-            self._settled.record()
         self._move = None
 
     # --- reads ---

@@ -379,9 +379,9 @@ def test_nobody_reads_while_the_swap_before_may_still_write() -> None:
     def body(rank: Rank) -> list[int]:
         layer = make_layer(rank, [0, 1, 2, 3], 4)
         with alone(rank, [layer], staging_slots=2) as mover:
+            mover.move([3, 1, 2, 0])
             if rank.rank == 1:
                 mover._settled = Event()  # type: ignore[assignment]
-            mover.move([3, 1, 2, 0])
             reads = []
             for step in range(20):
                 reads.append(sum(nic["reads"] for nic in mover._engine.counters()))

@@ -54,11 +54,12 @@ class Layer(NamedTuple):
     def check(self, number: int = 0) -> None:
         """Every slot that the map names has its expert's bytes."""
         slots = len(self.factors)
+        factors, numbers, scales = (each.cpu() for each in self.tensors)
         for slot, expert in enumerate(self.table.placement[self.table.rank * slots :][:slots]):
             if expert != EMPTY:
-                assert torch.equal(self.factors[slot].cpu(), row_of(expert, number))
-                assert (self.numbers[slot] == expert).all()
-                assert (self.scales[slot].float() == expert % 16).all()
+                assert torch.equal(factors[slot], row_of(expert, number))
+                assert (numbers[slot] == expert).all()
+                assert (scales[slot].float() == expert % 16).all()
 
 
 def make_layer(
@@ -119,8 +120,9 @@ def alone(
 ) -> Iterator[ExpertMover]:
     """A mover without a communicator."""
     config = EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=timeout_s)
+    where = layers[0].factors.device
     with (
-        Engine(config, label=f"rank {rank.rank}") as engine,
+        Engine(config, label=f"rank {rank.rank}", gpu=where.index) as engine,
         mover(rank, layers, engine, **options) as made,
     ):
         yield made
