@@ -246,7 +246,7 @@ class _Bench:
 
         if device.type == "cpu":
             return pair, out
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             for _ in range(3):
                 pair()

@@ -24,8 +24,7 @@ void map_on_host(const abi::MapParams& p) {
                   at / p.topk, " names expert ", id, ", must be 0 to ", p.num_experts - 1,
                   ", or -1 for none");
     p.out.as<Id>()[at] =
-        id < 0 ? Id{-1}
-               : Id{p.slots.get()[abi::place_of_replica(p, at, id, p.counts.get()[id])]};
+        id < 0 ? Id{-1} : Id{p.slots.get()[abi::place_of_replica(p, at, id, p.counts.get()[id])]};
   }
 }
 
@@ -40,20 +39,19 @@ Tensor map_experts(int64_t kernel, const Tensor& topk_idx, const Tensor& slots,
   MOE_P2P_CHECK(first >= 0 && num_slots > 0, Code::kInvalidArgument, "map_experts: ", num_slots,
                 " slots, from replica ", first, " on");
   const Tensor out = make_tensor({topk_idx.size(0), topk_idx.size(1)}, topk_idx.scalar_type());
-  const abi::MapParams params{
-      .topk_idx = pointer<const void>(ids),
-      .out = pointer<void>(mutable_data_of(out)),
-      .slots = pointer<const int32_t>(
-          input<int32_t>(slots, {"slots", {ScalarType::Int}, {counts.numel(), kAny}})),
-      .counts =
-          pointer<const int32_t>(input<int32_t>(counts, {"counts", {ScalarType::Int}, {kAny}})),
-      .num_ids = topk_idx.numel(),
-      .topk = static_cast<int32_t>(topk_idx.size(1)),
-      .num_experts = static_cast<int32_t>(counts.numel()),
-      .max_replicas = static_cast<int32_t>(slots.size(1)),
-      .num_slots = static_cast<int32_t>(num_slots),
-      .first = static_cast<int32_t>(first),
-      .is_int64 = topk_idx.scalar_type() == ScalarType::Long};
+  const abi::MapParams params{.topk_idx = pointer<const void>(ids),
+                              .out = pointer<void>(mutable_data_of(out)),
+                              .slots = pointer<const int32_t>(input<int32_t>(
+                                  slots, {"slots", {ScalarType::Int}, {counts.numel(), kAny}})),
+                              .counts = pointer<const int32_t>(
+                                  input<int32_t>(counts, {"counts", {ScalarType::Int}, {kAny}})),
+                              .num_ids = topk_idx.numel(),
+                              .topk = static_cast<int32_t>(topk_idx.size(1)),
+                              .num_experts = static_cast<int32_t>(counts.numel()),
+                              .max_replicas = static_cast<int32_t>(slots.size(1)),
+                              .num_slots = static_cast<int32_t>(num_slots),
+                              .first = static_cast<int32_t>(first),
+                              .is_int64 = topk_idx.scalar_type() == ScalarType::Long};
   if (params.num_ids == 0) return out;
   if (kernel == 0) {
     MOE_P2P_CHECK(device < 0, Code::kInvalidArgument, "kernel is 0, must be one for a GPU");

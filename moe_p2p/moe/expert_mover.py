@@ -302,7 +302,7 @@ class ExpertMover(NotCopied):
         own = [each for each in moves if each.target // self._slots_per_rank == self.rank]
         self._move = _UnderWay(layer, found, digest, own)
         if self._layers[layer][0].bytes.is_cuda:
-            self._settled = torch.cuda.Event()
+            self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._settled.record()
 
     @property
@@ -409,7 +409,7 @@ class ExpertMover(NotCopied):
             if self._settled is not None:
                 if wait:
                     self._settled.synchronize()
-                if self._settled.query():
+                if self._settled.query():  # type: ignore[no-untyped-call]
                     self._settled = None
             if self._settled is None and move.state == State.WRITING:
                 move.state = State.READING
