@@ -38,6 +38,8 @@ FILES = (
     "moe_p2p/engine/checksum.py",
     "moe_p2p/engine/strides.py",
     "moe_p2p/fleet/[a-z]*.py",
+    "moe_p2p/moe/expert_map.py",
+    "moe_p2p/moe/expert_mover.py",
     "moe_p2p/moe/gpu/fd_exchange.py",
     "moe_p2p/kv/[a-z]*.py",
     "moe_p2p/moe/rendezvous/agreement.py",

@@ -60,6 +60,7 @@ CASES = {
         "test_gpu_row_kernel.py",
         "test_gpu_pack.py",
         "test_gpu_count_kernel.py",
+        "test_gpu_expert_map.py",
         "test_gpu_signals.py::test_replays_send_their_step_and_nothing_else",
         "test_gpu_signals.py::test_a_layer_travels_before_later_ones_are_computed",
         "test_gpu_signals.py::test_a_receiver_may_open_after_a_dummy_batch",
