@@ -449,8 +449,8 @@ class AllToAll(NotCopied):
         out: an earlier result of the same options, to receive into. None: new tensors.
         """
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
-        into = self.make_outputs(pending) if out is None else out
         handle, options, _, capacity = pending.call
+        into = new_outputs(handle, self._shape, pending) if out is None else out
         options &= ~MERGE_DUPLICATES
         rows = (into.x, into.scales, list(into.extras), into.row_weights)
         beside = (into.source, into.ranges, into.wait_ticks, into.row_topk)
