@@ -357,7 +357,7 @@ class Buffer:
         plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
         alone = type(handle) is NormalHandle and topk_weights is bias is None
         if plain and alone and self._streams.bare_on(x) is not None:
-            sums = bare.combine(handle.all_to_all._comm, x.contiguous(), handle.dispatched)
+            sums = bare.combine(handle.all_to_all._comm, x, handle.dispatched)
             if sums is not None:
                 return sums, None, new_event(EventOverlap)
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)

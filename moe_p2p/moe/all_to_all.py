@@ -219,21 +219,14 @@ class AllToAll(NotCopied):
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
+        checked = None if watched() else others
+        first = (self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights)
         try:
-            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
-                self._comm,
-                options,
-                max_tokens,
-                capacity,
-                x,
-                topk_idx,
-                topk_weights,
-                scales,
-                [] if watched() or others is None else others,
-                [*extras],
-                count,
-                count_on_host,
-            )
+            if grad or extras or counted or checked or watched():
+                run = _DISPATCH if grad else _DISPATCH_INFERENCE
+                made = run(*first, scales, checked or [], [*extras], count, count_on_host)
+            else:  # torch takes as long for what is None as for a tensor
+                made = _DISPATCH_INFERENCE(*first, *(() if scales is None else (scales,)))
         except RuntimeError as error:
             more = {"scales": scales, "extras": extras, "num_tokens": count}
             raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
@@ -346,9 +339,12 @@ class AllToAll(NotCopied):
                 )
                 arguments.count_versions(out)
                 return with_more(out, scalars, ticks)
-            last = (row_weights, topk_weights, row_scalars, terms, sum_dtype, capacity)
-            run = _COMBINE if grad else _COMBINE_INFERENCE
-            out, more = run(*first, y, topk_idx, *last, with_wait_ticks)
+            usual = (*first, y, topk_idx, row_weights)
+            if out_dtype is None and row_scalars is None and not (terms or with_wait_ticks or grad):
+                late = () if topk_weights is None else (topk_weights,)
+                return _COMBINE_INFERENCE(*usual, *late)[0]  # type: ignore[no-any-return]
+            last = (topk_weights, row_scalars, terms, sum_dtype, capacity, with_wait_ticks)
+            out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(*usual, *last)
         except RuntimeError as error:
             more = {"row_weights": row_weights, "row_scalars": row_scalars, "bias": terms}
             raise_typed(error, y=y, topk_weights=topk_weights, out=out, **more)
