@@ -180,6 +180,8 @@ class ExpertMover(NotCopied):
         refused, shapes = "", []
         try:
             self._slots_per_rank = self._check_slots()
+            for n, tensors in enumerate(layers):
+                errors.require(len(tensors) > 0, f"layers[{n}] has no tensors")
             shapes = [
                 [_described(f"layers[{n}][{i}]", each, self._slots_per_rank, self._maps[n])
                  for i, each in enumerate(tensors)]
@@ -195,14 +197,15 @@ class ExpertMover(NotCopied):
         self._imm = FIRST_IMM + 2 * max(each["number"] for each in found)
         _numbers[self._engine] = max(each["number"] for each in found) + 1
         self._layers = [[self._weights(each) for each in tensors] for tensors in layers]
-        self._make_staging()
-        self._board = torch.zeros((2, self.world_size, _FIELDS), dtype=torch.int64, device="cpu")
-        self._vote = torch.zeros((2, _FIELDS), dtype=torch.int64, device="cpu")
-        board, self._votes = self._register(self._board), self._register(self._vote)
+        with torch.inference_mode(False):  # they are written in any mode
+            self._make_staging()
+            board = torch.zeros((2, self.world_size, _FIELDS), dtype=torch.int64, device="cpu")
+            self._board, self._vote = board, board[:, 0].clone()
+        landing, self._votes = self._register(self._board), self._register(self._vote)
         address = {
             "address": self._engine.address.hex(),
             "identity": own_identity(),
-            "board": board.descriptor.hex(),
+            "board": landing.descriptor.hex(),
             "layers": [[(w.memory.descriptor.hex(), w.stride) for w in layer]
                        for layer in self._layers],
         }  # fmt: skip
@@ -216,10 +219,11 @@ class ExpertMover(NotCopied):
             errors.require(
                 each.num_slots == self._maps[0].num_slots
                 and each.num_slots % self.world_size == 0
-                and each.rank == self.rank,
+                and each.rank == self.rank
+                and each.slots.device == self._maps[0].slots.device,
                 f"{each!r} of rank {each.rank} is given at rank {self.rank} of {self.world_size}: "
-                "each layer has the same number of slots, a multiple of the ranks, and its map the "
-                "number of this rank",
+                "each layer has the same number of slots, a multiple of the ranks, its map the "
+                "number of this rank, and all are on one device",
             )
         return self._maps[0].num_slots // self.world_size
 
@@ -327,6 +331,7 @@ class ExpertMover(NotCopied):
         arrived were for the swap: others may have swapped, so the map is made void (`ExpertMap`).
         """
         self._require_usable()
+        errors.require_type("step", step, int, "an int")
         while True:
             found = self._step(step, wait)
             if found or not wait or self._move is None:
@@ -372,7 +377,9 @@ class ExpertMover(NotCopied):
         self._swap(move)
         return True
 
+    @torch.inference_mode()
     def _swap(self, move: _UnderWay) -> None:
+        """In a mode in which tensors of any mode may be written."""
         for place in move.places:
             if place.staged:
                 weights = place.weights

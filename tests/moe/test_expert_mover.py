@@ -130,15 +130,17 @@ def test_gaps_between_slots_stay_as_they_are(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_modules_parameters_move_in_any_mode(rank: Rank) -> None:
-    expert = torch.nn.Parameter(torch.full((1, 4), float(rank.rank)))
-    table = ExpertMap([0, 1], num_experts=2, rank=rank.rank)
-    with Engine() as engine, torch.inference_mode():
+@pytest.mark.parametrize("inference", [(True, True), (True, False), (False, True)])
+def test_parameters_move_in_any_mode(rank: Rank, inference: tuple[bool, bool]) -> None:
+    """inference: where weights and mover are made, and where they are used."""
+    with torch.inference_mode(inference[0]), Engine() as engine:
+        expert = torch.nn.Parameter(torch.full((1, 4), float(rank.rank)))
+        table = ExpertMap([0, 1], num_experts=2, rank=rank.rank)
         made = ExpertMover(rank.store, engine, [(table, [expert])], rank=rank.rank, world_size=2)
-        with made, torch.device("meta"):
+        with made, torch.inference_mode(inference[1]), torch.device("meta"):
             made.move([1, 0])
             made.step(0, wait=True)
-    assert expert.tolist() == [[1.0 - rank.rank] * 4]
+        assert expert.tolist() == [[1.0 - rank.rank] * 4]
 
 
 # --- what ranks must agree on ---
@@ -172,6 +174,8 @@ def refused_at_set_up(rank: Rank, case: str) -> None:
         tensors = [torch.zeros(3, 16, device="meta")]
     elif case == "rank" and other:
         table = ExpertMap(FIRST, num_experts=6, rank=1)
+    elif case == "no tensors" and other:
+        tensors = []
     elif case == "multiple":
         table = ExpertMap([*FIRST, 0], num_experts=6, rank=rank.rank)
     with Engine() as engine:
@@ -189,6 +193,7 @@ REFUSED = {
     "overlap": r"rank 2: .*layers\[0\]\[0\] has strides \[0, 1\]",
     "no bytes": r"rank 2: .*is \[3, 0\]: its slots have no bytes",
     "device": "rank 2: .*meta device",
+    "no tensors": r"rank 2: .*layers\[0\] has no tensors",
     "rank": "rank 2: .*of rank 1 is given at rank 2 of 3",
     "multiple": "rank 0: .*a multiple of the ranks",
 }
@@ -217,6 +222,8 @@ def test_a_wrong_argument_begins_nothing(rank: Rank) -> None:
                 mover.move(*arguments)
             assert not mover.moving
         mover.move([*FIRST[:8], 2])
+        with pytest.raises(InvalidArgumentError, match=r"step is .* must be an int"):
+            mover.step(1.5)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentError, match="a move is under way"):
             mover.move(FIRST)
         over(mover)
