@@ -26,6 +26,7 @@ import hashlib
 import json
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +44,7 @@ from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import NotCopied
 from moe_p2p.engine.transfers import Memory, Peer, Region, Request, Slice
 from moe_p2p.fleet.bootstrap import Bootstrap
-from moe_p2p.fleet.neighbours import Neighbours, own_identity
+from moe_p2p.fleet.neighbours import has_ended, own_identity
 from moe_p2p.library import refusal
 from moe_p2p.moe.expert_map import EMPTY, ExpertMap, Move, check_placement, moves_between
 
@@ -160,7 +161,6 @@ class ExpertMover(NotCopied):
         self._settled: torch.cuda.Event | None = None  # what was launched before `move` is done
         self._peers: list[Peer] = []
         self._registered: list[Memory] = []
-        self._neighbours = Neighbours()
         self.closed = False
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=self._timeout_s
@@ -211,7 +211,7 @@ class ExpertMover(NotCopied):
         }  # fmt: skip
         of_all = [json.loads(each) for each in meeting.exchange(_text(address), "their addresses")]
         self._connect(of_all)
-        self._neighbours.add([each["identity"] for each in of_all])
+        self._identities = [str(each["identity"]) for each in of_all]
         meeting.exchange(b"", "all ranks to be connected")
 
     def _check_slots(self) -> int:
@@ -301,7 +301,7 @@ class ExpertMover(NotCopied):
             f"staging_slots is {self._staging_slots}: move in several turns, empty slots before, "
             "or make the mover with more",
         )
-        text = json.dumps([layer, table.placement, found]).encode()
+        text = array("q", [layer, *table.placement, *found]).tobytes()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         own = [each for each in moves if each.target // self._slots_per_rank == self.rank]
         self._move = _UnderWay(layer, found, digest, own)
@@ -507,12 +507,12 @@ class ExpertMover(NotCopied):
             try:
                 self._engine.wait_imm(self._imm + parity, wanted, _LOOK_S)
             except errors.TimeoutError:
-                gone = self._neighbours.wait(0)
-                if gone is not None and self._board[parity, gone, 0] != self._round:
-                    text = f"the process of rank {gone} has ended"
-                    raise self._break(move, errors.PeerDeadError, text) from None
+                late = self._missing(parity)
+                for rank in late:
+                    if has_ended(self._identities[rank]):
+                        text = f"the process of rank {rank} has ended"
+                        raise self._break(move, errors.PeerDeadError, text) from None
                 if time.monotonic() > ends:
-                    late = self._missing(parity)
                     text = f"ranks {late} did not vote in {self._timeout_s:g} s"
                     raise self._break(move, errors.TimeoutError, text) from None
             except errors.MoeP2pError as error:
@@ -568,7 +568,6 @@ class ExpertMover(NotCopied):
         for request in self._sent.values():  # the last votes arrive
             with suppress(RuntimeError):
                 request.wait(self._timeout_s)
-        self._neighbours.close()
         _end(peer.disconnect for peer in self._peers)
         _end(memory.unregister for memory in self._registered)
         for parity in self._sent:

@@ -100,8 +100,8 @@ def test_a_dispatch_refuses_ids_that_no_expert_has() -> None:
     ("placement", "text"),
     [
         ([0, 1, 2], "has 3 slots, must have 4"),
-        ([0, 1, 2, 3], "slot 3 holds expert 3, must be 0 to 2"),
-        ([0, 1, 2, -2], "slot 3 holds expert -2"),
+        ([0, 1, 2, 3], r"slot \[3\] holds expert \[3\], must be 0 to 2"),
+        ([0, 1, 2, -2], r"slot \[3\] holds expert \[-2\]"),
         ([0, 1, 1, -1], r"no slot holds experts \[2\]"),
         ([0, 1, 2, 1.5], "placement is .*must be a list of ints"),
         (None, "must be a list of ints"),
