@@ -42,12 +42,12 @@ def check_placement(placement: Sequence[int], num_slots: int, num_experts: int) 
     errors.require(
         len(found) == num_slots, f"placement has {len(found)} slots, must have {num_slots}"
     )
-    for slot, expert in enumerate(found):
-        errors.require(
-            EMPTY <= expert < num_experts,
-            f"placement: slot {slot} holds expert {expert}, must be 0 to {num_experts - 1}, or "
-            f"{EMPTY} for none",
-        )
+    wrong = [slot for slot, expert in enumerate(found) if not EMPTY <= expert < num_experts]
+    errors.require(
+        not wrong,
+        f"placement: slot {wrong[:1]} holds expert {[found[slot] for slot in wrong[:1]]}, must be "
+        f"0 to {num_experts - 1}, or {EMPTY} for none",
+    )
     missing = sorted(set(range(num_experts)) - set(found))
     errors.require(not missing, f"placement: no slot holds experts {missing[:8]}; each needs one")
     return found
@@ -163,9 +163,9 @@ class ExpertMap:
 
     def _write(self, held: list[list[int]]) -> None:
         width = self.slots.shape[1]
-        rows = [[*each, *[EMPTY] * (width - len(each))] for each in held]
-        for tensor, values in ((self.slots, rows), (self.counts, [len(each) for each in held])):
-            made = torch.tensor(values, dtype=torch.int32, device="cpu")
+        slots = [slot for each in held for slot in (*each, *[EMPTY] * (width - len(each)))]
+        for tensor, values in ((self.slots, slots), (self.counts, [len(each) for each in held])):
+            made = torch.tensor(values, dtype=torch.int32, device="cpu").view(tensor.shape)
             # Torch keeps pinned memory until the stream has read it.
             tensor.copy_(made.pin_memory() if tensor.is_cuda else made, non_blocking=True)
 

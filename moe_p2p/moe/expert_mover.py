@@ -26,6 +26,7 @@ import hashlib
 import json
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +44,7 @@ from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import NotCopied
 from moe_p2p.engine.transfers import Memory, Peer, Region, Request, Slice
 from moe_p2p.fleet.bootstrap import Bootstrap
-from moe_p2p.fleet.neighbours import Neighbours, own_identity
+from moe_p2p.fleet.neighbours import has_ended, own_identity
 from moe_p2p.library import refusal
 from moe_p2p.moe.expert_map import EMPTY, ExpertMap, Move, check_placement, moves_between
 
@@ -160,7 +161,6 @@ class ExpertMover(NotCopied):
         self._settled: torch.cuda.Event | None = None  # what was launched before `move` is done
         self._peers: list[Peer] = []
         self._registered: list[Memory] = []
-        self._neighbours = Neighbours()
         self.closed = False
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=self._timeout_s
@@ -180,6 +180,8 @@ class ExpertMover(NotCopied):
         refused, shapes = "", []
         try:
             self._slots_per_rank = self._check_slots()
+            for n, tensors in enumerate(layers):
+                errors.require(len(tensors) > 0, f"layers[{n}] has no tensors")
             shapes = [
                 [_described(f"layers[{n}][{i}]", each, self._slots_per_rank, self._maps[n])
                  for i, each in enumerate(tensors)]
@@ -195,20 +197,21 @@ class ExpertMover(NotCopied):
         self._imm = FIRST_IMM + 2 * max(each["number"] for each in found)
         _numbers[self._engine] = max(each["number"] for each in found) + 1
         self._layers = [[self._weights(each) for each in tensors] for tensors in layers]
-        self._make_staging()
-        self._board = torch.zeros((2, self.world_size, _FIELDS), dtype=torch.int64, device="cpu")
-        self._vote = torch.zeros((2, _FIELDS), dtype=torch.int64, device="cpu")
-        board, self._votes = self._register(self._board), self._register(self._vote)
+        with torch.inference_mode(False):  # they are written in any mode
+            self._make_staging()
+            board = torch.zeros((2, self.world_size, _FIELDS), dtype=torch.int64, device="cpu")
+            self._board, self._vote = board, board[:, 0].clone()
+        landing, self._votes = self._register(self._board), self._register(self._vote)
         address = {
             "address": self._engine.address.hex(),
             "identity": own_identity(),
-            "board": board.descriptor.hex(),
+            "board": landing.descriptor.hex(),
             "layers": [[(w.memory.descriptor.hex(), w.stride) for w in layer]
                        for layer in self._layers],
         }  # fmt: skip
         of_all = [json.loads(each) for each in meeting.exchange(_text(address), "their addresses")]
         self._connect(of_all)
-        self._neighbours.add([each["identity"] for each in of_all])
+        self._identities = [str(each["identity"]) for each in of_all]
         meeting.exchange(b"", "all ranks to be connected")
 
     def _check_slots(self) -> int:
@@ -216,10 +219,11 @@ class ExpertMover(NotCopied):
             errors.require(
                 each.num_slots == self._maps[0].num_slots
                 and each.num_slots % self.world_size == 0
-                and each.rank == self.rank,
+                and each.rank == self.rank
+                and each.slots.device == self._maps[0].slots.device,
                 f"{each!r} of rank {each.rank} is given at rank {self.rank} of {self.world_size}: "
-                "each layer has the same number of slots, a multiple of the ranks, and its map the "
-                "number of this rank",
+                "each layer has the same number of slots, a multiple of the ranks, its map the "
+                "number of this rank, and all are on one device",
             )
         return self._maps[0].num_slots // self.world_size
 
@@ -297,7 +301,7 @@ class ExpertMover(NotCopied):
             f"staging_slots is {self._staging_slots}: move in several turns, empty slots before, "
             "or make the mover with more",
         )
-        text = json.dumps([layer, table.placement, found]).encode()
+        text = array("q", [layer, *table.placement, *found]).tobytes()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         own = [each for each in moves if each.target // self._slots_per_rank == self.rank]
         self._move = _UnderWay(layer, found, digest, own)
@@ -327,6 +331,7 @@ class ExpertMover(NotCopied):
         arrived were for the swap: others may have swapped, so the map is made void (`ExpertMap`).
         """
         self._require_usable()
+        errors.require_type("step", step, int, "an int")
         while True:
             found = self._step(step, wait)
             if found or not wait or self._move is None:
@@ -372,7 +377,9 @@ class ExpertMover(NotCopied):
         self._swap(move)
         return True
 
+    @torch.inference_mode()
     def _swap(self, move: _UnderWay) -> None:
+        """In a mode in which tensors of any mode may be written."""
         for place in move.places:
             if place.staged:
                 weights = place.weights
@@ -500,12 +507,12 @@ class ExpertMover(NotCopied):
             try:
                 self._engine.wait_imm(self._imm + parity, wanted, _LOOK_S)
             except errors.TimeoutError:
-                gone = self._neighbours.wait(0)
-                if gone is not None and self._board[parity, gone, 0] != self._round:
-                    text = f"the process of rank {gone} has ended"
-                    raise self._break(move, errors.PeerDeadError, text) from None
+                late = self._missing(parity)
+                for rank in late:
+                    if has_ended(self._identities[rank]):
+                        text = f"the process of rank {rank} has ended"
+                        raise self._break(move, errors.PeerDeadError, text) from None
                 if time.monotonic() > ends:
-                    late = self._missing(parity)
                     text = f"ranks {late} did not vote in {self._timeout_s:g} s"
                     raise self._break(move, errors.TimeoutError, text) from None
             except errors.MoeP2pError as error:
@@ -561,7 +568,6 @@ class ExpertMover(NotCopied):
         for request in self._sent.values():  # the last votes arrive
             with suppress(RuntimeError):
                 request.wait(self._timeout_s)
-        self._neighbours.close()
         _end(peer.disconnect for peer in self._peers)
         _end(memory.unregister for memory in self._registered)
         for parity in self._sent:
