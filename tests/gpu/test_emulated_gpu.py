@@ -148,9 +148,9 @@ CASES = {
     ],
     "masks": [
         "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",
-        "test_gpu_masks.py::test_ranks_that_never_came_are_masked_from_the_first_call[3ranks-3pernode-[1, 2]]",
+        "test_gpu_masks.py::test_ranks_that_never_came_are_masked[3ranks-3pernode-[1, 2]]",
         "test_gpu_masks.py::test_masks_set_by_hand_are_not_waited_for[4ranks-4pernode]",
-        "test_gpu_masks.py::test_ranks_that_never_came_are_masked_from_the_first_call[4ranks-1pernode-[1]]",
+        "test_gpu_masks.py::test_ranks_that_never_came_are_masked[4ranks-1pernode-[1]]",
         "test_gpu_masks.py::test_a_slow_rank_is_masked_and_masks_the_others[2ranks-2pernode]",
         "test_gpu_masks.py::test_a_rank_stops_behind_a_half[3ranks-3pernode-dispatch_send]",
         "test_gpu_masks.py::test_a_rank_stops_behind_a_half[4ranks-1pernode-dispatch]",

@@ -117,9 +117,7 @@ def never_came(rank: Rank, world: World, lost: list[int]) -> None:
 
 @pytest.mark.parametrize("lost", [[0], [1], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("world", gpu_ranks.worlds((3, 3), (4, 1)))
-def test_ranks_that_never_came_are_masked_from_the_first_call(
-    world: World, lost: list[int]
-) -> None:
+def test_ranks_that_never_came_are_masked(world: World, lost: list[int]) -> None:
     gpu_ranks.run(world, never_came, lost)
 
 
