@@ -80,6 +80,11 @@ _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.defa
 _COMBINE_OUT = _ops.combine_out.default
 
 
+def _checked(others: list[int] | None) -> list[int]:
+    """Which communicators an op checks first: none where somebody watches."""
+    return [] if others is None or watched() else others
+
+
 class AllToAll(NotCopied):
     """Dispatch and combine of one rank. Making one is collective: every rank of the group does.
 
@@ -219,14 +224,12 @@ class AllToAll(NotCopied):
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
-        checked = None if watched() else others
         first = (self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights)
+        last: tuple[Any, ...] = (scales, _checked(others), [*extras], count, count_on_host)
+        if not (grad or extras or counted or watched()):  # what is not given takes as long
+            last = last[: 2 if others else scales is not None]
         try:
-            if grad or extras or counted or checked or watched():
-                run = _DISPATCH if grad else _DISPATCH_INFERENCE
-                made = run(*first, scales, checked or [], [*extras], count, count_on_host)
-            else:  # torch takes as long for what is None as for a tensor
-                made = _DISPATCH_INFERENCE(*first, *(() if scales is None else (scales,)))
+            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(*first, *last)
         except RuntimeError as error:
             more = {"scales": scales, "extras": extras, "num_tokens": count}
             raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
