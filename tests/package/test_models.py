@@ -1,5 +1,7 @@
-"""The model of worlds that change (docs/elastic.md), by spin: no schedule of it breaks a promise, and
-each broken rule does."""
+"""The model of worlds that change (docs/elastic.md), by spin: no schedule breaks a promise.
+
+Each broken rule does.
+"""
 
 from __future__ import annotations
 
