@@ -34,6 +34,9 @@
 #ifndef N2
 #define N2 1
 #endif
+#ifndef VICTIM
+#define VICTIM 2          /* or 0: seat 1 is like it */
+#endif
 #define S 2
 #define EPOCHS 4          /* 1 to 3 */
 #define NEWCOMER 3        /* processes 0 to 2 are of the seats 0 to 2 */
@@ -58,7 +61,6 @@ byte decided[EPOCHS];          /* 0, YES, NO */
 byte staged[EPOCHS];           /* bits of seats */
 byte connected[4];             /* by process: the last epoch that it has connected in */
 byte closed;                   /* bits of processes that serve epoch 1 no more */
-byte in_epoch[4];              /* where a process makes its calls */
 byte finished;                 /* bits of processes */
 
 #define bit(i) (1 << (i))
@@ -154,24 +156,28 @@ inline decide(k) {
   fi
 }
 
-/* Beside the steps: one epoch after the other that calls this process. */
+/* Beside the steps: one epoch after the other that calls this process. One process after the other:
+ * before the decision nothing else looks at what they do. */
 proctype Stage(byte me; byte seat) {
   byte k = 2;
 end:
   do
-  /* One after the other: before the decision nothing else looks at what they do. */
-  :: called >= k && decided[k] != NO && (staged[k] & (bit(seat) - 1)) == bit(seat) - 1 ->
-     if
-     :: BROKEN == STAGED_FIRST ->
-        atomic { staged[k] = staged[k] | bit(seat); decide(k) };
-        atomic { connected[me] = k }
-     :: else -> atomic { connected[me] = k; staged[k] = staged[k] | bit(seat); decide(k) }
-     fi;
-     if
-     :: decided[k] == NO && k < EPOCHS - 1 -> k++
-     :: decided[k] == YES -> break
-     fi
-  :: decided[k] == NO && k < EPOCHS - 1 -> k++
+  :: atomic { k < EPOCHS && decided[k] == NO -> k++ }
+  :: atomic {
+       BROKEN != STAGED_FIRST && k < EPOCHS && called >= k && decided[k] == 0 && connected[me] < k &&
+       (staged[k] & (bit(seat) - 1)) == bit(seat) - 1 ->
+       connected[me] = k;
+       staged[k] = staged[k] | bit(seat);
+       decide(k)
+     }
+  :: atomic {
+       BROKEN == STAGED_FIRST && called >= k && (staged[k] & bit(seat)) == 0 ->
+       staged[k] = staged[k] | bit(seat);
+       decide(k)
+     }
+  :: atomic {
+       BROKEN == STAGED_FIRST && (staged[k] & bit(seat)) && connected[me] < k -> connected[me] = k
+     }
   od
 }
 
@@ -190,73 +196,66 @@ proctype Refuser() {
 #define was_called (me != victim)
 #define next_epoch (decided[2] == YES -> 2 : (decided[3] == YES -> 3 : 0))
 
+#define may_send (half == 0 && c < last && (e < S || BROKEN == NO_WAIT || combined(k, seat, e - S, c - S)))
+#define may_read (half == 1 && dispatched(k, seat, e, c))
+#define may_end (half == 0 && c == last && combined(k, seat, e - 1, c - 1) && \
+                 (e < 2 || combined(k, seat, e - 2, c - 2)))
+
 proctype Rank(byte me; byte seat) {
-  byte k = 1, c = 0, e = 0, last = N1;
+  byte k = 1, c = 0, e = 0, last = N1, half = 0;
   if
   :: me == NEWCOMER -> goto change
   :: else -> skip
   fi;
 steps:
   do
-  :: c < last ->
-     if
-     :: atomic { e < S || BROKEN == NO_WAIT || combined(k, seat, e - S, c - S) ->
-          if
-          :: e >= S && BROKEN != NO_WAIT -> check_combine(k, seat, e - S, c - S)
-          :: else -> skip
-          fi;
-          if
-          :: seat < 2 -> inbox[at(m(k), 2, 1 - seat, e % S)] = c + 1; send(k, seat, e % S, c + 1)
-          :: else -> send(k, 2, e % S, c + 1); send(k, 3, e % S, c + 1)
-          fi }
-     :: may_give_up && e >= S && !combined(k, seat, e - S, c - S) -> goto change
-     fi;
-     if
-     :: atomic { dispatched(k, seat, e, c) -> check_dispatch(k, seat, e, c);
-          if
-          :: seat < 2 -> partial[at(m(k), 2, 1 - seat, e % S)] = c + 1;
-                         hand_in(k, 0, e, c); hand_in(k, 1, e, c); c++; e++
-          :: else -> send(k, 6, e % S, c + 1); send(k, 7, e % S, c + 1); c++; e++
-          fi }
-     :: may_give_up && !dispatched(k, seat, e, c) -> goto change
-     fi;
-     if
-     :: BROKEN == ENTERS_EARLY && k == 1 && !is_victim && next_epoch != 0 -> goto enter
-     :: is_victim && lost -> goto stopped
-     :: else -> skip
-     fi
-  :: c == last ->
-     if
-     :: atomic { combined(k, seat, e - 1, c - 1) && (e < 2 || combined(k, seat, e - 2, c - 2)) ->
-          check_combine(k, seat, e - 1, c - 1);
-          if
-          :: e >= 2 -> check_combine(k, seat, e - 2, c - 2)
-          :: else -> skip
-          fi }
-     :: may_give_up -> skip
-     fi;
-     break
+  :: atomic { may_send ->
+       if
+       :: e >= S && BROKEN != NO_WAIT -> check_combine(k, seat, e - S, c - S)
+       :: else -> skip
+       fi;
+       if
+       :: seat < 2 -> inbox[at(m(k), 2, 1 - seat, e % S)] = c + 1; send(k, seat, e % S, c + 1)
+       :: else -> send(k, 2, e % S, c + 1); send(k, 3, e % S, c + 1)
+       fi;
+       half = 1 }
+  :: atomic { may_read ->
+       check_dispatch(k, seat, e, c);
+       if
+       :: seat < 2 -> partial[at(m(k), 2, 1 - seat, e % S)] = c + 1;
+                      hand_in(k, 0, e, c); hand_in(k, 1, e, c)
+       :: else -> send(k, 6, e % S, c + 1); send(k, 7, e % S, c + 1)
+       fi;
+       c++; e++; half = 0 }
+  :: atomic { may_end ->
+       check_combine(k, seat, e - 1, c - 1);
+       if
+       :: e >= 2 -> check_combine(k, seat, e - 2, c - 2)
+       :: else -> skip
+       fi;
+       if
+       :: k > 1 || c > N1 -> finished = finished | bit(me); goto left
+       :: else -> goto change
+       fi }
+  :: atomic { BROKEN == ENTERS_EARLY && k == 1 && was_called && half == 0 && c < N1 &&
+              next_epoch != 0 -> goto enter }
+  :: atomic { is_victim && lost -> goto left }  /* for good */
+  :: atomic { may_give_up && !may_send && !may_read && !may_end -> goto change }
   od;
-  if
-  :: k > 1 -> goto done
-  :: else -> skip
-  fi;
 change:
-  if
-  :: was_called && BROKEN == STAYS && me == (victim + 1) % 3 -> c = N1; last = N1 + N2; goto steps
-  :: was_called && next_epoch != 0 -> skip
-  :: !was_called && BROKEN == SEATS && next_epoch != 0 -> skip
-  :: !was_called && BROKEN == UNCALLED && c == N1 -> last = N1 + N2; goto steps
-  :: !was_called -> goto left
-  fi;
-enter:
   atomic {
     if
-    :: BROKEN == SEATS && is_victim -> connected[me] = next_epoch
-    :: else -> skip
-    fi;
+    :: was_called && BROKEN == STAYS && me == (victim + 1) % 3 ->
+       c = N1; last = N1 + N2; half = 0; goto steps
+    :: was_called && next_epoch != 0 -> goto enter
+    :: !was_called && BROKEN == SEATS && next_epoch != 0 -> connected[me] = next_epoch; goto enter
+    :: !was_called && BROKEN == UNCALLED && c == N1 -> last = N1 + N2; goto steps
+    :: !was_called && !(BROKEN == SEATS && lost) && !(BROKEN == UNCALLED && c == N1) -> goto left
+    fi
+  };
+enter:
+  atomic {
     k = next_epoch;
-    in_epoch[me] = k;
     if
     :: BROKEN == STOPS_SERVING && me != NEWCOMER ->
        closed = closed | bit(me);
@@ -274,18 +273,9 @@ enter:
     :: BROKEN == ENTERS_EARLY && c < N1 && me != NEWCOMER -> last = c + N2
     :: else -> c = N1; last = N1 + N2
     fi;
-    e = 0
-  }
-  goto steps;
-done:
-  atomic { finished = finished | bit(me); assert(c == last) }
-  goto left;
-stopped:  /* for good, or it goes on */
-  if
-  :: c < last -> goto steps
-  :: true -> skip
-  :: true -> goto change
-  fi;
+    e = 0; half = 0;
+    goto steps
+  };
 left:
   /* (E9) Who is not called makes no call of those behind the change. */
   assert(!(is_victim && c > N1))
@@ -293,10 +283,7 @@ left:
 
 init {
   atomic {
-    if
-    :: victim = 0  /* seat 1 is like it */
-    :: victim = 2
-    fi;
+    victim = VICTIM;
     called = 2;
     connected[0] = 1; connected[1] = 1; connected[2] = 1;
     run Network();
