@@ -14,8 +14,10 @@ import pytest
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "elastic.pml"
 DEADLINE_S = 900
-# BROKEN of the model, and its rule. STAGED_FIRST is left to the simulation in C++.
-BROKEN = {1: "E1", 2: "E1", 3: "E2", 4: "E3", 6: "E5", 7: "E6", 8: "E7", 9: "E8", 10: "E9"}
+SLOTS = {"N1": 2, "N2": 1}  # steps of an epoch: both step slots are used
+# BROKEN of the model, and its rule.
+BROKEN = {1: "E1", 2: "E1", 3: "E2", 4: "E3", 5: "E4", 6: "E5", 7: "E6", 8: "E7", 9: "E8"}
+BROKEN |= {10: "E9", 11: "R1"}
 
 
 def explore(folder: Path, **defines: int) -> tuple[int, int]:
@@ -47,13 +49,17 @@ def explore(folder: Path, **defines: int) -> tuple[int, int]:
 
 @pytest.mark.more
 @pytest.mark.timeout(DEADLINE_S)
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "defines",
+    [{"VICTIM": 0, **SLOTS}, {"VICTIM": 2, **SLOTS}, {"VICTIM": 2, "N1": 1, "N2": 1, "REFUSES": 1}],
+    ids=["first", "last", "refused"],
+)
 def test_no_schedule_breaks_a_promise(
-    victim: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    defines: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    errors, states = explore(tmp_path, VICTIM=victim, N1=1, N2=1)
+    errors, states = explore(tmp_path, **defines)
     with capsys.disabled():
-        print(f"\nelastic.pml, seat {victim} changes hands: {states} states, {errors} errors")
+        print(f"\nelastic.pml, {defines}: {states} states, {errors} errors")
     assert errors == 0
 
 
@@ -61,4 +67,5 @@ def test_no_schedule_breaks_a_promise(
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda each: f"{BROKEN[each]}-{each}")
 def test_a_broken_rule_has_a_counterexample(broken: int, tmp_path: Path) -> None:
-    assert explore(tmp_path, BROKEN=broken, N1=2, N2=1)[0] == 1
+    defines = {"N1": 3, "N2": 1} if BROKEN[broken] == "R1" else SLOTS
+    assert explore(tmp_path, BROKEN=broken, **defines)[0] == 1
