@@ -1,6 +1,7 @@
 // torch.ops.moe_p2p.map_experts: the slots of logical experts, by a table: on the host here, on a
 // GPU by kernels/map.cu. moe_p2p/moe/expert_map.py calls it.
 #include <algorithm>
+#include <cstdint>
 
 #include "kernels/abi/map.h"
 #include "ops/tensor_checks.h"
@@ -38,6 +39,8 @@ Tensor map_experts(int64_t kernel, const Tensor& topk_idx, const Tensor& slots,
       input<void>(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, kAny}});
   MOE_P2P_CHECK(first >= 0 && num_slots > 0, Code::kInvalidArgument, "map_experts: ", num_slots,
                 " slots, from replica ", first, " on");
+  MOE_P2P_CHECK(topk_idx.numel() <= INT32_MAX, Code::kInvalidArgument, "topk_idx has ",
+                topk_idx.numel(), " ids, must have at most ", INT32_MAX);
   const Tensor out = make_tensor({topk_idx.size(0), topk_idx.size(1)}, topk_idx.scalar_type());
   const abi::MapParams params{.topk_idx = pointer<const void>(ids),
                               .out = pointer<void>(mutable_data_of(out)),
