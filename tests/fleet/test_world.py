@@ -1,5 +1,7 @@
-"""Who is called to an epoch of a world, and how it is decided: rules of docs/elastic.md, by words in
-a store alone. tests/cpp/simulation_elastic.cpp has the same rules in the C++ simulation."""
+"""Who is called to an epoch of a world, and how it is decided: docs/elastic.md, by words of a store.
+
+tests/cpp/simulation_elastic.cpp has the same rules in the C++ simulation.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ def test_of_two_processes_of_one_seat_the_last_is_called(made: Processes) -> Non
     while first._there()[1][0] != new.id:
         pass
     called = first.call(add=[1])
-    assert new.is_in(called) and not old.is_in(called)
+    assert new.is_in(called)
+    assert not old.is_in(called)
     old.stage(called)  # it does not look
     first.stage(called)
     with beside(first.settle, called, LONG) as verdict:
