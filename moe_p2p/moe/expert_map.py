@@ -110,8 +110,12 @@ class ExpertMap:
         rank: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        errors.require(num_experts > 0, f"num_experts is {num_experts}, must be at least 1")
-        errors.require(rank >= 0, f"rank is {rank}, must be at least 0")
+        for name, number, least in (("num_experts", num_experts, 1), ("rank", rank, 0)):
+            errors.require_type(name, number, int, "an int")
+            errors.require(
+                least <= number < 1 << 31, f"{name} is {number}, must be {least} to 2^31 - 1"
+            )
+        errors.require_type("placement", placement, (Sequence, Tensor), "a sequence of ints")
         self.num_slots, self.num_experts, self.rank = len(placement), num_experts, rank
         check_placement(placement, self.num_slots, num_experts)
         most = self.num_slots - num_experts + 1
@@ -134,6 +138,7 @@ class ExpertMap:
         """
         if self.void:
             raise errors.make(errors.AbortedError, self.void)
+        errors.require_type("topk_idx", topk_idx, Tensor)
         slots: Tensor = call(
             _ops.map_experts.default,
             map_kernel(topk_idx.get_device()),

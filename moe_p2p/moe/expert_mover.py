@@ -53,6 +53,7 @@ _PRIORITY, _VOTE_PRIORITY = 2, 1  # a vote must not queue behind weights
 _ALIGNMENT = 256
 _FIELDS = 4  # of a vote: round, digest, step, state
 _LOOK_S = 0.05  # between two looks whether a process that is waited for has ended
+_STEPS = 1 << 62  # a vote holds a step in 64 bits
 _END_S = 5.0  # until reads that were given up have ended
 
 _numbers: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
@@ -142,6 +143,8 @@ class ExpertMover(NotCopied):
     ) -> None:
         errors.require_type("engine", engine, Engine, "an Engine")
         errors.require(staging_slots >= 0, f"staging_slots is {staging_slots}, must be at least 0")
+        if bytes_per_step is not None:
+            errors.require_type("bytes_per_step", bytes_per_step, int, "an int or None")
         errors.require(
             bytes_per_step is None or bytes_per_step > 0,
             f"bytes_per_step is {bytes_per_step}, must be at least 1, or None",
@@ -332,6 +335,7 @@ class ExpertMover(NotCopied):
         """
         self._require_usable()
         errors.require_type("step", step, int, "an int")
+        errors.require(abs(step) < _STEPS, f"step is {step}, must be less than 2^62")
         while True:
             found = self._step(step, wait)
             if found or not wait or self._move is None:
@@ -380,14 +384,24 @@ class ExpertMover(NotCopied):
     @torch.inference_mode()
     def _swap(self, move: _UnderWay) -> None:
         """In a mode in which tensors of any mode may be written."""
-        for place in move.places:
-            if place.staged:
-                weights = place.weights
-                begin, size = place.slot * weights.stride, weights.slot_bytes
-                staged = place.memory.tensor[place.offset : place.offset + size]
-                weights.bytes[begin : begin + size].copy_(staged)
-        self._maps[move.layer].set(move.placement)
         self._move = None
+        table = self._maps[move.layer]
+        try:
+            for place in move.places:
+                if place.staged:
+                    weights = place.weights
+                    begin, size = place.slot * weights.stride, weights.slot_bytes
+                    staged = place.memory.tensor[place.offset : place.offset + size]
+                    weights.bytes[begin : begin + size].copy_(staged)
+            table.set(move.placement)
+        except BaseException as error:  # Ctrl-C too: the others swap
+            self._broken = (
+                f"rank {self.rank} of {self.world_size}: the swap of layer {move.layer} was cut "
+                f"off by {type(error).__name__}, and the others have swapped: this rank's map is "
+                "void, and its slots are of both placements"
+            )
+            table.make_void(self._broken)
+            raise
 
     # --- reads ---
 
@@ -559,12 +573,13 @@ class ExpertMover(NotCopied):
 
     def close(self) -> None:
         """Idempotent. Between moves; a move that is under way is given up, and the others find out
-        at their deadline. Before the engine is closed, and behind the last step on its stream."""
+        at their deadline, unless they may swap: then this rank's map is void. Before the engine is
+        closed, and behind the last step on its stream."""
         if self.closed:
             return
         self.closed = True
         if self._move is not None:
-            self._give_up(self._move, errors.make(errors.ClosedError, "closed"))
+            self._break(self._move, errors.ClosedError, "the mover was closed")
         for request in self._sent.values():  # the last votes arrive
             with suppress(RuntimeError):
                 request.wait(self._timeout_s)

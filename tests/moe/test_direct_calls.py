@@ -232,7 +232,10 @@ def test_who_merged_duplicates_gives_no_late_weights(alone: AllToAll) -> None:
 
 def test_combine_wants_the_dispatched_itself(alone: AllToAll) -> None:
     given = of_combine(alone)
-    for odd in ((*given[2],), given[2]._replace(call=(*given[2].call,)), None, given[2].x):
+    short = tuple.__new__(dispatched.Dispatched, given[2][:2])
+    odd_call = tuple.__new__(dispatched.Call, given[2].call[:1])
+    odds = (given[2]._replace(call=call) for call in ((*given[2].call,), odd_call))
+    for odd in ((*given[2],), *odds, short, None, given[2].x):
         assert combine(*given[:2], odd, *given[3:]) is None
 
 

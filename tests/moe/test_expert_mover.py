@@ -372,6 +372,63 @@ def test_a_rank_that_cannot_know_whether_others_swapped_makes_its_map_void() -> 
     run_threads(2, body)
 
 
+def test_a_mover_that_is_closed_when_all_may_swap_makes_its_map_void() -> None:
+    def body(rank: Rank) -> None:
+        layer = make_layer(rank, [0, 1, 2, 2], 3)
+        with alone(rank, [layer]) as mover:
+            mover.move([0, 1, 2, EMPTY])
+            for number in range(2):
+                assert not mover.step(number)
+            if rank.rank == 0:
+                assert mover.step(2)
+                return
+        with pytest.raises(AbortedError, match=r"the mover was closed; .* map is void"):
+            layer.table.to_slots(torch.zeros(1, 1, dtype=torch.int64))
+
+    run_threads(2, body)
+
+
+def test_a_swap_that_is_cut_off_makes_the_map_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = ExpertMap.set
+
+    def cut_off(table: ExpertMap, placement: list[int]) -> None:
+        if table.rank == 1 and placement == [0, 1, 2, EMPTY]:
+            raise KeyboardInterrupt
+        setting(table, placement)
+
+    monkeypatch.setattr(ExpertMap, "set", cut_off)
+
+    def body(rank: Rank) -> None:
+        layer = make_layer(rank, [0, 1, 2, 2], 3)
+        with alone(rank, [layer]) as mover:
+            mover.move([0, 1, 2, EMPTY])
+            for number in range(2):
+                assert not mover.step(number)
+            if rank.rank == 0:
+                assert mover.step(2)
+                return
+            with pytest.raises(KeyboardInterrupt):
+                mover.step(2)
+            assert not mover.moving
+            for call in (lambda: mover.step(3), lambda: layer.table.to_slots(torch.zeros(1, 1))):
+                with pytest.raises(AbortedError, match="cut off by KeyboardInterrupt"):
+                    call()
+
+    run_threads(2, body)
+
+
+def test_a_step_that_no_vote_can_hold_is_refused() -> None:
+    def body(rank: Rank) -> None:
+        layer = make_layer(rank, [0, 1, 2, 2], 3)
+        with alone(rank, [layer]) as mover:
+            mover.move([0, 1, 2, EMPTY])
+            with pytest.raises(InvalidArgumentError, match="must be less than 2"):
+                mover.step(1 << 63)
+            assert over(mover)
+
+    run_threads(2, body)
+
+
 def test_nobody_reads_while_the_swap_before_may_still_write() -> None:
     """On a GPU the copies of a swap run behind the host, which another rank would overtake."""
 

@@ -213,10 +213,12 @@ Object* dispatch(Object* self, Object* const* given, ptrdiff_t num) {
 // given: comm, y, a Dispatched, CombineOptions.number, .weighted, topk_weights, out. The sums.
 Object* combine(Object* self, Object* const* given, ptrdiff_t num) {
   Object* const from = num == 7 ? given[2] : nullptr;
-  if (!from || type_of(from) != kPy.in_tuple(self, kDispatchedType)) return declined();
+  if (!from || type_of(from) != kPy.in_tuple(self, kDispatchedType) ||
+      kPy.tuple_size(from) <= kCall)
+    return declined();
   Object* const call = kPy.in_tuple(from, kCall);
   int64_t options = 0;
-  if (type_of(call) != kPy.in_tuple(self, kCallType) ||
+  if (type_of(call) != kPy.in_tuple(self, kCallType) || kPy.tuple_size(call) <= kMaxTokens ||
       !read(kPy.in_tuple(call, kOptions), options))
     return declined();
   Object *const weighted = given[4], *const topk_weights = given[5];
