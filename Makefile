@@ -108,8 +108,8 @@ WHEEL_MIB ?= 5
 wheel: build
 	@rm -rf build/wheel build/compiled build/lib* build/bdist.* && mkdir -p dist build/compiled
 	@for shape in $(WHEEL_SHAPES); do \
-	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize --arch sm_90a \
-	    --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
+	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize \
+	    --combine-dtype block16 --arch sm_90a --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
 	    rm -f build/compiled/*; break; }; \
 	done
 	MOE_P2P_COMPILED=$(CURDIR)/build/compiled $(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
