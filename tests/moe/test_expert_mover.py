@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -372,18 +374,25 @@ def test_a_rank_that_cannot_know_whether_others_swapped_makes_its_map_void() -> 
     run_threads(2, body)
 
 
+@contextmanager
+def all_may_swap(rank: Rank) -> Iterator[tuple[ExpertMover, ExpertMap]]:
+    """A move to [0, 1, 2, EMPTY] of which all votes are known at the next step, number 2."""
+    layer = make_layer(rank, [0, 1, 2, 2], 3)
+    with alone(rank, [layer]) as mover:
+        mover.move([0, 1, 2, EMPTY])
+        for number in range(2):
+            assert not mover.step(number)
+        yield mover, layer.table
+
+
 def test_a_mover_that_is_closed_when_all_may_swap_makes_its_map_void() -> None:
     def body(rank: Rank) -> None:
-        layer = make_layer(rank, [0, 1, 2, 2], 3)
-        with alone(rank, [layer]) as mover:
-            mover.move([0, 1, 2, EMPTY])
-            for number in range(2):
-                assert not mover.step(number)
+        with all_may_swap(rank) as (mover, table):
             if rank.rank == 0:
                 assert mover.step(2)
                 return
         with pytest.raises(AbortedError, match=r"the mover was closed; .* map is void"):
-            layer.table.to_slots(torch.zeros(1, 1, dtype=torch.int64))
+            table.to_slots(torch.zeros(1, 1, dtype=torch.int64))
 
     run_threads(2, body)
 
@@ -399,18 +408,14 @@ def test_a_swap_that_is_cut_off_makes_the_map_void(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ExpertMap, "set", cut_off)
 
     def body(rank: Rank) -> None:
-        layer = make_layer(rank, [0, 1, 2, 2], 3)
-        with alone(rank, [layer]) as mover:
-            mover.move([0, 1, 2, EMPTY])
-            for number in range(2):
-                assert not mover.step(number)
+        with all_may_swap(rank) as (mover, table):
             if rank.rank == 0:
                 assert mover.step(2)
                 return
             with pytest.raises(KeyboardInterrupt):
                 mover.step(2)
             assert not mover.moving
-            for call in (lambda: mover.step(3), lambda: layer.table.to_slots(torch.zeros(1, 1))):
+            for call in (lambda: mover.step(3), lambda: table.to_slots(torch.zeros(1, 1))):
                 with pytest.raises(AbortedError, match="cut off by KeyboardInterrupt"):
                     call()
 
