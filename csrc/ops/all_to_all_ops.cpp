@@ -4,6 +4,7 @@
 
 #include "kernels/abi/handle.h"
 #include "kernels/abi/params.h"
+#include "moe/plan/handle.h"
 #include "ops/all_to_all_object.h"
 #include "ops/communicator_settings.h"
 #include "ops/device_settings.h"
@@ -125,6 +126,24 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
   }
   const Caller caller(comm);
   caller->all_to_all.connect(bytes);
+}
+
+// Throws where a rank was lost or came between two dispatches of one routing, so that the rows of the
+// second are not those of the first. On hosts.
+void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& second) {
+  const Caller caller(comm);
+  if (caller->device >= 0) return;
+  const moe::Plan& plan = caller->plan();
+  const auto open = [&](const Tensor& handle) {
+    return moe::HandleView::open(plan.shape, caller->communicator, handle_from(handle));
+  };
+  const moe::HandleView before = open(first), now = open(second);
+  for (int64_t chunk = 0; chunk < before.meta().num_chunks; ++chunk)
+    for (int source = 0; source < plan.shape.world_size; ++source)
+      MOE_P2P_CHECK(before.slot_count(chunk, source) == now.slot_count(chunk, source),
+                    Code::kPeerDead, "rank ", caller->rank, ": rank ", source,
+                    " was lost or came back between a combine and its backward pass, whose rows "
+                    "would be those of other tokens; make the step anew");
 }
 
 // Waits for a running call: at most its deadline.
@@ -263,6 +282,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));
   m.impl("all_to_all_address", TORCH_BOX(&all_to_all_address));
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
+  m.impl("all_to_all_check_again", TORCH_BOX(&all_to_all_check_again));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_arrival_flags", TORCH_BOX(&all_to_all_arrival_flags));

@@ -314,6 +314,7 @@ class Communicator:
             hidden_dim=config.hidden_dim,
             topk=config.topk,
             chunk_tokens=config.step_tokens,
+            masks=config.mask_lost_ranks,
         )
         remember_shape(comm, self.shape)
         return comm
