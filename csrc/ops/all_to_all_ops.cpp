@@ -128,8 +128,8 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
   caller->all_to_all.connect(bytes);
 }
 
-// Throws where a rank was lost or came between two dispatches of one routing, so that the rows of the
-// second are not those of the first. On hosts.
+// Throws where a rank was lost or came between two dispatches of one routing, so that the rows of
+// the second are not those of the first. On hosts.
 void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& second) {
   const Caller caller(comm);
   if (caller->device >= 0) return;
