@@ -234,7 +234,7 @@ class _Bench:
         idx = scores.topk(options.topk, 1).indices
         factors = torch.tensor([self._factor(each) for each in range(options.experts)])
         self.expected = (x * factors[idx].sum(1, keepdim=True)).bfloat16().to(device)
-        x, idx = x.bfloat16().to(device), idx.to(device)
+        self.given = x, idx = x.bfloat16().to(device), idx.to(device)  # a graph does not hold them
         out = torch.empty_like(self.expected)
 
         def pair() -> None:

@@ -69,9 +69,8 @@ def factors(amax: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor
 
 def to_e4m3(scaled: Tensor) -> Tensor:
     """Rounds to nearest even, saturating; a NaN is 0x7f."""
-    q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    q.view(torch.uint8)[scaled.isnan()] = 0x7F  # without a sign
-    return q
+    q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    return q.where(~scaled.isnan(), 0x7F).view(FP8)  # without a sign, also where it is compiled
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:

@@ -59,6 +59,19 @@ def test_what_is_cast_comes_back(hidden: int) -> None:
     assert math.calc_diff(x, x) == pytest.approx(0, abs=1e-12)
 
 
+def test_a_compiled_cast_has_the_same_bits() -> None:
+    """CollectiveX compiles it, and compares with the bits of the eager one."""
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[1, 3], x[2, 5], x[3, 7] = torch.nan, -torch.inf, -torch.nan
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(math.per_token_cast_to_fp8, fullgraph=True, dynamic=False)
+    wanted, scales = math.per_token_cast_to_fp8(x)
+    got, got_scales = compiled(x)
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(got_scales, scales)
+    assert wanted.view(torch.uint8)[[1, 2, 3], [3, 5, 7]].tolist() == [0x7F] * 3
+
+
 def test_packed_exponents_are_scales() -> None:
     values = torch.ones(2, 512).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[126, 127, 128, 130], [127, 127, 120, 1]], dtype=torch.uint8)
