@@ -4,8 +4,9 @@ An expert of DeepSeek-V3 in fp8 has 44 MB: w13 and w2, two tensors of slots. Alo
 one expert to each rank and of several, from `move` until every rank has swapped. Beside pairs of
 dispatch and combine, in turns: nothing, moves into empty slots, moves into slots in use (which are
 copied once more, between two steps). A pair is timed from before its launch (on GPUs the replay of
-a graph) until its stream is done, `step` apart. Rows are multiplied with a byte of their slot's
-weights, so every sum, which is compared after every pair, says where each expert was.
+a graph) until its stream is done; `step` is timed apart, and a pair before it, which waits for what
+the other ranks' `step` takes longer, is not timed. Rows are multiplied with a byte of their slot's
+weights, so every sum, which is compared after each timed pair, says where each expert was.
 """
 
 from __future__ import annotations
@@ -262,6 +263,8 @@ class _Bench:
         """Returns moves and wrong sums. The last move of a round ends in it."""
         moves = wrong = done = 0
         while done < num or self.mover.moving:
+            self.pair()
+            self._finish()
             start = time.monotonic()
             self.pair()
             self._finish()
