@@ -117,6 +117,22 @@ def test_uccls_additions_are_taken_or_refused_by_name(monkeypatch: pytest.Monkey
         make(is_intranode=True)
 
 
+@pytest.mark.parametrize("hook", [False, True])
+def test_odd_tensors_for_the_sums_of_low_latency_calls_are_refused(hook: bool) -> None:
+    buffer = make(low_latency_mode=True)
+    freed = torch.empty_like(X)
+    freed.untyped_storage().resize_(0)
+    for out, text in (
+        (torch._neg_view(torch.empty_like(X)), "out is a negative view, whose memory holds other"),
+        (freed, "out is torch.bfloat16 .*, and its storage was freed"),
+    ):
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(X, TOPK_IDX, 4, 8, use_fp8=False)
+        given = (rows, TOPK_IDX, WEIGHTS, handle)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=text):
+            buffer.low_latency_combine(*given, out=out, return_recv_hook=hook)
+        assert torch.equal(buffer.low_latency_combine(*given)[0], 2 * X)
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
