@@ -82,7 +82,7 @@ def refuse_lazy_rows(out: Dispatched) -> None:
     """Of a Dispatched to receive into."""
     errors.require_type("out", out, Dispatched, "an earlier result of a dispatch")
     for name, value in zip(out._fields, out, strict=True):
-        for each in value if name == "extras" else (value,):
+        for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, Tensor):
                 refuse_lazy(**{f"out.{name}": each})
 
