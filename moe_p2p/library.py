@@ -120,6 +120,30 @@ def _refusal_of(name: str, tensor: Tensor) -> errors.MoeP2pError | None:
     return errors.make(errors.InvalidArgumentError, text)
 
 
+def refuse_lazy(**written: Tensor | None) -> None:
+    """Raises for the first tensor whose memory holds other values than it shows. Called for tensors
+    that an op, or a peer, will write to: torch would hand the op a copy of such a view. A
+    compiler traces no is_neg(), and refuses such a tensor itself."""
+    if is_dynamo_compiling():
+        return
+    for name, tensor in written.items():
+        if tensor is None or not (tensor.is_neg() or tensor.is_conj()):
+            continue
+        kind = "negative" if tensor.is_neg() else "conjugate"
+        text = f"{name} is a {kind} view, whose memory holds other values than it shows"
+        raise errors.make(
+            errors.InvalidArgumentError, f"{text}; pass the tensor that it is a view of"
+        )
+
+
+def refuse_freed(**written: Tensor) -> None:
+    """What the ops check too, for callers that cannot wait until an op runs."""
+    for name, tensor in written.items():
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            text = f"{name} is {tensor.dtype} {list(tensor.shape)}, and its storage was freed"
+            raise errors.make(errors.InvalidArgumentError, text)
+
+
 def arguments_of(op: Any, args: tuple[Any, ...]) -> dict[str, object]:
     """Returns arguments of an op by name."""
     return {each.name: arg for each, arg in zip(op._schema.arguments, args, strict=False)}

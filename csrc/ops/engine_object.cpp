@@ -98,8 +98,6 @@ int64_t EngineObject::register_memory(const Tensor& memory, bool in_order) {
   MOE_P2P_CHECK(bytes > 0, Code::kInvalidArgument, "memory is ", describe(memory),
                 ", must have at least one element");
   auto* const data = static_cast<std::byte*>(memory.mutable_data_ptr());
-  MOE_P2P_CHECK(data != nullptr, Code::kInvalidArgument, "memory is ", describe(memory),
-                ", and its storage was freed");
   MOE_P2P_CHECK(!on_gpu || !platform::is_managed(data), Code::kInvalidArgument, "memory is ",
                 describe(memory),
                 " in managed memory, which moves between GPU and host; use a tensor of torch's own "

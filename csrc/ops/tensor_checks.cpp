@@ -145,6 +145,8 @@ void check_on_device(const Tensor& tensor, const char* name) {
     MOE_P2P_CHECK(tensor.is_cuda() && tensor.get_device() == working_device, Code::kInvalidArgument,
                   name, " must be on cuda:", working_device, ", where this object works");
   }
+  MOE_P2P_CHECK(tensor.const_data_ptr() || tensor.numel() == 0, Code::kInvalidArgument, name,
+                " is ", describe(tensor), ", and its storage was freed");
 }
 
 void check_placed(const Tensor& tensor, const char* name) {

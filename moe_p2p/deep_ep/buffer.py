@@ -36,6 +36,7 @@ from moe_p2p.deep_ep.low_latency import (
     make_low_latency,
     receive_rows,
     receive_sums,
+    room_for_sums,
     size_hint,
     sums_of,
     topk_of,
@@ -565,10 +566,10 @@ class Buffer:
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
+                out = room_for_sums(out, topk_idx.shape[0], y)
                 pending = all_to_all.combine_send(
                     y, received, options=options, topk_weights=topk_weights
                 )
-                out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
                 hook = self._hook(
                     x,
                     functools.partial(receive_sums, all_to_all, pending, out, stats),

@@ -26,7 +26,9 @@ from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.deep_ep.runtime import NODE_RANKS
 from moe_p2p.deep_ep.streams import new_event
+from moe_p2p.library import refuse_freed
 from moe_p2p.moe import bare
+from moe_p2p.moe.arguments import check_out
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import APART, Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions, Partials
@@ -255,6 +257,16 @@ def receive_rows(
     add_counts(all_to_all.dispatch_recv(pending, outputs), stats)
     if tiles is not None:
         nvfp4.fill(tiles, outputs.extras[0])
+
+
+def room_for_sums(out: Tensor | None, num_rows: int, y: Tensor) -> Tensor:
+    """Returns a caller's `out`, or makes one. What does not fit is refused before rows of y travel:
+    a hook would refuse it when they have, and nothing could receive their sums."""
+    if out is None:
+        return y.new_empty((num_rows, y.shape[-1]))
+    check_out(out, y.dtype, num_rows, False)
+    refuse_freed(out=out)
+    return out
 
 
 def receive_sums(

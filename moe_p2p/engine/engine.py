@@ -47,7 +47,7 @@ from moe_p2p.engine.transfers import (
     table_of,
     tensor_from,
 )
-from moe_p2p.library import call
+from moe_p2p.library import call, refuse_lazy
 from moe_p2p.machine import transport
 
 _ops = torch.ops.moe_p2p
@@ -133,6 +133,7 @@ class Engine(NotCopied):
         Raises InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
         """
         errors.require_type("tensor", tensor, Tensor)
+        refuse_lazy(tensor=tensor)
         self._check_gpu(tensor.device)
         number = call(_ops.engine_register.default, self.number, tensor, in_order)
         return Memory(self, tensor, int(number))

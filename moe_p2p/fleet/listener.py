@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from moe_p2p import env, log
 from moe_p2p.errors import PeerDeadError, make
+from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Deadline
 
 MOST_STRANGERS = 128  # at once
@@ -118,7 +119,8 @@ def warn_of_strangers(who: str, host: str, what: str) -> None:
     if env.secret():
         return
     with suppress(OSError):
-        address = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0][4][0]
+        asked = addresses.bare(host) or "0.0.0.0"
+        address = socket.getaddrinfo(asked, 0, type=socket.SOCK_STREAM)[0][4][0]
         if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
             log.warning(
                 f"{who}: {what}; keep {host or 'its port'} within the cluster, or set "

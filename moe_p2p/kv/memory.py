@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_p2p.errors import ProtocolError, make, require, require_type
 from moe_p2p.kv.layout import KVGroup, KVLayout
 from moe_p2p.kv.plan import KVMove, KVPlan
+from moe_p2p.library import refuse_freed, refuse_lazy
 
 FORMAT = 1  # of the bytes; another one is refused
 _HEAD = struct.Struct("<HHHH")  # format, rank, groups, regions
@@ -133,6 +134,8 @@ class KVCache:
             require_type(name, tensor, Tensor)
             require(tensor.device.type != "meta", f"{name} is on the meta device: it has no bytes")
             require(tensor.is_contiguous(), f"{name} must be contiguous; pass .contiguous()")
+            refuse_lazy(**{name: tensor})
+            refuse_freed(**{name: tensor})
             require(
                 tensor.device == tensors[0].device,
                 f"{name} is on {tensor.device}, others on {tensors[0].device}; must be one device",

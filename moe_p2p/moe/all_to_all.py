@@ -36,6 +36,7 @@ from moe_p2p.library import (
     num_modes,
     raise_typed,
     refusal,
+    refuse_lazy,
     unaffected,
     watched,
     without_default_device,
@@ -450,6 +451,8 @@ class AllToAll(NotCopied):
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
         handle, options, _, capacity = pending.call
         into = new_outputs(handle, self._shape, pending) if out is None else out
+        if out is not None:
+            arguments.refuse_lazy_rows(out)
         options &= ~MERGE_DUPLICATES
         rows = (into.x, into.scales, list(into.extras), into.row_weights)
         beside = (into.source, into.ranges, into.wait_ticks, into.row_topk)
@@ -523,8 +526,11 @@ class AllToAll(NotCopied):
             out = pending.handle.new_empty(
                 (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
             )
-        elif torch.is_grad_enabled():
-            arguments.refuse_gradient(arguments.OUT_HAS_GRADIENT, out=out)
+        else:
+            errors.require_type("out", out, Tensor)
+            refuse_lazy(out=out)
+            if torch.is_grad_enabled():
+                arguments.refuse_gradient(arguments.OUT_HAS_GRADIENT, out=out)
         scalars, ticks = beside_sums(
             pending.handle, self._shape, num_rows, pending.with_scalars, with_wait_ticks
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_p2p import errors
+from moe_p2p.library import refuse_lazy
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.ops import NO_SCALAR_GRADIENT
@@ -75,6 +76,15 @@ def refuse_tangents(**given: Tensor | Sequence[Tensor] | None) -> None:
                 continue
             if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
                 raise errors.make(errors.InvalidArgumentError, NO_TANGENT.format(name))
+
+
+def refuse_lazy_rows(out: Dispatched) -> None:
+    """Of a Dispatched to receive into."""
+    errors.require_type("out", out, Dispatched, "an earlier result of a dispatch")
+    for name, value in zip(out._fields, out, strict=True):
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Tensor):
+                refuse_lazy(**{f"out.{name}": each})
 
 
 def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
@@ -177,6 +187,7 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
     elif out_dtype not in (None, out.dtype):
         text = f"out_dtype is {out_dtype}, but out is of {out.dtype}"
     else:
+        refuse_lazy(out=out)
         return
     raise errors.make(errors.InvalidArgumentError, text)
 

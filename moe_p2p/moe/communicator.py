@@ -26,7 +26,7 @@ from moe_p2p.engine.lifetime import Closing
 from moe_p2p.engine.transfers import bytes_from, tensor_from
 from moe_p2p.fleet.bootstrap import Bootstrap, store_of
 from moe_p2p.fleet.roll_call import roll_call
-from moe_p2p.library import call
+from moe_p2p.library import call, refuse_lazy
 from moe_p2p.machine import driver, transport, tuned
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernels import DeviceSide
@@ -196,6 +196,7 @@ class Communicator:
             f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
             f"({self.world_size},) on {self.config.device}, contiguous",
         )
+        refuse_lazy(masked=given)
         if absent:
             on_host[absent], given[absent] = 1, 1
             if given.is_cuda:  # calls read it on any stream

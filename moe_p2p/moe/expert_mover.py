@@ -45,7 +45,7 @@ from moe_p2p.engine.lifetime import NotCopied
 from moe_p2p.engine.transfers import Memory, Peer, Region, Request, Slice
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.fleet.neighbours import has_ended, own_identity
-from moe_p2p.library import refusal
+from moe_p2p.library import refusal, refuse_freed, refuse_lazy
 from moe_p2p.moe.expert_map import EMPTY, ExpertMap, Move, check_placement, moves_between
 
 FIRST_IMM = (1 << 29) + 3 * (1 << 20)  # two for each mover of an engine, one for odd rounds
@@ -611,6 +611,8 @@ def _described(name: str, tensor: Tensor, num_slots: int, table: ExpertMap) -> l
     errors.require_type(name, tensor, Tensor)
     if found := refusal({name: tensor}):
         raise found
+    refuse_lazy(**{name: tensor})
+    refuse_freed(**{name: tensor})
     shape = [*tensor.shape]
     errors.require(
         bool(shape) and shape[0] == num_slots,

@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import InvalidArgumentError, make, require, require_type
+from moe_p2p.library import refuse_freed, refuse_lazy
 from moe_p2p.weights import boxes
 from moe_p2p.weights.boxes import PlacedBox
 from moe_p2p.weights.layout import Param, WeightLayout, dtype_name, item_bytes
@@ -86,6 +87,8 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
         require(
             each.device.type != "meta", f"{name}[{key!r}] is on the meta device: it has no bytes"
         )
+        refuse_lazy(**{f"{name}[{key!r}]": each})
+        refuse_freed(**{f"{name}[{key!r}]": plain(each)})
 
 
 def check_update(

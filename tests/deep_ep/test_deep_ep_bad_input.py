@@ -3,6 +3,7 @@ makes no communicator."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,6 +118,22 @@ def test_uccls_additions_are_taken_or_refused_by_name(monkeypatch: pytest.Monkey
         make(is_intranode=True)
 
 
+@pytest.mark.parametrize("hook", [False, True])
+def test_odd_tensors_for_the_sums_of_low_latency_calls_are_refused(hook: bool) -> None:
+    buffer = make(low_latency_mode=True)
+    freed = torch.empty_like(X)
+    freed.untyped_storage().resize_(0)
+    for out, text in (
+        (torch._neg_view(torch.empty_like(X)), "out is a negative view, whose memory holds other"),
+        (freed, "out is torch.bfloat16 .*, and its storage was freed"),
+    ):
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(X, TOPK_IDX, 4, 8, use_fp8=False)
+        given = (rows, TOPK_IDX, WEIGHTS, handle)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=text):
+            buffer.low_latency_combine(*given, out=out, return_recv_hook=hook)
+        assert torch.equal(buffer.low_latency_combine(*given)[0], 2 * X)
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -147,3 +164,19 @@ def test_what_ranks_do_not_agree_in_has_the_name_that_they_gave_it(name: str, ca
     for error in run_threads(2, body, return_errors=True):
         assert isinstance(error, moe_p2p.InvalidArgumentError)
         assert f"[invalid argument] {name} differs between ranks: rank 0 has " in str(error)
+
+
+def test_bounds_of_v2s_calls_that_differ_are_named_at_the_first_call() -> None:
+    """Few tokens, which fit into both."""
+
+    def body(rank: Rank) -> None:
+        buffer = ElasticBuffer(
+            StoreGroup(rank), num_max_tokens_per_rank=16, hidden=X.shape[1], num_gpu_timeout_secs=5
+        )
+        bound = 16 if rank.rank == 0 else 8
+        buffer.dispatch(X, topk_idx=TOPK_IDX, num_experts=8, num_max_tokens_per_rank=bound)
+
+    said = r"call is (8|16), of rank .'s (8|16); .* \(of DeepEP's V2: num_max_tokens_per_rank\)"
+    for error in run_threads(2, body, return_errors=True):
+        assert isinstance(error, moe_p2p.MoeP2pError)
+        assert re.search(said, str(error)), error

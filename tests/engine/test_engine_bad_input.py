@@ -43,6 +43,20 @@ def test_memory_of_another_engine_is_refused_and_not_taken_for_an_own_one() -> N
         request.wait()
 
 
+def test_memory_that_is_not_what_it_shows_is_refused() -> None:
+    """Of a negative or conjugate view torch would give the engine a copy, which peers write to."""
+    freed = torch.zeros(64)
+    freed.untyped_storage().resize_(0)
+    with pair()[0] as engine:
+        for tensor, text in (
+            (torch._neg_view(torch.zeros(64)), "tensor is a negative view, whose memory"),
+            (torch.zeros(64, dtype=torch.complex64).conj(), "tensor is a conjugate view"),
+            (freed, "memory is torch.float32 .64., and its storage was freed"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=text):
+                engine.register(tensor)
+
+
 def test_a_gate_of_another_engine_is_refused() -> None:
     sender, receiver = pair()
     with sender, receiver:

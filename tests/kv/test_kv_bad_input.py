@@ -68,6 +68,7 @@ def pair() -> Iterator[Pair]:
         ({"tensors": (torch.zeros(SIZE * 2, dtype=torch.uint8)[::2],)}, "must be contiguous"),
         ({"tensors": (torch.zeros(SIZE - 1, dtype=torch.uint8),)}, "8 pages of a layer .* end at"),
         ({"tensors": (torch.zeros(SIZE, device="meta"),)}, "on the meta device"),
+        ({"tensors": (torch._neg_view(torch.zeros(SIZE)),)}, r"tensors\[0\] is a negative view"),
         ({"tensors": (1,)}, r"KVCache.tensors\[0\] is 1"),
         ({"tensors": ()}, "is empty"),
         ({"pages": {"kv": PAGES + 1}}, "9 pages of a layer"),

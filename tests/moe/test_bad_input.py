@@ -332,6 +332,89 @@ def test_sums_that_do_not_fit(alone: AllToAll) -> None:
     assert torch.equal(out, alone.combine(y, received))
 
 
+def negative(tensor: torch.Tensor) -> torch.Tensor:
+    """Shows the same values, and has their negatives in memory."""
+    return torch._neg_view(-tensor)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_a_negative_view_is_read_as_the_values_that_it_shows(alone: AllToAll) -> None:
+    arguments = good()
+    received = alone.dispatch(**arguments)
+    wanted = alone.combine(received.x, received)
+    for name, tensor in arguments.items():
+        received = alone.dispatch(**arguments | {name: negative(tensor)})
+        assert torch.equal(alone.combine(negative(received.x), received), wanted), name
+        pending = alone.dispatch_send(**arguments | {name: negative(tensor)})
+        received = alone.dispatch_recv(pending)
+        bias = negative(torch.zeros_like(wanted))
+        sums = alone.combine_recv(alone.combine_send(negative(received.x), received), bias=bias)
+        assert torch.equal(sums, wanted), name
+
+
+VIEW = "is a negative view, whose memory holds other values than it shows; pass the tensor that"
+FREED = ", and its storage was freed"
+
+
+@pytest.mark.parametrize(("odd", "text"), [(torch._neg_view, VIEW), (freed, FREED)])
+def test_odd_tensors_to_write_to_are_refused_before_anything_is_written(
+    alone: AllToAll, odd: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
+    """Torch hands an op a copy of a negative view; of freed memory, 64 other bytes were taken."""
+    arguments = good()
+    received = alone.dispatch(**arguments)
+    wanted = alone.combine(received.x, received)
+    received = alone.dispatch(**arguments)
+    for more in ({}, {"out_dtype": wanted.dtype}, {"bias": torch.zeros_like(wanted)}):
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"out .*{text}"):
+            alone.combine(received.x, received, out=odd(wanted), **more)
+    pending = alone.combine_send(received.x, received)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=f"out .*{text}"):
+        alone.combine_recv(pending, odd(wanted))
+    assert torch.equal(alone.combine_recv(pending), wanted)
+    options = DispatchOptions(quantize=True, with_source=True, with_ranges=True)
+    begun = alone.dispatch_send(**arguments, options=options)
+    outputs = alone.make_outputs(begun)
+    extras, scales = outputs.extras, outputs.scales
+    assert extras == ()
+    assert scales is not None
+    for name, tensor in outputs._asdict().items():
+        if isinstance(tensor, torch.Tensor) and name != "topk_idx":
+            with pytest.raises(moe_p2p.InvalidArgumentError, match=f"{name} .*{text}"):
+                alone.dispatch_recv(begun, outputs._replace(**{name: odd(tensor)}))
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="out is of type list, must be an"):
+        alone.dispatch_recv(begun, list(outputs))
+    alone.release(alone.dispatch_recv(begun, outputs))
+    masked, one = odd(torch.zeros(1, dtype=torch.int32)), Rank(0, 1, dist.HashStore())
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=f"mask.* .*{text}"):
+        make(one, mask_lost_ranks=True, masked=masked)
+
+
+def test_freed_inputs_are_refused(alone: AllToAll) -> None:
+    arguments = good()
+    for name, tensor in arguments.items():
+        for call in (alone.dispatch, alone.dispatch_send):
+            with pytest.raises(moe_p2p.InvalidArgumentError, match=f"{name} .*{FREED}"):
+                call(**arguments | {name: freed(tensor)})
+    received = alone.dispatch(**arguments)
+    wanted = alone.combine(received.x, received)
+    received = alone.dispatch(**arguments)
+    for call in (alone.combine, alone.combine_send):
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"y .*{FREED}"):
+            call(freed(received.x), received)
+        weights = freed(arguments["topk_weights"])
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"topk_weights .*{FREED}"):
+            call(received.x, received, topk_weights=weights)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=f"bias.* .*{FREED}"):
+        alone.combine(received.x, received, bias=freed(wanted))
+    assert torch.equal(alone.combine(received.x, received), wanted)
+
+
 def test_too_many_open_steps(alone: AllToAll) -> None:
     opened = [alone.dispatch(**good()) for _ in range(2)]
     with pytest.raises(moe_p2p.InvalidArgumentError, match="steps_in_flight 2"):

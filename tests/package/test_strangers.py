@@ -174,6 +174,8 @@ def test_a_message_of_a_peer_is_whole_in_time() -> None:
     [
         ("127.0.0.1", "", False),
         ("::1", "", False),
+        ("[::1]", "", False),
+        ("[2001:db8::7]", "", True),
         ("192.0.2.7", "", True),
         ("", "", True),
         ("192.0.2.7", "long", False),

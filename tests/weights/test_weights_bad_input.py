@@ -35,6 +35,11 @@ def make_tensors() -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
 
 
+def freed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors["w"].untyped_storage().resize_(0)
+    return tensors
+
+
 class Fleet:
     def __init__(self) -> None:
         self.store = HashStore()
@@ -237,6 +242,12 @@ def test_wrong_fields_of_a_param_are_named(changes: dict[str, Any], text: str) -
         (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, t, timeout_s=float("nan")), "is nan"),
         (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, {"w": 5}), r"tensors\['w'\] is 5"),
         (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, t, engine_ranks=5), "engine_ranks is 5"),
+        (
+            lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, {"w": torch._neg_view(t["w"])}),
+            r"tensors\['w'\] is a negative view, whose memory holds other values than it shows",
+        ),
+        (lambda e, s, t: WeightTrainer(e, s, LAYOUT, 0, freed(t)), "and its storage was freed"),
+        (lambda e, s, t: WeightEngineRank(e, s, LAYOUT, 0, freed(t)), "and its storage was freed"),
     ],
 )
 def test_ranks_name_what_they_do_not_take(make: Callable[..., object], text: str) -> None:

@@ -35,7 +35,9 @@ constexpr const char* phase_name(abi::Phase phase) {
 // Error text of a dispatch whose max_tokens differs between two ranks.
 inline std::string other_max_tokens(int source, uint64_t theirs, int rank, uint64_t own) {
   return base::concat("max_tokens of rank ", source, "'s call is ", theirs, ", of rank ", rank,
-                      "'s ", own, "; it must be the same on all ranks");
+                      "'s ", own,
+                      "; it must be the same on all ranks (of DeepEP's V2: "
+                      "num_max_tokens_per_rank)");
 }
 
 }  // namespace moe_p2p::moe
