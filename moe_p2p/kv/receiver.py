@@ -307,7 +307,6 @@ class KVReservation:
     def on_lost(self, pair: Pair) -> None:
         """A sender whose writes have all ended may leave before this side has looked: what it had
         committed may be here, or come, until the fence."""
-        self.look()
         mine, committed = self._open_of(pair), False
         with suppress(MoeP2pError), failing(self):
             committed = all(each.was_committed() for each in mine)

@@ -84,11 +84,10 @@ def test_the_last_word_of_a_pull_arrives(monkeypatch: pytest.MonkeyPatch) -> Non
         sending.wait(20)
 
 
-
-def sender_leaves(two: Two, *, landed: bool, pull: bool = False) -> kv.KVReservation:
+def sender_leaves(two: Two, *, landed: bool) -> kv.KVReservation:
     """All was committed, and the sender leaves; the receiver has looked at nothing of it.
     landed: all of it has come. Else all but an immediate, which its NIC has not reported yet."""
-    two.begin(1, pull=pull)
+    two.begin(1)
     while any(two.link.can_deliver(side) for side in (0, 1)):
         two.link.deliver(int(two.link.can_deliver(1)))
     two.send_all()
