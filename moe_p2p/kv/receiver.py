@@ -305,12 +305,28 @@ class KVReservation:
         return f"waited {limit} s in phase {phase}" if now - since > limit else ""
 
     def on_lost(self, pair: Pair) -> None:
+        """A sender whose writes have all ended may leave before this side has looked: what it had
+        committed may be here, or come, until the fence."""
+        mine, committed = self._open_of(pair), False
+        with suppress(MoeP2pError), failing(self):
+            committed = all(each.was_committed() for each in mine)
         waits = self.waits_for_slots and self.source == pair.worker.instance
+        if waits or not committed:
+            self._fail_lost(pair)
+        elif mine:
+            pair.delay_fence(self.receiver.clock() + self.receiver.timeouts.drain_s)
+
+    def _open_of(self, pair: Pair) -> list[SourceTransfer]:
         mine = [each for each in self.transfers if each.pair is pair]
-        if waits or any(each.state is TransferState.OPEN for each in mine):
-            self.fail(make(PeerDeadError, self.text(f"lost {pair.name}: {pair.lost}")))
+        return [each for each in mine if each.state is TransferState.OPEN]
+
+    def _fail_lost(self, pair: Pair) -> None:
+        self.fail(make(PeerDeadError, self.text(f"lost {pair.name}: {pair.lost}")))
 
     def settle_fenced(self, pair: Pair) -> None:
+        self.look()
+        if self._open_of(pair):
+            self._fail_lost(pair)
         for each in self.transfers:
             if each.pair is pair:
                 each.settle_fenced()

@@ -112,6 +112,11 @@ class SourceTransfer:
         """The sender says that it goes on, with nothing that arrives here."""
         self.moved_at = self._worker.clock()
 
+    def was_committed(self) -> bool:
+        """The sender has written the last word: what is missing had begun before it. Raises as
+        `has_arrived`."""
+        return not self._reserved.pull and self._read_footer() is not None
+
     def _read_footer(self) -> Footer | None:
         """None while it is not there, or is of an earlier use of the row."""
         worker = self._worker

@@ -67,9 +67,10 @@ def test_every_rank_gets_its_bytes(name: str, early: bool, named: bool) -> None:
             sending.commit()
         for reservation in opened or reserve():
             reservation.wait(20)
-        for sending in sendings:
+        for sender, sending in zip(found.senders, sendings, strict=True):
             sending.wait(20)
             assert sending.reusable
+            assert sending.layers == sorted({n for p in sender.pairs.values() for n in p.layers})
 
 
 def test_a_request_that_cannot_be_opened_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""A receiver leaves as soon as it has all bytes: its sender says complete, not lost."""
+"""A receiver leaves as soon as it has all bytes, a sender as soon as it knows that: the other side
+says complete, not lost."""
 
 from __future__ import annotations
 
@@ -81,3 +82,45 @@ def test_the_last_word_of_a_pull_arrives(monkeypatch: pytest.MonkeyPatch) -> Non
         reservation.wait(20)
         found.keepers["decode/0"].close()
         sending.wait(20)
+
+
+def sender_leaves(two: Two, *, landed: bool) -> kv.KVReservation:
+    """All was committed, and the sender leaves; the receiver has looked at nothing of it.
+    landed: all of it has come. Else all but an immediate, which its NIC has not reported yet."""
+    two.begin(1)
+    while any(two.link.can_deliver(side) for side in (0, 1)):
+        two.link.deliver(int(two.link.can_deliver(1)))
+    two.send_all()
+    late = None if landed else ("imm", two.net.operations[0], None)
+    while moves := [m for m in two.net.moves() if m[0] != "complete" and m != late]:
+        two.net.move(*moves[0])
+    for pair in list(two.sender.pairs.values()):
+        two.sender.lose(pair, "this worker leaves")
+    two.link.deliver(1)
+    assert not two.receiver.pairs
+    return two.reservations[0]
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_bytes_of_a_sender_that_left_count(landed: bool) -> None:
+    two = Two(1, 1)
+    reservation = sender_leaves(two, landed=landed)
+    two.turn()
+    assert reservation.wait(0) == b""
+    two.clock.now += 2.0
+    two.turn()
+    assert reservation.reusable
+    two.check()
+
+
+def test_bytes_that_do_not_come_before_the_fence_fail_by_the_name_of_the_lost() -> None:
+    two = Two(1, 1)
+    reservation = sender_leaves(two, landed=False)
+    two.clock.now += 0.9  # of drain_s, 1
+    two.receiver.step()
+    assert not reservation.done()
+    two.clock.now += 0.2
+    two.receiver.step()
+    with pytest.raises(PeerDeadError, match="lost p/0: its connection ended"):
+        reservation.wait(0)
+    assert reservation.reusable

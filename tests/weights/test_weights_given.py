@@ -345,6 +345,19 @@ def test_finalize_may_write_parameters_of_a_model() -> None:
     assert torch.equal(model, bf16())
 
 
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_finalize_may_write_parts_of_tensors_of_inference_mode(mode: str) -> None:
+    """torch forbids it outside of that mode, in which no engine's thread for it is."""
+
+    def finalize(received: Any, tensors: Any) -> None:
+        for row in range(8):
+            tensors["w"][row].copy_(received["w"][row])
+
+    live, target = {"w": inference(empty())}, [Param("w", (8, 8), BF16, (0,), finalize="x")]
+    updated([W], {"w": inference(bf16())}, target, live, finalize=finalize, mode=mode)
+    assert torch.equal(live["w"], bf16())
+
+
 def test_all_places_of_one_parameter_reach_finalize() -> None:
     target = [Param("w", (8, 8), BF16, (0,), tensor=t, finalize="twice") for t in ("a", "b")]
     live = {"a": empty(), "b": empty()}
