@@ -75,7 +75,7 @@ def digest_of(tensors: Iterable[Tensor | None]) -> str:
     for each in tensors:
         digest.update(f"{None if each is None else (each.dtype, tuple(each.shape))}".encode())
         if each is not None:
-            data = each.detach().contiguous().view(-1).view(torch.uint8)
+            data = each.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
             digest.update(bytes(data.tolist()))
     return digest.hexdigest()
 
