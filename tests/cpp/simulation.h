@@ -23,6 +23,8 @@ struct World {
   // Ranks that stop for good, somewhere in their program. Where ranks close: that close there, or
   // die.
   int num_lost = 0;
+  // How often members may change (simulation_elastic.h); masks are not cleaned then.
+  int num_changes = 0;
 };
 
 struct Outcome {

@@ -72,7 +72,13 @@ Program draw_program(const World& world, std::mt19937_64& random) {
     program.items.push_back({Action::kDispatchRecv, call});
     open.push_back(call);
     if (program.calls[call].kind == Kind::kSolo || random() % 2 == 0) close_all();
-    if (world.patience > 0 && world.num_nodes == 1 && open.empty() && random() % 3 == 0)
+    if (const int part = world.num_calls / (world.num_changes + 1);
+        world.num_changes > 0 && (i + 1) % part == 0 && (i + 1) / part <= world.num_changes) {
+      close_all();
+      program.items.push_back({Action::kChange, static_cast<size_t>((i + 1) / part - 1)});
+    }
+    if (world.patience > 0 && world.num_nodes == 1 && world.num_changes == 0 && open.empty() &&
+        random() % 3 == 0)
       program.items.push_back({Action::kClean, call});
   }
   close_all();

@@ -20,10 +20,18 @@ struct Call {
   std::vector<std::vector<float>> weights;  // [W][T * K]
 };
 
-enum class Action { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kRelease, kClean };
+enum class Action {
+  kDispatchSend,
+  kDispatchRecv,
+  kCombineSend,
+  kCombineRecv,
+  kRelease,
+  kClean,
+  kChange,  // members enter the next epoch, if there is one
+};
 struct Item {
   Action action;
-  size_t call;  // of kClean any
+  size_t call;  // of kClean any; of kChange how many came before
 };
 
 struct Program {

@@ -62,6 +62,8 @@ HALF = re.compile(r"\b([CD][RS]|PW)_\w|\b[wy]_k\d")  # of the proof in docs/prot
 FOREIGN = {
     *("FI_OPT_CUDA_API_PERMITTED", "FI_OPT_SHARED_MEMORY_PERMITTED", "fi_close", "fi_readmsg"),
     *("cudaFree", "ibv_post_send", "ib_write_bw", "ib_write_lat"),
+    *("update_memory_buffers", "connect_ranks", "disconnect_ranks", "update_mask_buffer"),
+    *("clean_mask_buffer", "num_experts_per_rank"),
 }
 VERBS, FABRIC = "csrc/provider/verbs/", "csrc/provider/libfabric/"
 PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
