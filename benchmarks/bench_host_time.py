@@ -1,9 +1,9 @@
 """Python time of a dispatch and its combine, for AllToAll and for the DeepEP API on top of it.
 
-One rank on the CPU. Ops are replaced by functions that return the tensors of an earlier call at
-once, so only Python is measured: no allocations, no launches, and not the time that torch takes to
-call an op with so many arguments (about 5 us each). Rows "as ..." are the AllToAll calls that the
-DeepEP call of that name makes: the difference is the cost of the DeepEP layer.
+One rank on the CPU. Ops and direct calls are replaced by functions that return what an earlier call
+did at once, so only Python is measured: no allocations, no launches, and not the time that torch
+takes to call an op with so many arguments (about 5 us each). Rows "as ..." are the AllToAll calls
+that the DeepEP call of that name makes: the difference is the cost of the DeepEP layer.
 
 hot: pairs in a loop. cold: other data fills the core's caches between two pairs, as models and
 waiting for a GPU do; then the amount of code and data that a pair touches decides.
@@ -21,18 +21,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
-from moe_p2p.moe import all_to_all, pool
+from moe_p2p.moe import bare, pool
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
 OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
-DIRECT = [
-    (all_to_all, "_DISPATCH_EAGER", "dispatch_inference"),
-    (all_to_all, "_COMBINE_EAGER", "combine_inference"),
-    (pool, "_DISPATCH", "dispatch_inference"),
-    (pool, "_COMBINE", "combine_inference"),
-    (pool, "_COMBINE_OUT", "combine_out"),
-    (pool, "_COUNTED", "dispatch_counted"),
-]
+DIRECT = [(bare, "_DISPATCH"), (bare, "_COMBINE"), (pool, "_COUNTED")]
 COUNTED = ("count_routing", "dispatch_counted")
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
@@ -206,22 +199,22 @@ def test_python_of_a_pair(
     make: Any,
     caches: str,
 ) -> None:
-    def remember(op: Any) -> None:
-        real, latest = op._op, []
+    def remember(holder: Any, name: str) -> None:
+        real, latest = getattr(holder, name), []
 
         def call(*arguments: Any) -> Any:
             if len(latest) < 2:  # the first call prepares memory and kernels
                 latest.append(real(*arguments))
             return latest[-1]
 
-        monkeypatch.setattr(op, "_op", call)
+        monkeypatch.setattr(holder, name, call)
 
-    for module, name, op in DIRECT:
-        monkeypatch.setattr(module, name, getattr(torch.ops.moe_p2p, op).default)
     with torch.no_grad():
         pair = make(place)
+        for module, name in DIRECT:
+            remember(module, name)
         for name in (*OPS, *HALVES, *COUNTED):
-            remember(getattr(torch.ops.moe_p2p, name).default)
+            remember(getattr(torch.ops.moe_p2p, name).default, "_op")
         if caches == "hot":
             benchmark.pedantic(pair, rounds=100, iterations=200, warmup_rounds=2)
         else:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ FLUSH_BYTES = 256 << 20  # leaves nothing of a call in a GPU's caches
 SEED = 5
 NUM_SMS = 24
 CALLING = tuple(
-    f"moe_p2p.{at}{name}" for at in ("moe.", "") for name in ("all_to_all", "pool")
+    f"moe_p2p.{at}{name}" for at in ("moe.", "") for name in ("all_to_all", "bare", "pool")
 )  # of any tree
 OPS = (
     *("dispatch", "dispatch_inference", "dispatch_eager", "dispatch_counted"),
@@ -220,7 +221,8 @@ def watched() -> Iterator[tuple[list[str], list[Any]]]:
         def call(*given: Any) -> Any:
             before = len(names)
             made = real(*given)
-            if len(names) == before:  # else it called its op, which is counted
+            declined = made is None and not isinstance(real.__self__, torch._ops.OpOverload)
+            if len(names) == before and not declined:  # else its op is counted
                 names.append(real.__name__)
                 results.append(made)
             return made
@@ -239,8 +241,11 @@ def watched() -> Iterator[tuple[list[str], list[Any]]]:
 
 
 def is_direct(call: Any) -> bool:
-    """Whether it stands for an op (moe_p2p/moe/direct.py)."""
-    return isinstance(getattr(call, "__self__", None), torch._ops.OpOverload)
+    """Whether it stands for an op (moe_p2p/moe/direct.py): of older trees, it holds that."""
+    held = getattr(call, "__self__", None)
+    return isinstance(call, BuiltinFunctionType) and isinstance(
+        held, (torch._ops.OpOverload, tuple)
+    )
 
 
 def allocations_of(results: Any) -> dict[int, tuple[int, str]]:

@@ -6,7 +6,6 @@ namespace moe_p2p::moe {
 
 namespace {
 
-constexpr int64_t kLayoutMask = 3;
 constexpr int kScaleFormatShift = 2;  // above the layout
 enum Flags : int64_t {
   kQuantize = 1 << 4,

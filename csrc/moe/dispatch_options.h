@@ -9,6 +9,8 @@
 
 namespace moe_p2p::moe {
 
+inline constexpr int64_t kLayoutMask = 3;  // of the number: abi::RowLayout
+
 struct DispatchOptions {
   abi::RowLayout layout = abi::RowLayout::kPadded;
   abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;  // of quantize

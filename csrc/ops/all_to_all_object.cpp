@@ -48,7 +48,7 @@ void set_num_tokens(moe::DispatchSend& send, const std::optional<Tensor>& num_to
   send.num_tokens = host < 0 ? send.num_rows : host;
   if (!num_tokens) return;
   check_placed(*num_tokens, "num_tokens");
-  const ScalarType dtype = num_tokens->scalar_type();
+  const ScalarType dtype = dtype_of(*num_tokens);
   MOE_P2P_CHECK(num_tokens->numel() == 1 && (dtype == ScalarType::Int || dtype == ScalarType::Long),
                 Code::kInvalidArgument, "num_tokens is ", describe(*num_tokens),
                 ", must be one torch.int32 or torch.int64");
@@ -68,7 +68,7 @@ uint64_t row_bytes(const Tensor& rows) {
 
 // Bytes of a row of x that is the caller's bytes; 0: x is of values.
 uint64_t bytes_of_rows(const Tensor& x) {
-  if (x.scalar_type() != ScalarType::Byte) return 0;
+  if (dtype_of(x) != ScalarType::Byte) return 0;
   const int64_t width = x.dim() >= 2 ? x.size(x.dim() - 1) : 0;
   MOE_P2P_CHECK(width > 0 && width % 16 == 0, Code::kInvalidArgument, "x is ", describe(x),
                 ", rows of bytes must be a multiple of 16 bytes");
@@ -77,8 +77,8 @@ uint64_t bytes_of_rows(const Tensor& x) {
 
 // Bytes travel as fp8 does.
 abi::DType wire_type(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Byte ? abi::DType::kFloat8E4M3
-                                             : payload_type(x.scalar_type(), "x");
+  return dtype_of(x) == ScalarType::Byte ? abi::DType::kFloat8E4M3
+                                             : payload_type(dtype_of(x), "x");
 }
 
 // `rows` has one row of `width` (kAny: any) for each of num_rows, as [num_rows, width] or with the
@@ -131,12 +131,12 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   MOE_P2P_CHECK(!in.options.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
                 "; quantize takes torch.bfloat16, torch.float16 or torch.float32");
   MOE_P2P_CHECK(!in.scales || is_fp8, Code::kInvalidArgument, "scales are given for x of ",
-                dtype_name(in.x.scalar_type()), ", must go with torch.float8_e4m3fn");
+                dtype_name(dtype_of(in.x)), ", must go with torch.float8_e4m3fn");
   send.scales = optional_input<void>(
       in.scales, {"scales", {ScalarType::Float, ScalarType::Int}, {send.num_rows, kAny}});
   if (in.scales) {
     send.scale_bytes = row_bytes(*in.scales);
-    send.opaque_scales = in.scales->scalar_type() != ScalarType::Float ||
+    send.opaque_scales = dtype_of(*in.scales) != ScalarType::Float ||
                          in.scales->size(1) != comm.num_scales() || send.x_bytes > 0;
   }
   MOE_P2P_CHECK(!in.scales || send.scale_bytes > 0, Code::kInvalidArgument, "scales is ",
@@ -148,7 +148,7 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
         {input<void>(extra, {"an extra", {}, {send.num_rows, kAny}}), row_bytes(extra)});
   send.topk_idx = input<void>(
       in.topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {send.num_rows, comm.topk()}});
-  send.topk_is_int64 = in.topk_idx.scalar_type() == ScalarType::Long;
+  send.topk_is_int64 = dtype_of(in.topk_idx) == ScalarType::Long;
   send.topk_weights = optional_input<float>(
       in.topk_weights, {"topk_weights", {ScalarType::Float}, {send.num_rows, comm.topk()}});
   set_num_tokens(send, in.num_tokens, in.num_tokens_host, comm.device >= 0);
@@ -171,18 +171,10 @@ Layout::Layout(const AllToAllObject& comm, const moe::DispatchOptions& asked, in
                 capacity, ", must be from 0 to ", kMost);
 }
 
-moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
-                                     const DispatchOutputs& to, const Tensor& handle) {
+void check_outputs(const AllToAllObject& comm, const Layout& layout, const DispatchOutputs& to) {
   const int64_t rows = layout.num_rows;
-  moe::DispatchRecv recv;
-  recv.stream = current_stream(comm.device);
-  recv.handle = handle_from(handle);
-  recv.options = layout.options;
-  recv.capacity = layout.capacity;
-  recv.x_bytes = bytes_of_rows(to.x);
-  recv.x_dtype = wire_type(to.x);
-  check_rows(to.x, "x", rows, recv.x_bytes > 0 ? kAny : comm.hidden_dim());
-  recv.x = mutable_data_of(to.x);
+  (void)wire_type(to.x);
+  check_rows(to.x, "x", rows, bytes_of_rows(to.x) > 0 ? kAny : comm.hidden_dim());
   if (to.scales) {
     if (layout.options.column_scales) {
       check_column_scales(*to.scales, layout);
@@ -191,33 +183,55 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
     }
     MOE_P2P_CHECK(to.scales->element_size() == 4, Code::kInvalidArgument, "scales is ",
                   describe(*to.scales), ", must be torch.float32 or torch.int32");
+  }
+  for (const Tensor& extra : to.extras) check_rows(extra, "an extra", rows, kAny);
+  const auto check = [](const std::optional<Tensor>& tensor, const Expected& expected) {
+    if (tensor) check_tensor(*tensor, expected);
+  };
+  check_tensor(to.row_weights, {"row_weights", {ScalarType::Float}, layout.row_weights()});
+  check_tensor(to.counts, {"counts", {ScalarType::Int}, layout.counts()});
+  check_tensor(to.offsets, {"offsets", {ScalarType::Int}, layout.offsets()});
+  check(to.source, {"source", {ScalarType::Int}, layout.source()});
+  check(to.ranges, {"ranges", {ScalarType::Long}, layout.ranges()});
+  const abi::LayoutFacts facts = layout.options.rows();
+  MOE_P2P_CHECK(!to.ranges || facts.apart, Code::kInvalidArgument,
+                "ranges are of rows within an expert's; they need layout ",
+                abi::layout_with(&abi::LayoutFacts::apart));
+  check(to.wait_ticks, {"wait_ticks", {ScalarType::Long}, layout.wait_ticks()});
+  MOE_P2P_CHECK(to.row_topk.has_value() == facts.per_token, Code::kInvalidArgument,
+                "row_topk goes with layout ", abi::layout_with(&abi::LayoutFacts::per_token),
+                ", and only with it");
+  check(to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, layout.row_topk()});
+}
+
+moe::DispatchRecv dispatch_recv_from(const AllToAllObject& comm, const Layout& layout,
+                                     const DispatchOutputs& to, const moe::Handle& handle) {
+  const auto in = [](const std::optional<Tensor>& tensor) {
+    return tensor ? mutable_data_of(*tensor) : nullptr;
+  };
+  moe::DispatchRecv recv;
+  recv.stream = current_stream(comm.device);
+  recv.handle = handle;
+  recv.options = layout.options;
+  recv.capacity = layout.capacity;
+  recv.x_bytes = bytes_of_rows(to.x);
+  recv.x_dtype = wire_type(to.x);
+  recv.x = mutable_data_of(to.x);
+  if (to.scales) {
     recv.scales = mutable_data_of(*to.scales);
     recv.scale_bytes = row_bytes(*to.scales);
     recv.scale_stride = layout.scale_stride();
   }
-  for (const Tensor& extra : to.extras) {
-    check_rows(extra, "an extra", rows, kAny);
+  for (const Tensor& extra : to.extras)
     recv.extras.push_back({mutable_data_of(extra), row_bytes(extra)});
-  }
-  recv.row_weights =
-      output<float>(to.row_weights, {"row_weights", {ScalarType::Float}, layout.row_weights()});
-  recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, layout.counts()});
-  recv.offsets = output<int32_t>(to.offsets, {"offsets", {ScalarType::Int}, layout.offsets()});
-  recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, layout.source()});
-  recv.ranges =
-      optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, layout.ranges()});
-  const abi::LayoutFacts facts = layout.options.rows();
-  MOE_P2P_CHECK(!recv.ranges || facts.apart, Code::kInvalidArgument,
-                "ranges are of rows within an expert's; they need layout ",
-                abi::layout_with(&abi::LayoutFacts::apart));
-  recv.wait_ticks = optional_output<int64_t>(
-      to.wait_ticks, {"wait_ticks", {ScalarType::Long}, layout.wait_ticks()});
-  MOE_P2P_CHECK(to.row_topk.has_value() == facts.per_token, Code::kInvalidArgument,
-                "row_topk goes with layout ", abi::layout_with(&abi::LayoutFacts::per_token),
-                ", and only with it");
-  recv.row_topk = optional_output<void>(
-      to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, layout.row_topk()});
-  recv.topk_is_int64 = to.row_topk && to.row_topk->scalar_type() == ScalarType::Long;
+  recv.row_weights = static_cast<float*>(mutable_data_of(to.row_weights));
+  recv.counts = static_cast<int32_t*>(mutable_data_of(to.counts));
+  recv.offsets = static_cast<int32_t*>(mutable_data_of(to.offsets));
+  recv.source = static_cast<int32_t*>(in(to.source));
+  recv.ranges = static_cast<int64_t*>(in(to.ranges));
+  recv.wait_ticks = static_cast<int64_t*>(in(to.wait_ticks));
+  recv.row_topk = in(to.row_topk);
+  recv.topk_is_int64 = to.row_topk && dtype_of(*to.row_topk) == ScalarType::Long;
   return recv;
 }
 
@@ -235,7 +249,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   const int64_t dims = in.y.dim();
   send.y_rows = dims >= 2 && comm.hidden_dim() > 0 ? in.y.numel() / comm.hidden_dim() : 0;
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
-  send.y_dtype = payload_type(in.y.scalar_type(), "y", kCombineTypes);
+  send.y_dtype = payload_type(dtype_of(in.y), "y", kCombineTypes);
   send.y = data_of(in.y);
   send.layout = in.layout;
   // row_weights are the dispatch's, not given by the caller: y does not fit.
@@ -269,20 +283,20 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
 }
 
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& to,
-                                   const Tensor& handle) {
+                                   const moe::Handle& handle) {
   moe::CombineRecv recv;
   recv.stream = current_stream(comm.device);
-  recv.handle = handle_from(handle);
+  recv.handle = handle;
   recv.out = output<void>(to.out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
   recv.num_rows = to.out.size(0);
-  recv.out_dtype = payload_type(to.out.scalar_type(), "out");
+  recv.out_dtype = payload_type(dtype_of(to.out), "out");
   recv.order = to.order;
   recv.partials = partials_among(comm, to.partials);
   if (to.topk_idx) {
     recv.topk_idx = input<void>(
         *to.topk_idx,
         {"topk_idx", {ScalarType::Int, ScalarType::Long}, {recv.num_rows, comm.topk()}});
-    recv.topk_is_int64 = to.topk_idx->scalar_type() == ScalarType::Long;
+    recv.topk_is_int64 = dtype_of(*to.topk_idx) == ScalarType::Long;
   }
   recv.out_scalars = optional_output<float>(
       to.out_scalars, {"out_scalars", {ScalarType::Float}, {recv.num_rows, comm.topk()}});
@@ -290,7 +304,7 @@ moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& t
                 " tensors of bias are given, must be at most ", std::size(recv.bias));
   for (size_t i = 0; i < to.bias.size(); ++i)
     recv.bias[i] = input<void>(
-        to.bias[i], {"bias", {to.out.scalar_type()}, {recv.num_rows, comm.hidden_dim()}});
+        to.bias[i], {"bias", {dtype_of(to.out)}, {recv.num_rows, comm.hidden_dim()}});
   recv.wait_ticks = optional_output<int64_t>(
       to.wait_ticks, {"wait_ticks", {ScalarType::Long}, {comm.plan().shape.world_size}});
   return recv;

@@ -19,6 +19,7 @@ struct AllToAllObject {
         masks(std::move(with_masks)),
         all_to_all(engine->engine(), &engine->proxy(), options),
         rank(options.rank),
+        local_experts(all_to_all.plan().num_local_experts(rank)),
         communicator(options.communicator) {}
 
   const moe::Plan& plan() const noexcept { return all_to_all.plan(); }
@@ -27,13 +28,14 @@ struct AllToAllObject {
   int64_t num_scales() const noexcept {
     return (hidden_dim() + abi::kScaleBlock - 1) / abi::kScaleBlock;
   }
-  int64_t num_local_experts() const { return plan().num_local_experts(rank); }
+  int64_t num_local_experts() const noexcept { return local_experts; }
 
   std::shared_ptr<EngineObject> engine;  // outlives all_to_all
   std::mutex in_use;                     // one caller at a time
   const std::optional<Tensor> masks;     // keeps options.masks alive
   moe::AllToAll all_to_all;
   const int rank;
+  const int64_t local_experts;
   int device = -1;  // CUDA ordinal; -1: host memory
   const uint32_t communicator;
   bool releases_oldest = false;  // moe::AllToAll::release_oldest()
@@ -114,8 +116,10 @@ struct DispatchOutputs {
   const std::optional<Tensor>& wait_ticks;
   const std::optional<Tensor>& row_topk;
 };
-moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
-                                     const DispatchOutputs& outputs, const Tensor& handle);
+// Throws unless given outputs fit; what is made for a call does.
+void check_outputs(const AllToAllObject& comm, const Layout& layout, const DispatchOutputs& outputs);
+moe::DispatchRecv dispatch_recv_from(const AllToAllObject& comm, const Layout& layout,
+                                     const DispatchOutputs& outputs, const moe::Handle& handle);
 
 struct CombineArguments {
   const Tensor& y;
@@ -140,9 +144,9 @@ struct CombineOutputs {
   abi::Partials partials{};
 };
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& outputs,
-                                   const Tensor& handle);
+                                   const moe::Handle& handle);
 
-// The handle as the calls below mutate it.
+// The handle as the calls above mutate it.
 moe::Handle handle_from(const Tensor& handle);
 
 }  // namespace moe_p2p::ops

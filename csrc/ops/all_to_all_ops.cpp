@@ -209,10 +209,12 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
                    std::optional<Tensor> wait_ticks, std::optional<Tensor> row_topk,
                    int64_t capacity) {
   const Caller caller(comm);
-  const auto recv = dispatch_recv_from(
-      *caller, Layout(*caller, moe::dispatch_options_from(options), capacity),
-      {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
-      handle);
+  const Layout layout(*caller, moe::dispatch_options_from(options), capacity);
+  const moe::Handle words = handle_from(handle);
+  const DispatchOutputs to{x,       scales, extras, row_weights, counts,
+                           offsets, source, ranges, wait_ticks,  row_topk};
+  check_outputs(*caller, layout, to);
+  const auto recv = dispatch_recv_from(*caller, layout, to, words);
   caller->all_to_all.dispatch(nullptr, &recv);
 }
 
@@ -236,7 +238,7 @@ void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
   const auto recv = combine_recv_from(*caller,
                                       {out, out_scalars, bias, wait_ticks, abi::SumOrder::kRanks,
                                        nullptr, moe::partials_of(partials)},
-                                      handle);
+                                      handle_from(handle));
   caller->all_to_all.combine(nullptr, &recv);
 }
 

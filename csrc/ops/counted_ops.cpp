@@ -110,15 +110,6 @@ int64_t most_tokens(AllToAllObject& comm, const Tensor& x) {
   return std::max(1, *std::max_element(all.begin(), all.end()));
 }
 
-// The rows that can arrive of a call whose ranks have up to max_tokens.
-int64_t most_rows(const AllToAllObject& comm, const moe::DispatchOptions& options,
-                  int64_t max_tokens, int64_t alignment) {
-  const int64_t tokens = comm.plan().shape.world_size * max_tokens;
-  if (options.rows().per_token) return tokens;
-  const int64_t experts = comm.num_local_experts();
-  return tokens * std::min(comm.topk(), experts) + (alignment - 1) * experts;
-}
-
 bool fit(const Tensor& x, const moe::DispatchOptions& options, int64_t rows) {
   if (!options.rows().per_token || options.column_scales || x.dim() != 2) return false;
   const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());

@@ -1,5 +1,6 @@
 // torch.ops.moe_p2p.dispatch and combine: whole calls that make their results, so that autograd and
 // torch.compile see functions of tensors. combine_out writes to a given tensor.
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <span>
@@ -38,7 +39,7 @@ Tensor make_scales(const Layout& layout, int64_t width, ScalarType dtype, Arena*
 // Makes the delivered scales: as the caller gave them, or as quantize makes them.
 std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout,
                                   const std::optional<Tensor>& given, Arena* beside) {
-  if (given) return make_scales(layout, given->size(1), given->scalar_type(), beside);
+  if (given) return make_scales(layout, given->size(1), dtype_of(*given), beside);
   if (!layout.options.quantize) return std::nullopt;
   if (layout.options.scale_format != abi::ScaleFormat::kUe8m0)
     return make_scales(layout, comm.num_scales(), ScalarType::Float, beside);
@@ -72,7 +73,7 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
 
   const Tensor row_x =
       make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
-                  options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
+                  options.quantize ? ScalarType::Float8_e4m3fn : dtype_of(x));
   const Tensor row_weights = make(layout.row_weights(), ScalarType::Float);
   const Tensor counts = make(layout.counts(), ScalarType::Int);
   const Tensor offsets = make(layout.offsets(), ScalarType::Int);
@@ -84,22 +85,22 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const auto ranges = make_more(options.with_ranges, layout.ranges(), ScalarType::Long);
   const auto wait_ticks = make_more(options.with_wait_ticks, layout.wait_ticks(), ScalarType::Long);
   if (const auto copy =
-          make_more(options.copy_topk, {send.num_rows, layout.topk}, topk_idx.scalar_type())) {
+          make_more(options.copy_topk, {send.num_rows, layout.topk}, dtype_of(topk_idx))) {
     send.topk_copy = mutable_data_of(*copy);
     if (comm->device < 0)
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
   const auto row_topk =
-      make_more(options.rows().per_token, layout.row_topk(), topk_idx.scalar_type());
+      make_more(options.rows().per_token, layout.row_topk(), dtype_of(topk_idx));
   for (const Tensor& extra : extras)
-    row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), extra.scalar_type()));
+    row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), dtype_of(extra)));
   const auto row_scales = make_scales(*comm, layout, scales, beside);  // last: into room left
 
   const auto recv = dispatch_recv_from(*comm, layout,
                                        {row_x, row_scales, row_extras, row_weights, counts, offsets,
                                         source, ranges, wait_ticks, row_topk},
-                                       handle);
+                                       send.handle);
   comm->all_to_all.dispatch(&send, &recv);
   if (options.solo && comm->device < 0)
     static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
@@ -124,7 +125,18 @@ int64_t bytes_beside_rows(AllToAllObject& comm, const DispatchArguments& in, int
          Arena::room(per_token ? each : 0, 8);  // ids
 }
 
+int64_t most_rows(const AllToAllObject& comm, const moe::DispatchOptions& options,
+                  int64_t max_tokens, int64_t alignment) {
+  const int64_t tokens = comm.plan().shape.world_size * max_tokens;
+  if (options.rows().per_token || options.rows().apart) return tokens;
+  const int64_t experts = comm.num_local_experts();
+  return tokens * std::min(comm.topk(), experts) + (alignment - 1) * experts;
+}
+
 namespace {
+
+// Of options.py alone: no op sees it.
+constexpr int64_t kMergeDuplicates = int64_t{1} << 62;
 
 Dispatched dispatch(int64_t comm_id, int64_t options_number, int64_t max_tokens, int64_t capacity,
                     const Tensor& x, const Tensor& topk_idx, std::optional<Tensor> topk_weights,
@@ -146,19 +158,25 @@ constexpr int64_t kMostSharedBytes = int64_t{1} << 20;
 
 }  // namespace
 
-Dispatched dispatch_directly(int64_t comm_id, int64_t options_number, int64_t max_tokens,
-                             int64_t capacity, const Tensor& x, const Tensor& topk_idx,
-                             std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
-                             std::vector<int64_t> others) {
+DirectDispatch dispatch_directly(int64_t comm_id, int64_t options_number,
+                                 std::optional<int64_t> most_tokens, std::optional<int64_t> rows,
+                                 const Tensor& x, const Tensor& topk_idx,
+                                 std::optional<Tensor> topk_weights, std::optional<Tensor> scales,
+                                 std::vector<int64_t> others) {
   check(others);
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  const int64_t max_tokens = most_tokens.value_or(comm->plan().max_tokens);
+  MOE_P2P_CHECK(max_tokens >= 0, Code::kUnavailable, "max_tokens is ", max_tokens);
+  const int64_t capacity =
+      rows ? *rows : most_rows(*comm, options, max_tokens, options.alignment);
   const DispatchArguments in{x, scales, {}, topk_idx, topk_weights, {}, -1, max_tokens, options};
   std::optional<Arena> beside;
   const int64_t bytes = bytes_beside_rows(*comm, in, capacity);
   const int64_t all = bytes + bytes_of_scales(*comm, in, capacity);
   if (bytes <= kMostSharedBytes) beside.emplace(all <= kMostSharedBytes ? all : bytes);
-  return dispatch_into_new(&*comm, in, capacity, beside ? &*beside : nullptr);
+  return {dispatch_into_new(&*comm, in, capacity, beside ? &*beside : nullptr), options, max_tokens,
+          capacity, options.quantize || scales};
 }
 
 namespace {
@@ -188,7 +206,7 @@ void combine_into(AllToAllObject& comm, const CombineArguments& in, const Combin
   const auto send = combine_send_from(comm, in, handle);
   std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
   if (comm.device < 0) guard.emplace(send.handle);
-  const auto recv = combine_recv_from(comm, to, handle);
+  const auto recv = combine_recv_from(comm, to, send.handle);
   comm.all_to_all.combine(&send, &recv);
 }
 
@@ -197,7 +215,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     const Tensor& topk_idx, std::optional<Tensor> row_weights, std::optional<Tensor> topk_weights,
     std::optional<Tensor> row_scalars, std::optional<std::vector<Tensor>> biases,
     std::optional<ScalarType> sum_dtype, int64_t /*capacity*/, bool with_wait_ticks) {
-  const ScalarType out_dtype = sum_dtype.value_or(y.scalar_type());
+  const ScalarType out_dtype = sum_dtype.value_or(dtype_of(y));
   const std::vector<Tensor> bias = std::move(biases).value_or(std::vector<Tensor>{});
   const Caller comm(comm_id);
   const abi::SumOrder order = moe::sum_order_from(options);
@@ -222,14 +240,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
 
 }  // namespace
 
-std::tuple<Tensor, std::vector<Tensor>> combine_directly(int64_t comm_id, int64_t options,
-                                                         int64_t max_tokens, const Tensor& handle,
-                                                         const Tensor& y, const Tensor& topk_idx,
-                                                         std::optional<Tensor> row_weights,
-                                                         std::optional<Tensor> topk_weights) {
-  return combine(comm_id, options, max_tokens, handle, y, topk_idx, std::move(row_weights),
-                 std::move(topk_weights), {}, {}, {}, 0, false);
-}
+namespace {
 
 void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
                  std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,
@@ -241,8 +252,30 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
   constexpr auto kOrder = abi::SumOrder::kRanks;
   combine_into(
       *comm,
-      {y, row_weights, row_scalars, topk_weights, out.scalar_type(), max_tokens, kOrder, partials},
+      {y, row_weights, row_scalars, topk_weights, dtype_of(out), max_tokens, kOrder, partials},
       {out, out_scalars, bias, wait_ticks, kOrder, nullptr, partials}, handle);
+}
+
+}  // namespace
+
+std::optional<Tensor> combine_directly(int64_t comm_id, int64_t dispatched, int64_t combined,
+                                       int64_t max_tokens, const Tensor& handle, const Tensor& y,
+                                       const Tensor& topk_idx, std::optional<Tensor> row_weights,
+                                       std::optional<Tensor> topk_weights,
+                                       std::optional<Tensor> out) {
+  MOE_P2P_CHECK(!topk_weights || (dispatched & kMergeDuplicates) == 0, Code::kUnavailable,
+                "late weights");
+  const int64_t options = (dispatched & ~kMergeDuplicates) | combined;
+  if (!out)
+    return std::get<0>(combine(comm_id, options, max_tokens, handle, y, topk_idx,
+                               std::move(row_weights), std::move(topk_weights), {}, {}, {}, 0,
+                               false));
+  MOE_P2P_CHECK(moe::sum_order_from(options) == abi::SumOrder::kRanks && out->dim() == 2 &&
+                    topk_idx.dim() == 2 && out->size(0) == topk_idx.size(0),
+                Code::kUnavailable, "out does not fit");
+  combine_out(comm_id, y, std::move(row_weights), {}, std::move(topk_weights), {}, handle,
+              max_tokens, *out, {}, {}, static_cast<int64_t>(moe::partials_from(options)));
+  return std::nullopt;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {

@@ -76,7 +76,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("letter() -> str");               // base/letter.h
   m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; number of objects
   m.def("take_interrupt() -> int");       // python_signals.cpp
-  m.def("direct_call(str name, int op, int[] torch) -> int");  // direct/direct_calls.cpp
+  m.def("direct_call(str name, int self, int[] torch) -> int");  // direct/direct_calls.cpp
 
   // --- engine: transfers; each returns a request to wait for; rows: of a moe_p2p.PageRows ---
   m.def(

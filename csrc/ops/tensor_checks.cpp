@@ -5,7 +5,9 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -44,8 +46,17 @@ bool fits(const Tensor& tensor, std::span<const int64_t> sizes) {
 
 thread_local int working_device = -1;
 
+// Torch's number of each type that was met in this thread, and of each number the type.
+struct Numbers {
+  std::array<std::optional<int32_t>, 64> of_type;
+  std::array<std::optional<ScalarType>, 64> types;
+};
+thread_local Numbers numbers;
+
 int32_t shim_dtype(ScalarType dtype) {
-  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  auto& known = numbers.of_type.at(static_cast<size_t>(dtype));
+  if (!known) known = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  return *known;
 }
 
 // Whether the current stream, `handle`, is one of torch's own, which are never destroyed. Torch
@@ -64,6 +75,16 @@ bool is_lasting(int device, void* handle) {
 }
 
 }  // namespace
+
+ScalarType dtype_of(const Tensor& tensor) {
+  int32_t number = -1;
+  const auto error = aoti_torch_get_dtype(tensor.get(), &number);
+  const auto at = static_cast<size_t>(number);
+  if (error != AOTI_TORCH_SUCCESS || at >= numbers.types.size()) return tensor.scalar_type();
+  auto& known = numbers.types[at];
+  if (!known) known = tensor.scalar_type();
+  return *known;
+}
 
 OnDevice::OnDevice(int device) : before_(std::exchange(working_device, device)) {}
 OnDevice::~OnDevice() { working_device = before_; }
@@ -113,7 +134,7 @@ const char* dtype_name(ScalarType dtype) {
 }
 
 std::string describe(const Tensor& tensor) {
-  return std::string(dtype_name(tensor.scalar_type())) + " " + list(tensor.sizes());
+  return std::string(dtype_name(dtype_of(tensor))) + " " + list(tensor.sizes());
 }
 
 void check_on_device(const Tensor& tensor, const char* name) {
@@ -136,7 +157,7 @@ void check_placed(const Tensor& tensor, const char* name) {
 void check_tensor(const Tensor& tensor, const Expected& expected) {
   const auto& dtypes = expected.dtypes;
   MOE_P2P_CHECK(dtypes.size() == 0 ||
-                    std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end(),
+                    std::find(dtypes.begin(), dtypes.end(), dtype_of(tensor)) != dtypes.end(),
                 Code::kInvalidArgument, expected.name, " is ", describe(tensor), ", must be ",
                 names(dtypes));
   MOE_P2P_CHECK(fits(tensor, expected.sizes.all()), Code::kInvalidArgument, expected.name, " is ",

@@ -42,7 +42,6 @@ from moe_p2p.deep_ep.low_latency import (
 )
 from moe_p2p.deep_ep.mpi import MpiComm
 from moe_p2p.deep_ep.normal import (
-    combine_alone,
     dispatch_again,
     in_columns,
     normal_config,
@@ -53,6 +52,7 @@ from moe_p2p.deep_ep.normal import (
 )
 from moe_p2p.deep_ep.runtime import NODE_RANKS, Runtime, pool_of
 from moe_p2p.deep_ep.streams import Streams, new_event
+from moe_p2p.moe import bare
 from moe_p2p.moe.arguments import bias_list
 from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
 from moe_p2p.moe.options import DispatchForm
@@ -202,8 +202,7 @@ class Buffer:
     # --- normal calls (normal.py) ---
     # All take previous_event (the work runs after it, not after the current stream), async_finish
     # (the work runs on the communication stream; wait for the returned event) and
-    # allocate_on_comm_stream, which needs both and changes nothing: results are safe on both
-    # streams.
+    # allocate_on_comm_stream, which needs both and changes nothing: results are safe on either.
 
     def get_dispatch_layout(
         self,
@@ -266,9 +265,10 @@ class Buffer:
         values, scales = x if isinstance(x, tuple) else (x, None)
         plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
         plain = plain and topk_idx is topk_weights is None and type(handle) is NormalHandle
-        if plain and handle and self._streams.bare_on(values, scales) is not None:
-            got = dispatch_again(handle, values, scales)
-            return got, None, None, None, None, new_event(EventOverlap)
+        if plain and handle and self._streams.bare_on(values) is not None:
+            again = dispatch_again(handle, values, scales)
+            if again is not None:
+                return again, None, None, None, None, new_event(EventOverlap)
         self._pool.check_others(dispatches=handle is not None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -280,10 +280,10 @@ class Buffer:
                 raise no_handle(handle)
             with turn:
                 form, topk = handle.form_again, handle.dispatched.topk_idx
-                again = send(handle.all_to_all, form, values, scales, topk)
-                got = again[0] if scales is None else rows_of(again, scales)
+                fields = send(handle.all_to_all, form, values, scales, topk)
+                got = fields[0] if scales is None else rows_of(fields, scales)
                 if async_finish:
-                    turn.uses((values, scales, topk), again[:2])
+                    turn.uses((values, scales, topk), fields[:2])
             return got, None, None, None, None, turn.event
         with turn:
             if expert_alignment != 1:
@@ -357,7 +357,9 @@ class Buffer:
         plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
         alone = type(handle) is NormalHandle and topk_weights is bias is None
         if plain and alone and self._streams.bare_on(x) is not None:
-            return combine_alone(handle, x), None, new_event(EventOverlap)
+            sums = bare.combine(handle.all_to_all._comm, x.contiguous(), handle.dispatched)
+            if sums is not None:
+                return sums, None, new_event(EventOverlap)
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
             try:
@@ -464,12 +466,10 @@ class Buffer:
         plain = not (async_finish or return_recv_hook or use_nvfp4) and stats[0] is stats[1] is None
         if plain and (device := self._streams.bare_on(x)) is not None:
             key = x.dtype, device, x.shape[1], topk_of(topk_idx), how
-            found = self._low_latency_made.get(key)
-            if found is not None:
-                return dispatch_bare(*found, x, topk_idx, num_experts)
+            if (done := dispatch_bare(self._low_latency_made, key, x, topk_idx)) is not None:
+                return done
         self._pool.check_others(dispatches=not return_recv_hook)
         hook: Hook | None = None
-        fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
             key = x.dtype, x.get_device(), x.shape[1], topk_of(topk_idx), how
             all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
@@ -557,10 +557,11 @@ class Buffer:
         timed = stats is not None and not return_recv_hook
         options = combine_form(self._partials, y.dtype, use_logfmt, timed)
         plain = stats is None and not (async_finish or return_recv_hook)
-        if plain and self._streams.bare_on(x, topk_weights, out) is not None:
-            out = handle.combine_bare(y, topk_weights, options.number, out)
-            return out, new_event(EventOverlap), None
         all_to_all, received = handle.all_to_all, handle.received
+        if plain and self._streams.bare_on(x) is not None:
+            sums = bare.combine(all_to_all._comm, y, received, options, False, topk_weights, out)
+            if sums is not None:
+                return sums, new_event(EventOverlap), None
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
@@ -609,9 +610,8 @@ class Buffer:
         x = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
         how = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, False
         key = x.dtype, x.get_device(), hidden, num_topk, how
-        all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
-        combine = combine_form(self._partials, x.dtype, use_logfmt, False)
-        all_to_all.prepare(form.options, combine=combine)
+        made, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
+        made.prepare(form.options, combine=combine_form(self._partials, x.dtype, use_logfmt, False))
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

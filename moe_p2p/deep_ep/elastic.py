@@ -20,17 +20,12 @@ from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import no_handle
 from moe_p2p.deep_ep.streams import Streams, new_event, wait_for
+from moe_p2p.moe import bare
 from moe_p2p.moe.arguments import bias_list
 from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
-from moe_p2p.moe.dispatched import new_tuple, tensors_of, without_rows
+from moe_p2p.moe.dispatched import APART, Dispatched, new_tuple, tensors_of, without_rows
 from moe_p2p.moe.options import DEFAULT_COMBINE, CombineOptions, DispatchForm
-from moe_p2p.moe.pool import (
-    MOST_STEP_TOKENS,
-    AllToAllPool,
-    ReleasingAllToAll,
-    config_of,
-    received_of,
-)
+from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
 from moe_p2p.moe.row_counts import HostCounts
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
 
@@ -315,8 +310,8 @@ class ElasticBuffer:
         later = (
             sync or async_with_compute_stream or previous_event or previous_event_before_epilogue
         )
-        bare = not later and handle is None and cumulative_local_expert_recv_stats is None
-        if bare and self._streams.bare_on(values, packs, topk_weights) is not None:
+        plain = not later and handle is None and cumulative_local_expert_recv_stats is None
+        if plain and self._streams.bare_on(values) is not None:
             made = self._dispatch_bare(values, packs, topk_idx, topk_weights, how)
             if made is not None:
                 return made
@@ -407,15 +402,18 @@ class ElasticBuffer:
         topk_weights: Tensor | None,
         how: _Asked,
     ) -> _Dispatch | None:
-        """A dispatch with nothing around it (Streams.bare_on); None: its key is a new one."""
+        """A dispatch with nothing around it; None: it is more, or its key is a new one."""
         key = self._key(values, packs, topk_idx, how)
         made = self._made.get(key)
         if made is None or topk_idx is None:
             return None
         (all_to_all, counts, form), topk = made, topk_idx.contiguous()
-        given = None if packs is None else packs.contiguous()
-        fields = all_to_all.dispatch_bare(form, values.contiguous(), topk, topk_weights, given)
-        received = received_of(fields, form, topk)
+        comm, others, values = all_to_all._comm, all_to_all.others, values.contiguous()
+        scales = None if packs is None else packs.contiguous()
+        found = bare.dispatch(comm, form, values, topk, topk_weights, scales, others, APART)
+        if found is None:
+            return None
+        got, scales, received = found
         num_experts, _, num_sms, alignment, rows = key[3]
         handle = EPHandle(
             all_to_all,
@@ -427,7 +425,7 @@ class ElasticBuffer:
             num_sms or self._usual_num_sms,
         )
         return (
-            fields[0] if packs is None else fields[:2],
+            got if scales is None else (got, scales),
             received.row_topk,
             None if topk_weights is None else received.row_weights,
             handle,
@@ -462,11 +460,9 @@ class ElasticBuffer:
         later = async_with_compute_stream or previous_event or previous_event_before_epilogue
         plain = bias is None and topk_weights is None and self.allow_multiple_reduction
         if plain and not later and self._streams.bare_on(x) is not None:
-            call, topk_idx = handle.received.call, handle.topk_idx
-            sums = handle.all_to_all.combine_bare(
-                call.options, call.max_tokens, call.handle, x.contiguous(), topk_idx
-            )
-            return sums, None, new_event(EventOverlap)
+            alone = bare.combine(handle.all_to_all._comm, x.contiguous(), handle.received)
+            if alone is not None:
+                return alone, None, new_event(EventOverlap)
         received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
@@ -500,7 +496,7 @@ class ElasticBuffer:
         form: DispatchForm,
         given: tuple[Any, ...],
         alignment: int,
-    ) -> tuple[tuple[Any, ...], RowCounts]:
+    ) -> tuple[Dispatched, RowCounts]:
         """Dispatches into exactly as many rows as arrive: waits for the counts of all ranks."""
         values, topk, weights, packs = given
         fields, sizes = all_to_all.dispatch_counted(

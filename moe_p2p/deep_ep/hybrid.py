@@ -163,7 +163,7 @@ class HybridEPBuffer:
             most = max(1, self.max_num_of_tokens_per_rank, values.shape[0])
             form = DispatchForm(_options(alignment), most, int(num_permuted_tokens))
             fields = all_to_all.dispatch_with(form, *given)
-            padded = (without_rows(fields).counts + (alignment - 1)) // alignment * alignment
+            padded = (fields.counts + (alignment - 1)) // alignment * alignment
             padded = padded.cpu() if blocking else padded
         handle = HybridHandle(
             all_to_all,
@@ -177,8 +177,8 @@ class HybridEPBuffer:
 
     def _dispatch_exactly(
         self, all_to_all: ReleasingAllToAll, given: tuple[Any, ...], alignment: int
-    ) -> tuple[tuple[Any, ...], Tensor]:
-        """Waits for the counts of all ranks; returns the fields and the rows of each expert."""
+    ) -> tuple[Dispatched, Tensor]:
+        """Waits for the counts of all ranks; returns the rows of each expert too."""
         values, topk, weights, scales = given
         fields, sizes = all_to_all.dispatch_counted(
             _options(alignment),
@@ -291,8 +291,8 @@ def _options(alignment: int) -> DispatchOptions:
 
 
 def _returned(
-    fields: tuple[Any, ...], dtype: torch.dtype, handle: HybridHandle, *, with_probs: bool
+    fields: Dispatched, dtype: torch.dtype, handle: HybridHandle, *, with_probs: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, HybridHandle]:
     rows, scales = fields[:2]
-    probs = without_rows(fields).row_weights if with_probs else None
+    probs = fields.row_weights if with_probs else None
     return rows.view(dtype), probs, scales, handle.per_expert, handle

@@ -25,10 +25,11 @@ from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.deep_ep.runtime import NODE_RANKS
 from moe_p2p.deep_ep.streams import new_event
+from moe_p2p.moe import bare
 from moe_p2p.moe.config import AllToAllConfig
-from moe_p2p.moe.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.moe.dispatched import APART, Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions, Partials
-from moe_p2p.moe.pool import ReleasingAllToAll, received_of
+from moe_p2p.moe.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
 
@@ -70,7 +71,8 @@ class LowLatencyHandle(Elements):
     ) -> None:
         self.all_to_all = all_to_all
         self.received = received  # without its rows, which may be freed before this handle
-        self._sizes = (received.call.max_tokens, hidden, num_experts)
+        self._hidden = hidden
+        self._num_experts = num_experts
 
     def make_combine_buffer(self) -> Tensor:
         if self.combine_buffer is None:
@@ -79,70 +81,35 @@ class LowLatencyHandle(Elements):
             self.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
         return self.combine_buffer
 
-    def combine_bare(
-        self, y: Tensor, topk_weights: Tensor, number: int, out: Tensor | None
-    ) -> Tensor:
-        """A combine with nothing around it (Streams.bare_on). number: of its options."""
-        (handle, options, max_tokens, _), topk_idx = self.received.call, self.received.topk_idx
-        number |= options
-        return self.all_to_all.combine_bare(
-            number, max_tokens, handle, y, topk_idx, topk_weights, out
-        )
-
     @functools.cached_property
     def _elements(self) -> Sequence[Any]:
         source, ranges = self.received.source, self.received.ranges
         assert source is not None
         assert ranges is not None
         src_info = source[:, 1].view(ranges.shape[0], -1)
-        return (src_info, ranges, *self._sizes)
-
-
-class BareHandle(LowLatencyHandle):
-    """Of dispatch_bare(): it makes a Dispatched where one is read."""
-
-    def __init__(
-        self,
-        all_to_all: ReleasingAllToAll,
-        form: DispatchForm,
-        rest: tuple[Any, ...],
-        topk_idx: Tensor,
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """rest: what dispatch_bare() made, without rows and scales. sizes: T, H, E."""
-        self.all_to_all = all_to_all
-        self._form = form
-        self._rest = rest
-        self._topk_idx = topk_idx
-        self._sizes = sizes
-
-    @functools.cached_property
-    def received(self) -> Dispatched:  # type: ignore[override]
-        return received_of((None, None, *self._rest), self._form, self._topk_idx)
-
-    def combine_bare(
-        self, y: Tensor, topk_weights: Tensor, number: int, out: Tensor | None
-    ) -> Tensor:
-        options, max_tokens, _ = self._form
-        number |= options.number
-        return self.all_to_all.combine_bare(
-            number, max_tokens, self._rest[3], y, self._topk_idx, topk_weights, out
-        )
+        max_tokens = self.received.call.max_tokens
+        return (src_info, ranges, max_tokens, self._hidden, self._num_experts)
 
 
 def dispatch_bare(
-    all_to_all: ReleasingAllToAll,
-    form: DispatchForm,
+    made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]],
+    key: LowLatencyKey,
     x: Tensor,
     topk_idx: Tensor,
-    num_experts: int,
-) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
-    """A dispatch with nothing around it, of a form that has been made (Streams.bare_on)."""
-    made = all_to_all.dispatch_bare(form, x, topk_idx)
-    sizes = form.max_tokens, x.shape[1], num_experts
-    handle = BareHandle(all_to_all, form, made[2:], topk_idx, sizes)
-    got = made[:2] if form.options.quantize else made[0]
-    return got, made[3], handle, new_event(EventOverlap), None
+) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, None] | None:
+    """A dispatch with nothing around it; None: it is more, or nothing is made for its key."""
+    found = made.get(key)
+    if found is None:
+        return None
+    all_to_all, form = found
+    comm, others = all_to_all._comm, all_to_all.others
+    results = bare.dispatch(comm, form, x, topk_idx, None, None, others, APART)
+    if results is None:
+        return None
+    rows, scales, received = results
+    handle = LowLatencyHandle(all_to_all, received, key[2], key[4][1])
+    got = rows if scales is None else (rows, scales)
+    return got, received.counts, handle, new_event(EventOverlap), None
 
 
 def topk_of(topk_idx: Tensor) -> int:

@@ -16,7 +16,9 @@ from torch.nn import functional
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.handle import NormalHandle
+from moe_p2p.moe import bare
 from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.dispatched import ROWS_ALONE, Dispatched
 from moe_p2p.moe.options import DispatchForm
 from moe_p2p.moe.pool import ReleasingAllToAll
 
@@ -47,30 +49,22 @@ def send(
     scales: Tensor | None,
     topk_idx: Tensor,
     topk_weights: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """Dispatches; returns the fields of a Dispatched."""
+) -> Dispatched:
     if scales is not None:
         scales = in_columns(scales)
     values, others = values.contiguous(), all_to_all.others
     return all_to_all.dispatch_with(form, values, topk_idx, topk_weights, scales, others=others)
 
 
-def dispatch_again(handle: NormalHandle, values: Tensor, scales: Tensor | None) -> _Values:
-    """Other values along the same routes, with nothing around it (Streams.bare_on)."""
-    topk, values = handle.dispatched.topk_idx, values.contiguous()
-    if scales is None:
-        rows: Tensor = handle.all_to_all.dispatch_bare(handle.form_again, values, topk)[0]
-        return rows
-    given = values, topk, None, in_columns(scales)
-    return rows_of(handle.all_to_all.dispatch_bare(handle.form_again, *given), scales)
-
-
-def combine_alone(handle: NormalHandle, y: Tensor) -> Tensor:
-    """The sums of rows, and nothing else, with nothing around it."""
-    call, topk_idx = handle.dispatched.call, handle.dispatched.topk_idx
-    return handle.all_to_all.combine_bare(
-        call.options, call.max_tokens, call.handle, y.contiguous(), topk_idx
-    )
+def dispatch_again(handle: NormalHandle, values: Tensor, scales: Tensor | None) -> _Values | None:
+    """Other values along the same routes, with nothing around it; None: it is more."""
+    all_to_all, topk = handle.all_to_all, handle.dispatched.topk_idx
+    values, columns = values.contiguous(), None if scales is None else in_columns(scales)
+    comm, form, others = all_to_all._comm, handle.form_again, all_to_all.others
+    made = bare.dispatch(comm, form, values, topk, None, columns, others, ROWS_ALONE)
+    if made is None:
+        return None
+    return made[0] if scales is None else rows_of(made, scales)
 
 
 def in_columns(scales: Tensor) -> Tensor:

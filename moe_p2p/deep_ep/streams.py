@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.library import is_set, num_modes, switched_off, watched
+from moe_p2p.library import is_dynamo_compiling, is_set, num_modes, switched_off
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,12 +49,10 @@ class Streams:
             self._comm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._comm
 
-    def bare_on(self, like: object, *beside: object) -> int | None:
-        """The device of a synchronous call of these that is nothing but its op: turn() would have
-        nothing to do, and nobody watches which ops run. -1: host memory; None: it is more."""
-        if type(like) is not Tensor or num_modes() or watched() or forward_ad._current_level >= 0:
-            return None
-        if _records() and any(getattr(each, "requires_grad", False) for each in (like, *beside)):
+    def bare_on(self, like: object) -> int | None:
+        """The device of a synchronous call for which turn() has nothing to do if it is bare
+        (moe_p2p/moe/bare.py). -1: host memory; None: it has."""
+        if type(like) is not Tensor or is_dynamo_compiling():
             return None
         ordinal = like.get_device()
         return ordinal if ordinal < 0 or self._latest_raw == _current_raw(ordinal) else None

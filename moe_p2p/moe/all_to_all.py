@@ -40,7 +40,7 @@ from moe_p2p.library import (
     watched,
     without_default_device,
 )
-from moe_p2p.moe import arguments, direct
+from moe_p2p.moe import arguments, bare
 from moe_p2p.moe.communicator import Communicator
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import (
@@ -49,9 +49,8 @@ from moe_p2p.moe.dispatched import (
     PendingCombine,
     PendingDispatch,
     beside_sums,
-    fields_of,
+    dispatched_of,
     new_outputs,
-    new_tuple,
     with_more,
 )
 from moe_p2p.moe.gpu.prepared import combines_of, dispatches_of
@@ -76,11 +75,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ops = torch.ops.moe_p2p
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
-_DISPATCH_EAGER = direct.call_of("dispatch_inference", _DISPATCH_INFERENCE)
 _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
-_COMBINE_EAGER = direct.call_of("combine_inference", _COMBINE_INFERENCE)
 _COMBINE_OUT = _ops.combine_out.default
 
 
@@ -167,24 +163,20 @@ class AllToAll(NotCopied):
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
         TimeoutError, PeerDeadError and ProtocolError break the object (`broken`).
         """
-        form = arguments.dispatch_form(
-            self._shape,
-            self.config.max_tokens if max_tokens is None else max_tokens,
-            options,
-            layout,
-            quantize,
-            capacity,
-            moved,
-        )
+        given = arguments.dispatch_options(options, layout, quantize, moved)
         if type(extras) is not tuple:  # a look at a type of torch's would take longer
             arguments.refuse_tensor(extras)
+        if num_tokens is None and not extras:
+            open_form = given, max_tokens, capacity
+            made = bare.dispatch(self._comm, open_form, x, topk_idx, topk_weights, scales)
+            if made is not None:
+                return made  # type: ignore[no-any-return]
+        form = self._form(given, max_tokens, capacity)
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
         run = without_default_device(self.dispatch_with) if num_modes() else self.dispatch_with
-        return new_tuple(
-            Dispatched, run(form, x, topk_idx, topk_weights, scales, extras, count, count_on_host)
-        )
+        return run(form, x, topk_idx, topk_weights, scales, extras, count, count_on_host)
 
     def dispatch_with(
         self,
@@ -196,12 +188,17 @@ class AllToAll(NotCopied):
         extras: Sequence[Tensor] = (),
         count: Tensor | None = None,
         count_on_host: int = arguments.ALL_ROWS,
-        others: Sequence[int] = (),
-    ) -> tuple[Any, ...]:
-        """Returns the fields of Dispatched, for callers that make many calls of one form.
+        others: list[int] | None = None,
+    ) -> Dispatched:
+        """For callers that make many calls of one form.
 
         others: numbers of communicators to check first, without gradients and where nobody watches.
         """
+        counted = count is not None or count_on_host != arguments.ALL_ROWS
+        if not (extras or counted):
+            done = bare.dispatch(self._comm, form, x, topk_idx, topk_weights, scales, others)
+            if done is not None:
+                return done  # type: ignore[no-any-return]
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
         if forward_ad._current_level >= 0:
@@ -222,33 +219,26 @@ class AllToAll(NotCopied):
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
-        counted = count is not None or count_on_host != arguments.ALL_ROWS
         try:
-            if grad or extras or counted or watched():
-                made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
-                    self._comm,
-                    options,
-                    max_tokens,
-                    capacity,
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    scales,
-                    [] if watched() else others,
-                    [*extras],
-                    count,
-                    count_on_host,
-                )
-            else:
-                last = (scales, others) if others else () if scales is None else (scales,)
-                made = _DISPATCH_EAGER(
-                    self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights, *last
-                )
+            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
+                self._comm,
+                options,
+                max_tokens,
+                capacity,
+                x,
+                topk_idx,
+                topk_weights,
+                scales,
+                [] if watched() or others is None else others,
+                [*extras],
+                count,
+                count_on_host,
+            )
         except RuntimeError as error:
             more = {"scales": scales, "extras": extras, "num_tokens": count}
             raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
         has_scales = quantize or scales is not None
-        return fields_of(made, options | merges, topk_idx, has_scales, max_tokens, capacity)
+        return dispatched_of(made, options | merges, topk_idx, has_scales, max_tokens, capacity)
 
     def combine(
         self,
@@ -284,6 +274,11 @@ class AllToAll(NotCopied):
             options = combine_options(options, weighted, out_dtype, moved)
         else:
             options = DEFAULT_COMBINE
+        if row_scalars is None and bias is None:
+            weighted, comm = options.weighted, self._comm
+            made = bare.combine(comm, y, dispatched, options, weighted, topk_weights, out)
+            if made is not None:
+                return made
         row_weights = arguments.row_weights_of(dispatched, options.weighted, topk_weights)
         terms = [] if bias is None else arguments.bias_list(bias)
         grad = torch.is_grad_enabled() and without_default_device(arguments.grad_of_combine)(
@@ -306,8 +301,13 @@ class AllToAll(NotCopied):
     ) -> Tensor | tuple[Tensor, ...]:
         """Runs a combine that `combine` has checked: times row_weights, whatever given.weighted is.
 
-        grad: autograd records it.
+        row_weights: of the dispatch, or None. grad: autograd records it.
         """
+        if row_scalars is None and not terms:
+            weighted = row_weights is not None
+            made = bare.combine(self._comm, y, dispatched, given, weighted, topk_weights, out)
+            if made is not None:
+                return made
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         if forward_ad._current_level >= 0:
@@ -337,14 +337,8 @@ class AllToAll(NotCopied):
                 y, self._shape, out.shape[0], row_scalars is not None, with_wait_ticks
             )
         topk_idx = dispatched.topk_idx
-        is_plain = out_dtype is None and row_scalars is None and not (terms or with_wait_ticks)
         try:
             first = (self._comm, options, max_tokens, handle)
-            if is_plain and not grad:
-                run = _COMBINE_INFERENCE if is_dynamo_compiling() else _COMBINE_EAGER
-                late = () if topk_weights is None else (topk_weights,)
-                out, _ = run(*first, y, topk_idx, row_weights, *late)
-                return out
             if out is not None:
                 inputs = (y, row_weights, row_scalars, topk_weights, terms, handle)
                 _COMBINE_OUT(
@@ -387,15 +381,8 @@ class AllToAll(NotCopied):
             refuse = without_default_device(arguments.refuse_gradient)
             refuse(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
         arguments.refuse_tensor(extras)
-        form = arguments.dispatch_form(
-            self._shape,
-            self.config.max_tokens if max_tokens is None else max_tokens,
-            options,
-            layout,
-            quantize,
-            capacity,
-            moved,
-        )
+        given = arguments.dispatch_options(options, layout, quantize, moved)
+        form = self._form(given, max_tokens, capacity)
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
@@ -443,6 +430,12 @@ class AllToAll(NotCopied):
             self._shape.scales_of(scales, options) if has_scales else None,
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
+
+    def _form(
+        self, options: DispatchOptions, max_tokens: int | None, capacity: int | None
+    ) -> tuple[DispatchOptions, int, int]:
+        most = self.config.max_tokens if max_tokens is None else max_tokens
+        return arguments.dispatch_form(self._shape, options, most, capacity)
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Returns what dispatch_recv fills, before it is filled."""

@@ -25,6 +25,7 @@ from moe_p2p.moe.options import (
 )
 from moe_p2p.moe.shape import CommunicatorShape
 
+_increment_version = torch._C._increment_version
 ALL_ROWS = -1  # in place of a number of tokens
 PADDING_IS_NOT_ZERO = (
     "y requires grad, but rows without a token were not zeroed, and gradients of expert weights "
@@ -60,10 +61,9 @@ def count_versions(*written: Tensor | None) -> None:
     """Called after an op has written to tensors of the caller: autograd then refuses a backward
     pass that has saved what they held before. torch's dispatcher does so for its own ops alone;
     a compiler counts by the op's schema."""
-    if torch.compiler.is_dynamo_compiling():
-        return
-    counted = [each for each in written if each is not None and not each.is_inference()]
-    torch.autograd.graph.increment_version(counted)
+    if not torch.compiler.is_dynamo_compiling():
+        counted = [each for each in written if each is not None and not each.is_inference()]
+        _increment_version(counted)
 
 
 def refuse_tangents(**given: Tensor | Sequence[Tensor] | None) -> None:
@@ -86,24 +86,28 @@ def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
     return None, num_tokens
 
 
-def dispatch_form(
-    shape: CommunicatorShape,
-    max_tokens: int,
+def dispatch_options(
     options: DispatchOptions | None,
     layout: str | None,
     quantize: bool | None,
-    capacity: int | None,
     moved: Mapping[str, object],
-) -> tuple[DispatchOptions, int, int]:
-    """Fields of a DispatchForm from its named arguments. moved: names that it does not have."""
+) -> DispatchOptions:
+    """Of a dispatch's named arguments. moved: names that it does not have."""
     if moved:
         refuse_moved(moved)
     if layout is not None or quantize is not None:
-        options = shorthand(options, layout, quantize)
-    elif options is None:
-        options = DEFAULT
-    elif not isinstance(options, DispatchOptions):
+        return shorthand(options, layout, quantize)
+    if options is None:
+        return DEFAULT
+    if not isinstance(options, DispatchOptions):
         raise errors.wrong_type("options", options, "a DispatchOptions")
+    return options
+
+
+def dispatch_form(
+    shape: CommunicatorShape, options: DispatchOptions, max_tokens: int, capacity: int | None
+) -> tuple[DispatchOptions, int, int]:
+    """Fields of a DispatchForm."""
     try:
         if max_tokens < 0:
             text = f"max_tokens is {max_tokens}, must be at least 0"

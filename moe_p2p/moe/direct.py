@@ -1,10 +1,10 @@
-"""Ops of most calls without torch's dispatcher, where they are eager and nobody watches.
+"""Most calls without torch's dispatcher, where they are eager and nobody watches.
 
 On the way to an op torch turns each argument into a value that knows its type, looks for all who
 may see the call, and turns results back: 50,000 instructions of a pair, as many as the package's
-own. csrc/ops/direct/ takes tensors out of their Python objects and calls the package's C++.
-Wherever a caller may want more than that, it calls the op. MOE_P2P_DIRECT=0 when the package is
-imported: every call goes through its op.
+own. csrc/ops/direct/ takes tensors out of their Python objects, calls the package's C++ and makes
+the objects that the caller returns. Wherever a caller may want more than that, it returns None, and
+the caller calls the op. MOE_P2P_DIRECT=0 when the package is imported: it always does.
 
 It uses the places of four things in torch's objects, and functions that torch exports outside of
 its stable ABI (Facts). All are looked for and tried here, when the package is imported. If one is
@@ -241,17 +241,21 @@ def find_facts() -> Facts | None:
 FACTS = find_facts()
 
 
-def call_of(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what is called in place of the op of that name, where no compiler traces.
+def none(*_: object) -> None:
+    """In place of a direct call where there is none."""
 
-    name: one of csrc/ops/direct/direct_calls.cpp. Without facts it is the op itself.
+
+def call_of(name: str, *objects: object) -> Callable[..., Any]:
+    """Returns what is called before the op, where no compiler traces. None: call the op.
+
+    name: one of csrc/ops/direct/direct_calls.cpp. objects: what it makes results of.
     """
     if FACTS is None:
-        return op
-    make = functools.partial(call, _ops.direct_call.default, name, id(op), list(FACTS))
+        return none
+    make = functools.partial(call, _ops.direct_call.default, name, id(objects), list(FACTS))
     address = _without_modes(make)
     if not address:
-        return op
+        return none
     held = ctypes.cast(address, ctypes.py_object)
     made: Callable[..., Any] = held.value
     ctypes.pythonapi.Py_DecRef(held)  # direct_call() gave us a reference

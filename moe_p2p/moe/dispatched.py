@@ -60,16 +60,19 @@ class Dispatched(NamedTuple):
 
 # Replaces x and its scales in a handle, which would keep them alive.
 _NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
+OBJECTS = Dispatched, Call, _NO_ROWS[0]  # what direct calls make results of
+# What a direct dispatch returns: a Dispatched; rows, scales and a Dispatched without them; the
+# first two.
+WHOLE, APART, ROWS_ALONE = range(3)
 
 
-def without_rows(received: tuple[Any, ...]) -> Dispatched:
-    """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
+def without_rows(received: Dispatched) -> Dispatched:
+    """Returns it without x and scales (the first two fields), for a handle."""
     return new_tuple(Dispatched, _NO_ROWS + received[2:])
 
 
-def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
-    """Of a Dispatched's fields, of which the last is the Call."""
-    return [received[-1].handle, *(part for part in received if isinstance(part, Tensor))]
+def tensors_of(received: Dispatched) -> list[Tensor]:
+    return [received.call.handle, *(part for part in received if isinstance(part, Tensor))]
 
 
 class PendingDispatch(NamedTuple):
@@ -132,15 +135,15 @@ def _new_scales(
     return like.new_empty_strided((*lead, width), strides, dtype=dtype)
 
 
-def fields_of(
+def dispatched_of(
     made: tuple[Any, ...],
     options: int,
     topk_idx: Tensor,
     has_scales: bool,
     max_tokens: int,
     capacity: int,
-) -> tuple[Any, ...]:
-    """Returns the fields of Dispatched from what a dispatch op has made."""
+) -> Dispatched:
+    """Returns what a dispatch op has made."""
     rows, row_scales, row_weights, counts, offsets, handle, more = made
     extras: tuple[Tensor, ...] = ()
     source = ranges = wait_ticks = row_topk = None
@@ -152,19 +155,10 @@ def fields_of(
         topk_idx = next(rest) if options & COPY_TOPK else topk_idx
         row_topk = next(rest) if LAYOUTS[options & LAYOUT_MASK].per_token else None
         extras = tuple(rest)
-    return (
-        rows,
-        row_scales if has_scales else None,
-        extras,
-        row_weights,
-        row_topk,
-        counts,
-        offsets,
-        source,
-        ranges,
-        wait_ticks,
-        topk_idx,
-        new_tuple(Call, (handle, options, max_tokens, capacity)),
+    call = new_tuple(Call, (handle, options, max_tokens, capacity))
+    first = (rows, row_scales if has_scales else None, extras, row_weights, row_topk)
+    return new_tuple(
+        Dispatched, (*first, counts, offsets, source, ranges, wait_ticks, topk_idx, call)
     )
 
 

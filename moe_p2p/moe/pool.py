@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,18 +32,15 @@ from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.communicator import own_host
 from moe_p2p.moe.config import AllToAllConfig
-from moe_p2p.moe.dispatched import Dispatched, fields_of, new_tuple, without_rows
-from moe_p2p.moe.options import DispatchForm, DispatchOptions, partials_from
+from moe_p2p.moe.dispatched import Dispatched, dispatched_of, new_tuple
+from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.rendezvous.agreement import Host, find_ranks_per_node
 from moe_p2p.moe.rendezvous.mirror import meet
 from moe_p2p.moe.row_counts import Given, HostSizes
 
 _ops = torch.ops.moe_p2p
 _CHECK = _ops.all_to_all_check.default
-_COUNTED = direct.call_of("dispatch_counted", _ops.dispatch_counted.default)
-_DISPATCH = direct.call_of("dispatch_inference", _ops.dispatch_inference.default)
-_COMBINE = direct.call_of("combine_inference", _ops.combine_inference.default)
-_COMBINE_OUT = direct.call_of("combine_out", _ops.combine_out.default)
+_COUNTED, _COUNTED_OP = direct.call_of("dispatch_counted"), _ops.dispatch_counted.default
 TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
 # AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
@@ -62,7 +59,7 @@ class ReleasingAllToAll(AllToAll):
     same ones at the same call.
     """
 
-    others: Sequence[int] = ()  # numbers of the others of its pool
+    others: list[int] | None = None  # numbers of the others of its pool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,124 +79,28 @@ class ReleasingAllToAll(AllToAll):
         *,
         alignment: int,
         max_tokens: int = -1,
-    ) -> tuple[tuple[Any, ...], HostSizes]:
+    ) -> tuple[Dispatched, HostSizes]:
         """Waits for the counts of all ranks, and makes exactly as many rows. Without gradients.
 
         given: this rank's counts. alignment: of the rows of an expert that are counted.
         max_tokens: bound on T of all ranks; -1: the largest, which the ranks' hosts exchange.
 
-        Returns the fields of a Dispatched, and the sizes that follow from the counts.
+        Returns also the sizes that follow from the counts.
         """
         number = options.number
         if self._device is not None:
             self._communicator.prepare_dispatch(x.dtype, number, False, arguments.bytes_of_rows(x))
+        first = self._comm, number, x, scales, topk_idx, topk_weights, max_tokens, alignment
+        counts = given.kernel, given.host, given.number
         try:
-            *made, gathered, sizes, tokens, bound, grouped = _COUNTED(
-                self._comm,
-                number,
-                x,
-                scales,
-                topk_idx,
-                topk_weights,
-                max_tokens,
-                alignment,
-                given.kernel,
-                given.host,
-                given.number,
-            )
+            found = _COUNTED(*first, *counts) or _COUNTED_OP(*first, *counts)
         except RuntimeError as error:
             more = {"topk_weights": topk_weights, "scales": scales}
             raise_typed(error, x=x, topk_idx=topk_idx, **more)
+        *made, gathered, sizes, tokens, bound, grouped = found
         capacity = made[0].shape[0]
-        fields = fields_of(made, number, topk_idx, scales is not None, bound, capacity)
-        return fields, new_tuple(HostSizes, (tokens, bound, grouped, sizes, gathered))
-
-    def dispatch_bare(
-        self,
-        form: DispatchForm,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        """dispatch_with() for a tensor x where nothing is recorded and nobody watches.
-
-        Returns what the op does; received_of() makes a Dispatched of it.
-        """
-        options, max_tokens, capacity = form
-        number, dtype = options.number, x.dtype
-        if self._device is not None:
-            row_bytes = arguments.bytes_of_rows(x) if dtype == torch.uint8 else 0
-            self._communicator.prepare_dispatch(dtype, number, False, row_bytes)
-        try:
-            made: tuple[Any, ...] = _DISPATCH(
-                self._comm,
-                number,
-                max_tokens,
-                capacity,
-                x,
-                topk_idx,
-                topk_weights,
-                scales,
-                self.others,
-            )
-        except RuntimeError as error:
-            named = {"topk_weights": topk_weights, "scales": scales}
-            raise_typed(error, x=x, topk_idx=topk_idx, **named)
-        return made
-
-    def combine_bare(
-        self,
-        number: int,
-        max_tokens: int,
-        handle: Tensor,
-        y: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Likewise: a combine without row_weights and terms, in order "ranks" if there is an out.
-
-        number: of the dispatch's options and the combine's. handle, topk_idx: of the dispatch.
-        """
-        if out is not None:
-            arguments.check_out(out, None, topk_idx.shape[0], False)
-        if self._device is not None:
-            dtype = y.dtype
-            self._communicator.prepare_combine(
-                dtype, dtype if out is None else out.dtype, number, False
-            )
-        try:
-            if out is None:
-                made: Tensor = _COMBINE(
-                    self._comm, number, max_tokens, handle, y, topk_idx, None, topk_weights
-                )[0]
-                return made
-            _COMBINE_OUT(
-                self._comm,
-                y,
-                None,
-                None,
-                topk_weights,
-                [],
-                handle,
-                max_tokens,
-                out,
-                None,
-                None,
-                partials_from(number),
-            )
-        except RuntimeError as error:
-            raise_typed(error, y=y, topk_weights=topk_weights, out=out)
-        arguments.count_versions(out)
-        return out
-
-
-def received_of(made: tuple[Any, ...], form: DispatchForm, topk_idx: Tensor) -> Dispatched:
-    """What dispatch_bare() made, without its rows and scales: they are not looked at."""
-    options, max_tokens, capacity = form
-    fields = fields_of(made, options.number, topk_idx, False, max_tokens, capacity)
-    return without_rows(fields)
+        received = dispatched_of(made, number, topk_idx, scales is not None, bound, capacity)
+        return received, new_tuple(HostSizes, (tokens, bound, grouped, sizes, gathered))
 
 
 def _fake_dispatch_counted(*_: object) -> None:

@@ -1,11 +1,9 @@
-"""moe_p2p/moe/direct.py: calls past torch's dispatcher do what the ops do, or call them.
-
-In place of the ops behind the calls under test stands a function that returns OP.
-"""
+"""moe_p2p/moe/direct.py: calls past torch's dispatcher do what the ops do, or return None."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import multiprocessing
 import sys
@@ -21,9 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_p2p import AllToAll, DispatchOptions, errors
-from moe_p2p.moe import direct
-from moe_p2p.moe.dispatched import Dispatched
+from moe_p2p import AllToAll, CombineOptions, DispatchOptions, errors
+from moe_p2p.moe import arguments, bare, direct, dispatched
+from moe_p2p.moe.dispatched import (
+    APART,
+    OBJECTS,
+    ROWS_ALONE,
+    WHOLE,
+    Dispatched,
+    dispatched_of,
+    tensors_of,
+    without_rows,
+)
+from moe_p2p.moe.options import MERGE_DUPLICATES, QUANTIZE
 from moe_p2p.moe.pool import ReleasingAllToAll
 from moe_p2p.moe.row_counts import HostCounts
 from tests.support.cases import bits, make, make_tokens
@@ -37,7 +45,14 @@ BY_RANK = DispatchOptions(
 PADDED = DispatchOptions(zero_padding=True, with_ranges=True, with_wait_ticks=False, solo=True)
 QUANTIZED = DispatchOptions(zero_padding=True, quantize=True, column_scales=True, solo=True)
 GROUPED = DispatchOptions(layout="grouped", zero_padding=True, solo=True)
-OP = ("the op",)
+ALL = DispatchOptions(
+    zero_padding=True,
+    with_source=True,
+    with_ranges=True,
+    with_wait_ticks=True,
+    copy_topk=True,
+    solo=True,
+)
 Call = Callable[..., Any]
 
 pytestmark = pytest.mark.skipif(direct.FACTS is None, reason="this torch has no direct calls")
@@ -55,33 +70,47 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def op(*_: object) -> tuple[str]:
-    return OP
-
-
-dispatch = direct.call_of("dispatch_inference", op)
-combine = direct.call_of("combine_inference", op)
-counted = direct.call_of("dispatch_counted", op)
-CALLS = [(dispatch, ops.dispatch_inference.default), (combine, ops.combine_inference.default)]
+dispatch = direct.call_of("dispatch", *OBJECTS)
+combine = direct.call_of("combine", *OBJECTS)
+counted = direct.call_of("dispatch_counted")
 
 
 def of_dispatch(
     comm: AllToAll, options: DispatchOptions = BY_RANK, *, weighted: bool = True
 ) -> list[Any]:
+    """Arguments of the op."""
     tokens = make_tokens(0, 0, T)
     given = [comm._comm, options.number, T, T if options.layout == "padded" else 4 * ROWS]
-    return [*given, tokens.x, tokens.topk_idx, *([tokens.topk_weights] if weighted else [])]
+    return [*given, tokens.x, tokens.topk_idx, tokens.topk_weights if weighted else None]
+
+
+def directly(given: list[Any], *more: Any, parts: int = WHOLE) -> list[Any]:
+    """Arguments of the direct call. more: scales, others."""
+    return [*given, *more, *[None] * (2 - len(more)), parts]
+
+
+def by_op(given: list[Any], scales: Tensor | None = None) -> Dispatched:
+    made, options = ops.dispatch_inference(*given, scales), given[1]
+    has_scales = bool(options & QUANTIZE) or scales is not None
+    return dispatched_of(made, options, given[5], has_scales, given[2], given[3])
 
 
 def of_combine(comm: AllToAll, options: DispatchOptions = PADDED) -> list[Any]:
-    """Without weights."""
-    given = of_dispatch(comm, options)
-    made = ops.dispatch_inference(*given)
-    return [comm._comm, options.number, T, made[5], made[0], given[5]]
+    """Arguments of the direct call, without weights."""
+    received = by_op(of_dispatch(comm, options))
+    return [comm._comm, received.x, received, 0, False, None, None]
+
+
+def as_op(given: list[Any]) -> list[Any]:
+    """Those of the op."""
+    comm, y, received, number, weighted, late, _ = given
+    handle, options, max_tokens, _ = received.call
+    weights = received.row_weights if weighted is not False and late is None else None
+    return [comm, options | number, max_tokens, handle, y, received.topk_idx, weights, late]
 
 
 def given_to(call: Call, comm: AllToAll) -> list[Any]:
-    return of_dispatch(comm) if call is dispatch else of_combine(comm)
+    return directly(of_dispatch(comm)) if call is dispatch else of_combine(comm)
 
 
 def assert_alike(got: Any, want: Any) -> None:
@@ -92,14 +121,16 @@ def assert_alike(got: Any, want: Any) -> None:
         assert not got.requires_grad
         return
     assert type(got) is type(want)
-    if isinstance(want, int):
+    if want is None or isinstance(want, int):
         assert got == want
         return
+    if isinstance(want, dispatched.Call):
+        got, want = got[1:], want[1:]  # handles are made of other memory each time
     for each, other in zip(got, want, strict=True):
         assert_alike(each, other)
 
 
-@pytest.mark.parametrize("options", [BY_RANK, PADDED, GROUPED, QUANTIZED])
+@pytest.mark.parametrize("options", [BY_RANK, PADDED, GROUPED, QUANTIZED, ALL])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("inference", [True, False])
 def test_dispatch_returns_what_the_op_does(
@@ -107,47 +138,93 @@ def test_dispatch_returns_what_the_op_does(
 ) -> None:
     given = of_dispatch(alone, options, weighted=weighted)
     with torch.inference_mode(inference):
-        made, want = dispatch(*given), ops.dispatch_inference(*given)
-        assert_alike(made[:5], want[:5])
-        assert_alike(made[6], want[6])
+        made, want = dispatch(*directly(given)), by_op(given)
+        rows, scales, apart = dispatch(*directly(given, parts=APART))
+        alone_rows = dispatch(*directly(given, parts=ROWS_ALONE))
+    assert type(made) is Dispatched
+    assert type(made.call) is dispatched.Call
+    made, want, apart = (each._replace(wait_ticks=None) for each in (made, want, apart))
+    assert_alike(made, want)
+    assert options.copy_topk or made.topk_idx is given[5]
+    assert_alike((rows, scales), (want.x, want.scales))
+    assert_alike(alone_rows, (want.x, want.scales))
+    assert_alike(apart, without_rows(want))
+    assert apart.x is without_rows(want).x
+
+
+def test_what_is_not_given_is_as_the_call_has_it(alone: AllToAll) -> None:
+    """max_tokens of the configuration, room for any routing."""
+    tokens = make_tokens(0, 0, T)
+    for options in (BY_RANK, PADDED, dataclasses.replace(GROUPED, alignment=3)):
+        for most in (None, T):
+            given = [alone._comm, options.number, most, None, tokens.x, tokens.topk_idx, None]
+            call = dispatch(*directly(given)).call
+            max_tokens = alone.config.max_tokens if most is None else most
+            assert call.max_tokens == max_tokens
+            assert call.capacity == arguments.most_rows(alone._shape, max_tokens, options)
 
 
 def test_dispatch_takes_scales_and_others(alone: AllToAll) -> None:
-    given = of_dispatch(alone, PADDED)
+    given, scales = of_dispatch(alone, PADDED), torch.rand(T, 1)
     given[4] = given[4].to(torch.float8_e4m3fn)
     with make(Rank(0, 1, dist.HashStore()), dtype=torch.float8_e4m3fn) as comm:
         given[0] = comm._comm
-        more = [torch.rand(T, 1), [alone._comm]]
-        made, want = dispatch(*given, *more), ops.dispatch_inference(*given, *more)
-    assert_alike(made[:5], want[:5])
-    assert len(made[1]) > 0
+        made, want = dispatch(*directly(given, scales, [alone._comm])), by_op(given, scales)
+    assert_alike(made, want)
+    assert len(made.scales) > 0
 
 
-@pytest.mark.parametrize("options", [PADDED, GROUPED])
+@pytest.mark.parametrize("options", [PADDED, GROUPED, BY_RANK])
 def test_combine_returns_what_the_op_does(alone: AllToAll, options: DispatchOptions) -> None:
     given = of_combine(alone, options)
-    row_weights = ops.dispatch_inference(*of_dispatch(alone, options))[2]
-    for more in ([], [None], [row_weights], [None, torch.rand(T, 3)]):
-        assert_alike(combine(*given, *more), ops.combine_inference(*given, *more))
-    given[4] = torch.nn.Parameter(given[4])
-    assert_alike(combine(*given), ops.combine_inference(*given))
+    late = torch.rand(T, 3)
+    for weighted in (None, True, False):
+        for weights in (None, late):
+            given[4:6] = weighted, weights
+            if options is BY_RANK and (weighted or weights is not None):
+                assert combine(*given) is None
+            elif options is BY_RANK:
+                assert_alike(
+                    combine(*given),
+                    ops.combine_inference(*as_op([*given[:4], False, *given[5:]]))[0],
+                )
+            else:
+                assert_alike(combine(*given), ops.combine_inference(*as_op(given))[0])
+    given[1], given[4:6] = torch.nn.Parameter(given[1]), (False, None)
+    assert_alike(combine(*given), ops.combine_inference(*as_op(given))[0])
 
 
-def test_combine_out_writes_what_the_op_does(alone: AllToAll) -> None:
-    direct_out, row_weights = direct.call_of("combine_out", op), None
-    real = direct.call_of("combine_out", ops.combine_out.default)
+def test_combine_writes_to_out_what_it_returns_without(alone: AllToAll) -> None:
+    given = of_combine(alone)
     for weights in (None, torch.rand(T, 3)):
-        comm, _, max_tokens, handle, y, _ = of_combine(alone)
-        outs = torch.zeros(2, T, y.shape[-1], dtype=y.dtype)
-        rest = [weights, [], handle, max_tokens]
-        for call, out in zip((direct_out, ops.combine_out.default), outs, strict=True):
-            assert call(comm, y, row_weights, None, *rest, out, None, None, 0) is None
-        assert outs.any()
-        assert_alike(outs[0], outs[1])
-        biased = [weights, [outs[0].clone()], handle, max_tokens]
-        assert direct_out(comm, y, None, None, *biased, outs[0], None, None, 0) is OP
-        wrong = [comm, y, None, None, *rest, outs[0, :, :7], None, None, 0]
-        assert outcome(real, wrong) == outcome(ops.combine_out.default, wrong)
+        given[5] = weights
+        want, out = combine(*given), torch.zeros(T, alone.config.hidden_dim)
+        assert combine(*given[:6], out) is out
+        assert out.any()
+        assert_alike(out, want)
+    for wrong in (out[:3], out[0], out[None], out.requires_grad_()):
+        with torch.enable_grad():
+            assert combine(*given[:6], wrong) is None
+    in_order = CombineOptions(order="topk").number
+    assert combine(*given[:3], in_order, *given[4:6], out.detach()) is None
+    narrow = [*given[:6], out.detach()[:, :7].contiguous()]
+    assert outcome(combine, narrow)[1].startswith("moe_p2p [invalid argument] out is torch.float32")
+
+
+def test_who_merged_duplicates_gives_no_late_weights(alone: AllToAll) -> None:
+    given = of_combine(alone)
+    merged = given[2].call._replace(options=given[2].call.options | MERGE_DUPLICATES)
+    want = combine(*given)
+    given[2] = given[2]._replace(call=merged)
+    assert_alike(combine(*given), want)
+    given[5] = torch.rand(T, 3)
+    assert combine(*given) is None
+
+
+def test_combine_wants_the_dispatched_itself(alone: AllToAll) -> None:
+    given = of_combine(alone)
+    for odd in ((*given[2],), given[2]._replace(call=(*given[2].call,)), None, given[2].x):
+        assert combine(*given[:2], odd, *given[3:]) is None
 
 
 def of_counted(comm: AllToAll) -> list[Any]:
@@ -164,7 +241,7 @@ def test_a_counted_dispatch_returns_what_the_op_does(alone: AllToAll) -> None:
     assert_alike(made[handle + 1 :], want[handle + 1 :])
     assert made[9:] == (T, T, want[11])
     with Modes.Dispatch():
-        assert counted(*of_counted(alone)) == OP
+        assert counted(*of_counted(alone)) is None
     for at, value in ((4, torch.zeros(T, 2, dtype=torch.int64)), (7, 0)):  # 7: alignment
         wrong = of_counted(alone)
         wrong[at] = value
@@ -199,23 +276,36 @@ def outcome(call: Call, given: list[Any]) -> tuple[type, str]:
     ("call", "at", "value"),
     [
         (dispatch, 0, 1 << 40),
-        (dispatch, 1, 1 << 62),
+        (dispatch, 1, 1 << 61),
         (dispatch, 3, -1),
         (dispatch, 4, torch.zeros(T, 7)),
         (dispatch, 4, torch.zeros(48, T).T),
         (dispatch, 5, torch.zeros(T, 3)),
         (dispatch, 6, torch.zeros(T, 3, dtype=torch.float64)),
         (combine, 0, 1 << 40),
-        (combine, 3, torch.zeros(3, dtype=torch.int32)),
-        (combine, 4, torch.zeros(T, 48, dtype=torch.int64)),
+        (combine, 1, torch.zeros(T, 48, dtype=torch.int64)),
+        (combine, 1, torch.zeros(3, 48)),
+        (combine, 3, CombineOptions(order="topk", partials="block16").number),
+        (combine, 3, 1 << 60),
+        (combine, 5, torch.zeros(T, 2)),
     ],
 )
 def test_errors_are_those_of_the_op(alone: AllToAll, call: Call, at: int, value: Any) -> None:
     given = given_to(call, alone)
     given[at] = value
     raised, text = outcome(call, given)
-    assert (raised, text) == outcome(dict(CALLS)[call], given)
+    if call is dispatch:
+        assert (raised, text) == outcome(ops.dispatch_inference.default, given[:7])
+    else:
+        assert (raised, text) == outcome(ops.combine_inference.default, as_op(given))
     assert issubclass(raised, RuntimeError)
+
+
+def test_an_overwritten_handle_is_an_error(alone: AllToAll) -> None:
+    given = of_combine(alone)
+    call = given[2].call._replace(handle=torch.zeros(3, dtype=torch.int32))
+    given[2] = given[2]._replace(call=call)
+    assert outcome(combine, given) == outcome(ops.combine_inference.default, as_op(given))
 
 
 class Subclass(Tensor):
@@ -261,8 +351,8 @@ def vmapped() -> Iterator[None]:
 def test_who_watches_sees_the_op(alone: AllToAll, call: Call, watching: Callable[[], Any]) -> None:
     given = given_to(call, alone)
     with watching():
-        assert call(*given) is OP
-    assert call(*given) is not OP
+        assert call(*given) is None
+    assert call(*given) is not None
 
 
 def odd(tensor: Tensor) -> Iterator[Any]:
@@ -281,13 +371,13 @@ def odd(tensor: Tensor) -> Iterator[Any]:
 
 @pytest.mark.parametrize("call", [dispatch, combine])
 def test_the_op_gets_odd_tensors(alone: AllToAll, call: Call) -> None:
-    given = given_to(call, alone)
-    x = given[4]
-    for given[4] in odd(x):
-        assert call(*given) is OP
+    given, at = given_to(call, alone), 4 if call is dispatch else 1
+    x = given[at]
+    for given[at] in odd(x):
+        assert call(*given) is None
     with torch.enable_grad():
-        for given[4] in (x.clone().requires_grad_(), torch.nn.Parameter(x), x.clone()):
-            assert (call(*given) is OP) == given[4].requires_grad
+        for given[at] in (x.clone().requires_grad_(), torch.nn.Parameter(x), x.clone()):
+            assert (call(*given) is None) == given[at].requires_grad
 
 
 def test_tensors_of_a_gpu_are_plain() -> None:
@@ -304,33 +394,33 @@ def test_functorch_sees_the_op(alone: AllToAll) -> None:
     given = of_combine(alone)
 
     def summed(y: Tensor) -> Tensor:
-        seen.append(combine(*given[:4], y, given[5]))
+        seen.append(combine(given[0], y, *given[2:]))
         return y.sum()
 
     seen: list[Any] = []
-    torch.func.vmap(summed)(given[4][None])
-    torch.func.grad(summed)(given[4])
-    torch.func.functionalize(summed)(given[4])
-    assert seen == [OP] * 3
+    torch.func.vmap(summed)(given[1][None])
+    torch.func.grad(summed)(given[1])
+    torch.func.functionalize(summed)(given[1])
+    assert seen == [None] * 3
 
 
 @pytest.mark.parametrize("call", [dispatch, combine])
-def test_wrong_arguments_are_refused_by_the_op(alone: AllToAll, call: Call) -> None:
-    """With its text, through the function that the package uses."""
-    real = direct.call_of(
-        "dispatch_inference" if call is dispatch else "combine_inference", dict(CALLS)[call]
-    )
+def test_wrong_arguments_are_left_to_the_op(alone: AllToAll, call: Call) -> None:
     given = given_to(call, alone)
-    cases: list[list[Any]] = [[], given[:4], [*given, *[None] * 9]]
+    cases: list[list[Any]] = [[], given[:4], [*given, None]]
+    may_be_none = {2, 3, 6, 7, 8} if call is dispatch else {4, 5, 6}
     for at in range(len(given)):
-        for wrong in (None, "x", 2.5, 1 << 70, [1, 2]):
-            if not (at == 6 and wrong is None):
-                cases.append([*given[:at], wrong, *given[at + 1 :]])
+        for wrong in (None, "x", 2.5, 1 << 70, (1, 2)):
+            if wrong is None and at in may_be_none:
+                continue
+            if call is combine and at == 4:  # weighted, of which only False is looked for
+                continue
+            cases.append([*given[:at], wrong, *given[at + 1 :]])
     if call is dispatch:
-        cases += [[*given, None, ["x"]], [*given, None, [1 << 70]]]
+        cases += [directly(given[:7], None, ["x"]), directly(given[:7], None, [1 << 70])]
+        cases.append([*given[:2], -1, *given[3:]])
     for each in cases:
-        assert call(*each) is OP
-        assert outcome(real, each) == outcome(dict(CALLS)[call], each)
+        assert call(*each) is None
 
 
 def pairs(rank: Rank) -> list[Tensor]:
@@ -345,8 +435,8 @@ def pairs(rank: Rank) -> list[Tensor]:
 
 def test_ranks_that_are_threads_wait_without_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     got = run_threads(2, pairs)
-    monkeypatch.setattr("moe_p2p.moe.all_to_all._DISPATCH_EAGER", ops.dispatch_inference.default)
-    monkeypatch.setattr("moe_p2p.moe.all_to_all._COMBINE_EAGER", ops.combine_inference.default)
+    for call in ("_DISPATCH", "_COMBINE"):
+        monkeypatch.setattr(bare, call, direct.none)
     assert_alike(got, run_threads(2, pairs))
 
 
@@ -357,19 +447,26 @@ def test_an_error_has_its_type(alone: AllToAll) -> None:
 
 
 def test_nothing_is_kept(alone: AllToAll) -> None:
-    given, summed = of_dispatch(alone, PADDED), of_combine(alone)
-    held = [*given, *summed, None, op]
+    given, summed = directly(of_dispatch(alone, PADDED)), of_combine(alone)
+    out = torch.zeros(T, alone.config.hidden_dim)
+    held = [*given, *summed[:2], *summed[2], *summed[3:], None, Dispatched, dispatched.Call, out]
+    held.append(OBJECTS[2])
     before = [sys.getrefcount(each) for each in held]
     uses = [each._use_count() for each in held if isinstance(each, Tensor)]
     for _ in range(300):
         made = dispatch(*given)
-        out = combine(*summed)
+        rows, _, apart = dispatch(*given[:9], APART)
+        alone_rows, _ = dispatch(*given[:9], ROWS_ALONE)
+        sums = combine(*summed)
+        assert combine(*summed[:6], out) is out
         with pytest.raises(RuntimeError):
             combine(1 << 40, *summed[1:])
-        assert combine() is OP
-    gone = [weakref.ref(each) for each in (*made[:6], *made[6], out[0])]
-    assert all(each()._use_count() == 1 for each in gone if each() is not None)  # type: ignore[union-attr]
-    del made, out
+        assert combine() is None
+    results = [*tensors_of(made), *tensors_of(apart), rows, alone_rows, sums]
+    mine = [each for each in results if each is not given[5] and each is not OBJECTS[2]]
+    gone = [weakref.ref(each) for each in mine]
+    assert all(each()._use_count() == 1 for each in gone)  # type: ignore[union-attr]
+    del made, rows, apart, alone_rows, sums, results, mine
     gc.collect()
     assert [each() for each in gone] == [None] * len(gone)
     after = [sys.getrefcount(each) for each in held]
@@ -380,8 +477,8 @@ def test_nothing_is_kept(alone: AllToAll) -> None:
 
 def in_child() -> None:
     with make(Rank(0, 1, dist.HashStore())) as comm, torch.no_grad():
-        assert dispatch(*of_dispatch(comm)) is not OP
-        assert isinstance(combine(*of_combine(comm))[0], Tensor)
+        assert dispatch(*directly(of_dispatch(comm))) is not None
+        assert isinstance(combine(*of_combine(comm)), Tensor)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.moe import direct
+from moe_p2p.moe.dispatched import OBJECTS
 from tests.support import warm
 
 pytestmark = pytest.mark.skipif(direct.FACTS is None, reason="this torch has no direct calls")
@@ -138,8 +139,6 @@ def test_without_one_of_them_calls_go_through_their_ops(
     text: str,
     break_it: Callable[[Patch], None],
 ) -> None:
-    def op() -> None: ...
-
     caplog.set_level(logging.DEBUG, "moe_p2p")
     with monkeypatch.context() as patch:
         break_it(patch)
@@ -148,7 +147,7 @@ def test_without_one_of_them_calls_go_through_their_ops(
     assert "calls go through torch's dispatcher" in caplog.text
     assert text in caplog.text
     monkeypatch.setattr(direct, "FACTS", found)
-    assert direct.call_of("dispatch_inference", op) is op
+    assert direct.call_of("dispatch", *OBJECTS) is direct.none
 
 
 def test_this_names_all_that_are_required() -> None:
@@ -175,7 +174,7 @@ def test_this_names_all_that_are_required() -> None:
 PAIR = """
 import torch, torch.distributed as dist
 from moe_p2p import AllToAll, AllToAllConfig
-from moe_p2p.moe import all_to_all, direct
+from moe_p2p.moe import bare, direct
 ops = torch.ops.moe_p2p
 config = AllToAllConfig(num_experts=2, hidden_dim=16, topk=1, max_tokens=2, dtype=torch.float32)
 with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as comm, torch.no_grad():
@@ -185,8 +184,7 @@ with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as comm, torch.no_
 """
 ARE_OPS = """
 assert direct.FACTS is None
-assert all_to_all._DISPATCH_EAGER is ops.dispatch_inference.default
-assert all_to_all._COMBINE_EAGER is ops.combine_inference.default
+assert bare._DISPATCH is bare._COMBINE is direct.none
 """
 IN_MODE = """
 import torch

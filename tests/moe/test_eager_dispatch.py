@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import AllToAll, AllToAllConfig, ClosedError, DispatchOptions
 from moe_p2p.moe import direct
+from moe_p2p.moe.dispatched import OBJECTS, WHOLE, dispatched_of, tensors_of
 from moe_p2p.moe.pool import AllToAllPool
 from tests.support.cases import make, make_tokens
 from tests.support.ranks import Rank
@@ -23,7 +24,14 @@ OPTIONS = DispatchOptions(
     layout="by_rank", with_source=True, copy_topk=True, zero_padding=True, solo=True
 )
 
-eagerly = direct.call_of("dispatch_inference", ops.dispatch_inference.default)
+direct_dispatch = direct.call_of("dispatch", *OBJECTS)
+
+
+def eagerly(*given: Any) -> Any:
+    """Takes what the op takes."""
+    return direct_dispatch(*given, *[None] * (9 - len(given)), WHOLE)
+
+
 are_direct = pytest.mark.skipif(direct.FACTS is None, reason="this torch has no direct calls")
 
 
@@ -46,16 +54,18 @@ def test_all_beside_the_rows_is_one_allocation(alone: AllToAll, capacity: int) -
     """Not where that is much memory, which one small result would keep."""
     with torch.no_grad():
         made = eagerly(*given(alone, capacity))
-    want = ops.dispatch_inference(*given(alone, capacity))
-    for got, expected in zip((*made[:6], *made[6]), (*want[:6], *want[6]), strict=True):
+    by_op = ops.dispatch_inference(*given(alone, capacity))
+    want = dispatched_of(by_op, OPTIONS.number, made.topk_idx, False, T, capacity)
+    handle, *others = tensors_of(made)
+    for got, expected in zip(others, tensors_of(want)[1:], strict=True):
         assert got.is_contiguous()
-        set_rows = int(want[4][-1]) if len(got) == capacity else len(got)  # others hold anything
+        set_rows = int(want.offsets[-1]) if len(got) == capacity else len(got)  # others: anything
         assert got.shape == expected.shape
         assert torch.equal(got[:set_rows], expected[:set_rows])
-    rows, _, *beside, more = made
-    places = {tensor.untyped_storage().data_ptr() for tensor in (*beside, *more)}
+    beside = (handle, *(each for each in others if each is not made.x))
+    places = {tensor.untyped_storage().data_ptr() for tensor in beside}
     assert (len(places) == 1) == (capacity == ROWS)
-    assert places.isdisjoint({rows.untyped_storage().data_ptr()})
+    assert places.isdisjoint({made.x.untyped_storage().data_ptr()})
 
 
 @are_direct

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,12 +24,20 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, errors
 from moe_p2p.library import num_modes, watched
+from moe_p2p.moe import bare
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.pool import ReleasingAllToAll
 
 FILE = "MOE_P2P_RECORD"
 # Clocks decide which of these a rank hears of one that is gone, and in which call.
 LOST = (errors.AbortedError, errors.ClosedError, errors.PeerDeadError, errors.TimeoutError)
+
+
+class _Thread(threading.local):
+    calls = False  # whether it is in one of the calls
+
+
+_thread = _Thread()
 
 
 def read(file: Path) -> dict[str, Counter[str]]:
@@ -52,8 +61,7 @@ def set_rows(made: Dispatched) -> Tensor:
     return is_set
 
 
-def of_dispatch(fields: tuple[Any, ...]) -> Iterable[Tensor | None]:
-    made = Dispatched._make(fields)
+def of_dispatch(made: Dispatched) -> Iterable[Tensor | None]:
     rows = set_rows(made)
     by_row = [made.x, made.scales, *made.extras, made.row_weights, made.row_topk, made.source]
     for each in by_row:
@@ -75,14 +83,18 @@ def digest_of(tensors: Iterable[Tensor | None]) -> str:
 def recorded(name: str, call: Callable[..., Any], tensors: Callable[[Any], Any]) -> Any:
     @functools.wraps(call)
     def run(*given: Any, **more: Any) -> Any:
-        if torch.compiler.is_compiling() or watched() or num_modes():
+        if torch.compiler.is_compiling() or watched() or num_modes() or _thread.calls:
             return call(*given, **more)
+        _thread.calls = True
         try:
             made = call(*given, **more)
         except Exception as error:
             add(f"{name} {'lost' if isinstance(error, LOST) else type(error).__name__}")
             raise
-        add(f"{name} {digest_of(tensors(made))}")
+        finally:
+            _thread.calls = False
+        if made is not None:  # else it was not made, and another one follows
+            add(f"{name} {digest_of(tensors(made))}")
         return made
 
     return run
@@ -103,9 +115,12 @@ def pytest_configure() -> None:
     for kind, name, tensors in (
         (AllToAll, "dispatch_with", of_dispatch),
         (AllToAll, "combine_with", without_times),
+        (bare, "dispatch", of_dispatch),
+        (bare, "combine", without_times),
         (ReleasingAllToAll, "dispatch_counted", lambda made: of_dispatch(made[0])),
     ):
-        setattr(kind, name, recorded(name, getattr(kind, name), tensors))
+        of_all = name.removesuffix("_with")
+        setattr(kind, name, recorded(of_all, getattr(kind, name), tensors))
 
 
 def pytest_runtest_setup() -> None:

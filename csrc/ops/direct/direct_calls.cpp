@@ -1,16 +1,18 @@
-// dispatch_inference, dispatch_counted, combine_inference and combine_out as functions of Python
-// that skip torch's dispatcher, which takes longer than the calls themselves.
+// Dispatch and combine as functions of Python that skip torch's dispatcher, which takes longer than
+// the calls themselves, and that take and return what Python's callers have.
 // moe_p2p/moe/direct.py makes them and has verified every fact about this torch that is used here.
 // Where anything is not as they expect (an argument of another type, a subclass of Tensor,
-// autograd, a mode, a transform, a profiler), they call the op, and that decides.
-// MOE_P2P_DIRECT=0 makes none of them.
+// autograd, a mode, a transform, a profiler, a kernel that is not compiled), they return None and
+// have done nothing: then the caller calls the op, and that decides. MOE_P2P_DIRECT=0 makes none.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <exception>
+#include <initializer_list>
 #include <iterator>
+#include <memory>
 #include <new>
 #include <optional>
 #include <string>
@@ -36,8 +38,12 @@ bool read(Object* object, int64_t& number) {
   return overflow == 0;
 }
 
+bool read(Object* object, std::optional<int64_t>& number) {
+  return object == kPy.none || read(object, number.emplace());
+}
+
 bool read(Object* object, std::vector<int64_t>& numbers) {
-  if (!object) return true;
+  if (!object || object == kPy.none) return true;
   if (type_of(object) != kPy.list_type) return false;
   numbers.resize(static_cast<size_t>(kPy.list_size(object)));
   for (size_t i = 0; i < numbers.size(); ++i)
@@ -45,24 +51,22 @@ bool read(Object* object, std::vector<int64_t>& numbers) {
   return true;
 }
 
-// Nothing, or an empty list.
-bool read(Object* object, std::vector<Tensor>&) {
-  return !object || (type_of(object) == kPy.list_type && kPy.list_size(object) == 0);
-}
-
+// Borrowed: the caller of the direct call owns it until that returns. An own reference would have to
+// take the GIL, twice.
 bool read(Object* object, std::optional<Tensor>& tensor) {
   if (!object || object == kPy.none) return true;
   const Torch& torch = torch_of_process;
   if (const Object* type = type_of(object); type != torch.tensor && type != torch.parameter)
     return false;
-  auto* const held = reinterpret_cast<AtenTensorHandle>(static_cast<char*>(object) + torch.head);
-  const char* const impl = *reinterpret_cast<const char* const*>(held);
+  auto* const handle = reinterpret_cast<AtenTensorHandle>(static_cast<char*>(object) + torch.head);
+  const char* const impl = *reinterpret_cast<const char* const*>(handle);
   if ((*reinterpret_cast<const uint64_t*>(impl + torch.keys) & ~torch.plain_keys) != 0)
     return false;
   if (aoti_torch_grad_mode_is_enabled() && torch.requires_grad(impl)) return false;
-  AtenTensorHandle made = nullptr;
-  if (aoti_torch_new_tensor_handle(held, &made) != AOTI_TORCH_SUCCESS) return false;
-  tensor.emplace(made);
+  using Handle = std::shared_ptr<AtenTensorOpaque>;  // the one field of a Tensor
+  static_assert(sizeof(Tensor) == sizeof(Handle));
+  const Handle without_owner(std::shared_ptr<void>(), handle);
+  tensor.emplace(reinterpret_cast<const Tensor&>(without_owner));
   return true;
 }
 
@@ -103,18 +107,6 @@ class WithoutGil {
   void* const state_;
 };
 
-Object* call_op(Object* op, Object* const* given, ptrdiff_t num) {
-  Object* const args = kPy.new_tuple(num);
-  if (!args) return nullptr;
-  for (ptrdiff_t i = 0; i < num; ++i) {
-    kPy.keep(given[i]);
-    kPy.set_in_tuple(args, i, given[i]);
-  }
-  Object* const result = kPy.call(op, args, nullptr);
-  kPy.drop(args);
-  return result;
-}
-
 template <typename Argument>
 struct Slot {  // where an argument is read to
   std::decay_t<Argument> value{};
@@ -128,50 +120,138 @@ struct Slot<const Tensor&> {
   const Tensor& get() const { return *value; }
 };
 
-template <typename Result, typename... Arguments>
-Object* call_with(Result (*function)(Arguments...), Object* op, Object* const* given,
-                  ptrdiff_t num) {
-  std::tuple<Slot<Arguments>...> slots;  // outlives WithoutGil: tensors are dropped with the GIL
+// As new references, null where they are null.
+Object* kept(Object* object) {
+  kPy.keep(object);
+  return object;
+}
+
+Object* declined() { return kept(kPy.none); }
+
+// make: of the result an object.
+template <typename Result, typename... Arguments, typename Make>
+Object* call_with(Result (*function)(Arguments...), Object* const* given, ptrdiff_t num,
+                  const Make& make) {
+  std::tuple<Slot<Arguments>...> slots;
   const auto read_all = [&](auto&... slot) {
     ptrdiff_t i = 0;
     return (slot.read_from(i < num ? given[i++] : nullptr) && ...);
   };
   constexpr auto kMost = static_cast<ptrdiff_t>(sizeof...(Arguments));
-  if (num > kMost || watched() || !std::apply(read_all, slots)) return call_op(op, given, num);
+  if (num > kMost || watched() || !std::apply(read_all, slots)) return declined();
   try {
-    const auto run = [&] {
+    return make([&] {
       const WithoutGil released;
       return std::apply([&](const auto&... slot) { return function(slot.get()...); }, slots);
-    };
-    if constexpr (std::is_void_v<Result>) {
-      run();
-      kPy.keep(kPy.none);
-      return kPy.none;
-    } else {
-      return object_of(run());
-    }
+    }());
   } catch (const std::bad_alloc&) {
     return kPy.set_no_memory();
-  } catch (const std::exception& error) {
+  } catch (const base::Error& error) {
+    // Calls throw it before anything is launched: a kernel is not compiled.
+    if (error.code() == base::Code::kUnavailable) return declined();
     kPy.set_error(*kPy.runtime_error, error.what());  // as torch does for ops
-    return nullptr;
+  } catch (const std::exception& error) {
+    kPy.set_error(*kPy.runtime_error, error.what());
   }
+  return nullptr;
 }
 
-template <auto Called>
-Object* function_of(Object* op, Object* const* given, ptrdiff_t num) {
-  return call_with(Called, op, given, num);
+// --- dispatch and combine: self is the tuple of these objects of moe_p2p/moe/dispatched.py ---
+
+enum Of : ptrdiff_t { kDispatchedType, kCallType, kNoRows };
+// The fields of Dispatched and Call, in their order.
+enum Field : ptrdiff_t { kRowWeights = 3, kTopkIdx = 10, kCall = 11 };
+enum CallField : ptrdiff_t { kHandle, kOptions, kMaxTokens };
+
+// Puts these objects, whose references it takes over, into a new tuple.
+Object* filled(Object* tuple, std::initializer_list<Object*> objects) {
+  ptrdiff_t i = 0;
+  for (Object* const object : objects)
+    if (tuple) kPy.set_in_tuple(tuple, i++, object);
+  return tuple;
 }
 
-// Returns the address of a new function, with its reference, that stands for the op of that name; 0
-// in a process without Python's stable ABI. op: address of what is called as the op. torch: the
-// fields of Torch.
-int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> torch) {
-  static MethodDef all[] = {
-      {"dispatch_inference", &function_of<&dispatch_directly>, kFastCall, nullptr},
-      {"dispatch_counted", &function_of<&dispatch_counted>, kFastCall, nullptr},
-      {"combine_inference", &function_of<&combine_directly>, kFastCall, nullptr},
-      {"combine_out", &function_of<&combine_out>, kFastCall, nullptr}};
+Object* named(Object* type, std::initializer_list<Object*> fields) {
+  return filled(kPy.new_object(type, std::ssize(fields)), fields);
+}
+
+enum Parts : int64_t { kWhole, kApart, kRowsAlone };  // of moe_p2p/moe/dispatched.py
+
+// given: comm, DispatchOptions.number, max_tokens, capacity (None: as AllToAll.dispatch takes it),
+// x, topk_idx, topk_weights, scales, numbers of communicators to check first, Parts. Returns a
+// Dispatched; apart: rows, their scales, and a Dispatched without them; alone: rows and scales.
+Object* dispatch(Object* self, Object* const* given, ptrdiff_t num) {
+  int64_t parts = 0;
+  if (num != 10 || !read(given[9], parts)) return declined();
+  return call_with(&dispatch_directly, given, 9, [&](const DirectDispatch& made) {
+    const auto& [rows, scales, row_weights, counts, offsets, handle, more] = made.results;
+    const moe::DispatchOptions& options = made.options;
+    Object* const x = object_of(rows);
+    Object* const row_scales = made.has_scales ? object_of(scales) : kept(kPy.none);
+    if (parts == kRowsAlone) return filled(kPy.new_tuple(2), {x, row_scales});
+    auto next = more.begin();
+    const auto wanted = [&](bool is) { return is ? object_of(*next++) : kept(kPy.none); };
+    Object* const source = wanted(options.with_source);
+    Object* const ranges = wanted(options.with_ranges);
+    Object* const wait_ticks = wanted(options.with_wait_ticks);
+    Object* const topk_idx = options.copy_topk ? object_of(*next++) : kept(given[5]);
+    Object* const row_topk = wanted(options.rows().per_token);
+    Object* const call =
+        named(kPy.in_tuple(self, kCallType), {object_of(handle), kept(given[1]),
+                                              object_of(made.max_tokens), object_of(made.capacity)});
+    Object* const dispatched = named(
+        kPy.in_tuple(self, kDispatchedType),
+        {parts == kApart ? kept(kPy.in_tuple(self, kNoRows)) : x,
+         parts == kApart ? kept(kPy.none) : row_scales,
+         kPy.new_tuple(0), object_of(row_weights), row_topk, object_of(counts), object_of(offsets),
+         source, ranges, wait_ticks, topk_idx, call});
+    if (parts != kApart) return dispatched;
+    return filled(kPy.new_tuple(3), {x, row_scales, dispatched});
+  });
+}
+
+// given: comm, y, a Dispatched, CombineOptions.number, .weighted, topk_weights, out. The sums.
+Object* combine(Object* self, Object* const* given, ptrdiff_t num) {
+  Object* const from = num == 7 ? given[2] : nullptr;
+  if (!from || type_of(from) != kPy.in_tuple(self, kDispatchedType)) return declined();
+  Object* const call = kPy.in_tuple(from, kCall);
+  int64_t options = 0;
+  if (type_of(call) != kPy.in_tuple(self, kCallType) || !read(kPy.in_tuple(call, kOptions), options))
+    return declined();
+  Object *const weighted = given[4], *const topk_weights = given[5];
+  const bool late = topk_weights != kPy.none;
+  Object* row_weights = kPy.none;
+  if (abi::facts_of(static_cast<abi::RowLayout>(options & moe::kLayoutMask)).per_token) {  // sums over experts
+    if (late || (weighted != kPy.none && weighted != kPy.no)) return declined();
+  } else if (weighted != kPy.no && !late) {
+    row_weights = kPy.in_tuple(from, kRowWeights);
+  }
+  Object* const inputs[] = {given[0],
+                            kPy.in_tuple(call, kOptions),
+                            given[3],
+                            kPy.in_tuple(call, kMaxTokens),
+                            kPy.in_tuple(call, kHandle),
+                            given[1],
+                            kPy.in_tuple(from, kTopkIdx),
+                            row_weights,
+                            topk_weights,
+                            given[6]};
+  return call_with(&combine_directly, inputs, std::ssize(inputs),
+                   [&](const std::optional<Tensor>& made) {
+                     return made ? object_of(*made) : kept(given[6]);
+                   });
+}
+
+Object* counted(Object*, Object* const* given, ptrdiff_t num) {
+  return call_with(&dispatch_counted, given, num, [](const Counted& made) { return object_of(made); });
+}
+
+// Returns the address of a new function of that name, with its reference; 0 in a process without
+// Python's stable ABI. self: address of the function's. torch: the fields of Torch.
+int64_t direct_call(const std::string& name, int64_t self, std::vector<int64_t> torch) {
+  static MethodDef all[] = {{"dispatch", &dispatch, kFastCall, nullptr},
+                            {"dispatch_counted", &counted, kFastCall, nullptr},
+                            {"combine", &combine, kFastCall, nullptr}};
   if (!kPy.complete) return 0;
   MOE_P2P_CHECK(torch.size() * sizeof(int64_t) == sizeof(Torch), base::Code::kInvalidArgument,
                 torch.size(), " facts about torch, must be ", sizeof(Torch) / sizeof(int64_t));
@@ -181,7 +261,7 @@ int64_t direct_call(const std::string& name, int64_t op, std::vector<int64_t> to
   MOE_P2P_CHECK(def != std::end(all), base::Code::kInvalidArgument, "no direct call is named ",
                 name);
   const int gil = kPy.ensure_gil();
-  Object* const made = kPy.new_function(def, reinterpret_cast<Object*>(op), nullptr);
+  Object* const made = kPy.new_function(def, reinterpret_cast<Object*>(self), nullptr);
   kPy.leave_gil(gil);
   return reinterpret_cast<int64_t>(made);
 }
