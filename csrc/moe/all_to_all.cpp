@@ -37,6 +37,7 @@ struct RankAddress {
   base::Bytes board;  // the descriptor of HostGather's board; empty without other nodes
   NodeMemory::Neighbour memory;
   FlagOffer flags;
+  bool absent = false;  // no process: masked from the first step on
 
   static RankAddress parse(std::span<const std::byte> bytes) {
     base::WireReader in(bytes, "rank address");
@@ -54,6 +55,13 @@ struct RankAddress {
     return a;
   }
 };
+
+RankAddress absent_rank(int32_t rank) {
+  RankAddress address;
+  address.rank = rank;
+  address.absent = true;
+  return address;
+}
 
 }  // namespace
 
@@ -104,7 +112,7 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       proxy(with_proxy),
       options(with_options),
       plan(make_plan(with_options.plan)),
-      masks(checked_masks()),
+      masks(checked_masks(), with_options.fixed_masks),
       memory(plan, checked_rank(), !with_options.device),
       waits(plan, options, memory, masks, engine),
       gather(plan, memory, with_engine, with_options.communicator),
@@ -123,7 +131,8 @@ void AllToAll::State::set_backend(std::unique_ptr<Backend> made) {
 void AllToAll::State::use_flags(const std::vector<RankAddress>& ranks) {
   if (plan.shape.num_nodes() == 1) return;
   std::vector<FlagOffer> offers;
-  for (const RankAddress& rank : ranks) offers.push_back(rank.flags);
+  for (const RankAddress& rank : ranks)
+    if (!rank.absent) offers.push_back(rank.flags);
   flags = choose_flags(options, offers);
   if (flags != ArrivalFlags::kGdrCopy) mapped_flags.reset();
   const auto words = flags == ArrivalFlags::kWrite     ? static_cast<int>(offers[0].num_nics)
@@ -142,6 +151,7 @@ int AllToAll::State::checked_rank() const {
 
 int32_t* AllToAll::State::checked_masks() const {
   if (!options.masks) return nullptr;
+  if (options.fixed_masks) return options.masks;
   MOE_P2P_CHECK(plan.shape.num_nodes() == 1 || plan.shape.ranks_per_node == 1,
                 Code::kInvalidArgument, "masks are for ranks of one node, or of one rank a node; ",
                 plan.shape.num_nodes(), " nodes of ", plan.shape.ranks_per_node,
@@ -188,18 +198,32 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<Exchange::Remote> remotes;
   std::vector<HostGather::Remote> boards;
   std::vector<RankAddress> ranks;
-  for (const base::Bytes& bytes : addresses) ranks.push_back(RankAddress::parse(bytes));
+  for (const base::Bytes& bytes : addresses)
+    ranks.push_back(bytes.empty() ? absent_rank(static_cast<int32_t>(ranks.size()))
+                                  : RankAddress::parse(bytes));
   s.use_flags(ranks);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
     const RankAddress& address = ranks[static_cast<size_t>(rank)];
     MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
                   address.rank);
     const int node = rank / s.plan.shape.ranks_per_node;
+    const bool partner = rank % s.plan.shape.ranks_per_node == s.memory.local();
+    if (address.absent) {
+      MOE_P2P_CHECK(s.masks.has(rank), Code::kInvalidArgument, "rank ", rank,
+                    " has no address and is not masked");
+      if (node == s.memory.node()) {
+        neighbours.push_back({});
+      } else if (partner) {
+        remotes.push_back({node, nullptr, nullptr, 1});
+        boards.push_back({node, nullptr, 1});
+      }
+      continue;
+    }
     if (node != s.memory.node() && !s.options.device && s.engine.writes_in_place())
       s.memory.attach_far(rank, address.memory.memory_name);
     if (node == s.memory.node()) {
       neighbours.push_back(address.memory);
-    } else if (rank % s.plan.shape.ranks_per_node == s.memory.local()) {
+    } else if (partner) {
       const engine::Peer* peer = base::with_context(base::concat("connecting to rank ", rank), [&] {
         return s.engine.connect(address.engine);
       });
@@ -368,6 +392,11 @@ void AllToAll::check() {
   s.require_usable();
   s.waits.latching([&s] { s.backend->check(); }, Waits::always);
   s.waits.latching([&s] { s.waits.check_abort([] { return ""; }); });
+}
+
+AllToAll::Lost AllToAll::lost() const noexcept {
+  const auto* const host = dynamic_cast<const HostBackend*>(state_->backend.get());
+  return host ? host->lost() : Lost{};
 }
 
 void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {

@@ -127,6 +127,24 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
   caller->all_to_all.connect(bytes);
 }
 
+// From here on `comm` names the communicator that was made and connected as `epoch`, and that number
+// the one before, to be closed. Between two calls.
+void all_to_all_enter(int64_t comm, int64_t epoch) {
+  const Caller before(comm), next(epoch);
+  if (before->releases_oldest) {
+    next->all_to_all.release_oldest();
+    next->releases_oldest = true;
+  }
+  communicators().swap(comm, epoch);
+}
+
+// [3]: tokens of this rank whose sums have lacked something, of all steps; the last such step, and
+// the rank that was lost.
+std::vector<int64_t> all_to_all_lost(int64_t comm) {
+  const auto lost = communicators().get(comm)->all_to_all.lost();
+  return {static_cast<int64_t>(lost.num_tokens), static_cast<int64_t>(lost.step), lost.rank};
+}
+
 // Waits for a running call: at most its deadline.
 void all_to_all_close(int64_t comm) {
   const auto object = communicators().take(comm);
@@ -263,6 +281,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));
   m.impl("all_to_all_address", TORCH_BOX(&all_to_all_address));
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
+  m.impl("all_to_all_enter", TORCH_BOX(&all_to_all_enter));
+  m.impl("all_to_all_lost", TORCH_BOX(&all_to_all_lost));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_arrival_flags", TORCH_BOX(&all_to_all_arrival_flags));

@@ -53,6 +53,7 @@ from moe_p2p.moe.dispatched import (
     new_outputs,
     with_more,
 )
+from moe_p2p.moe.elastic import Joining
 from moe_p2p.moe.gpu.prepared import combines_of, dispatches_of
 from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
@@ -93,6 +94,10 @@ class AllToAll(NotCopied):
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: makes one.
     gone: with mask_lost_ranks, whether a rank is known to have left, so that nobody waits for it.
+    members: the ranks of world_size that begin, in a world that changes (docs/elastic.md): the
+        others have no process yet, and `update_members` adds and removes ranks. On CPUs.
+    join: this process comes later, or takes the place of one that is gone. Returns once members
+        have added it, and their calls and its own are the same from there on.
 
     On a GPU, calls run one after the other in the order in which they are made, also on different
     streams: a call on another stream than the one before waits for it. Any part may be captured
@@ -115,10 +120,20 @@ class AllToAll(NotCopied):
         engine: Engine | None = None,
         masked: Tensor | None = None,
         gone: Callable[[int], bool] = lambda _: False,
+        members: Iterable[int] | None = None,
+        join: bool = False,
     ) -> None:
         self._communicator = made = Communicator(
-            group_or_store, config, rank, world_size, engine=engine, masked=masked, gone=gone
+            group_or_store,
+            config,
+            rank,
+            world_size,
+            engine=engine,
+            masked=masked,
+            gone=gone,
+            joining=Joining.of(members, join),
         )
+        self._num_lost = 0  # tokens that check() has reported
         # What calls look at, which stays as it is:
         self.config, self.engine, self.rank = made.config, made.engine, made.rank
         self.world_size, self.ranks_per_node = made.world_size, made.ranks_per_node
@@ -592,6 +607,25 @@ class AllToAll(NotCopied):
         waiting for this one. Raises as calls do, and ClosedError once it is closed.
         """
         call(_ops.all_to_all_check.default, [self._comm])
+        self._communicator.check_member()
+        if self._communicator.poisons():
+            self._check_lost()
+
+    def _check_lost(self) -> None:
+        """Raises once for what was lost since it raised last."""
+        num_tokens, step, rank = _ops.all_to_all_lost.default(self._comm)
+        if num_tokens != self._num_lost:
+            lost, self._num_lost = num_tokens - self._num_lost, num_tokens
+            text = (
+                f"rank {self.rank}: step {step} lost rank {rank}: the sums of {lost} tokens lack "
+            )
+            raise errors.make(errors.PeerDeadError, text + "what it had to send, and are NaN")
+
+    @property
+    def lost_tokens(self) -> int:
+        """How many tokens of this rank have lacked rows of a rank that was lost after their
+        dispatch, in the epoch that is. On CPUs."""
+        return int(_ops.all_to_all_lost.default(self._comm)[0])
 
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
@@ -638,6 +672,41 @@ class AllToAll(NotCopied):
         of an object that is broken, which stays so.
         """
         call(_ops.all_to_all_clean_masks.default, self._comm)
+
+    # --- its members, where the world changes ---
+
+    def stage_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:
+        """Begins to make the next epoch of the world, beside steps: with the ranks that are in this
+        one, but for `remove` and for those whose process is gone, and with the new processes of
+        `add`, which may also be ranks whose process was lost. Returns at once.
+
+        All ranks that stay call it with the same arguments, and those that are removed too; the new
+        ones are made with join=True. Raises InvalidArgumentError for seats that are not there, or
+        where members are staged.
+        """
+        self._communicator.stage_members(add, remove)
+
+    def members_staged(self) -> bool:
+        """Whether commit_members() waits for nobody. Asks no store, and never waits."""
+        return self._communicator.staged()
+
+    def commit_members(self) -> None:
+        """Enters the epoch that was staged, once all its ranks have staged it: from the next call
+        on. All ranks call it between the same two steps. Calls that are open end, as handles, masks
+        and errors of the epoch before do; captured calls and the object stay. At a rank that was
+        removed it closes the object.
+
+        Raises AbortedError, and this epoch goes on, where one of the ranks was lost or did not come
+        within timeout_s, naming it; StoreError where the store does not answer: the object is
+        closed then, and the others find this rank lost.
+        """
+        self._communicator.commit_members()
+        self._num_lost = 0
+
+    def update_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:
+        """stage_members() and commit_members(), for ranks that may wait between two steps."""
+        self.stage_members(add=add, remove=remove)
+        self.commit_members()
 
     def gather_counts(self, values: Tensor) -> Tensor:
         """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.

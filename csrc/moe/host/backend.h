@@ -2,6 +2,7 @@
 // done, with a wait between.
 #pragma once
 
+#include "moe/all_to_all.h"
 #include "moe/backend.h"
 #include "moe/host/calls.h"
 #include "moe/host/kernels.h"
@@ -25,6 +26,12 @@ class HostBackend final : public Backend {
   Ledger& ledger() noexcept override { return ledger_; }
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int node) const override;
+
+  AllToAll::Lost lost() const noexcept {
+    const HostKernels::Lost& lost = kernels_.lost();
+    return {lost.num_tokens.load(std::memory_order_relaxed),
+            lost.step.load(std::memory_order_relaxed), lost.rank.load(std::memory_order_relaxed)};
+  }
 
   // For a simulation, which advances calls one by one.
   const HostContext& context() const noexcept { return context_; }

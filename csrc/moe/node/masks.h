@@ -10,10 +10,13 @@ namespace moe_p2p::moe {
 
 class Masks {
  public:
-  // [W]; null: ranks are not masked, a rank that is gone breaks the communicator.
-  explicit Masks(int32_t* words) noexcept : words_(words) {}
+  // [W]; null: ranks are not masked, a rank that is gone breaks the communicator. fixed: the same,
+  // but for those that are masked from the first step on, because they are not there.
+  explicit Masks(int32_t* words, bool fixed = false) noexcept : words_(words), fixed_(fixed) {}
 
   bool enabled() const noexcept { return words_ != nullptr; }
+  // A rank that is gone is masked.
+  bool grow() const noexcept { return words_ && !fixed_; }
   // relaxed, both: a mask means that something will not arrive; no data depends on it.
   bool has(int rank) const noexcept {
     return words_ && std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0;
@@ -27,6 +30,7 @@ class Masks {
 
  private:
   int32_t* words_;
+  bool fixed_;
 };
 
 }  // namespace moe_p2p::moe
