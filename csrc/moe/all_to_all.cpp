@@ -104,6 +104,7 @@ struct AllToAll::State final : engine::ImmSink {
   bool has_signals;  // kernels know the signals' addresses, where there are kernels
   bool closed = false;
   uint64_t num_cleans = 0;  // clean_masks()
+  uint64_t num_lost = 0;    // Lost::num_tokens that check() has thrown
 };
 
 AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* with_proxy,
@@ -392,6 +393,12 @@ void AllToAll::check() {
   s.require_usable();
   s.waits.latching([&s] { s.backend->check(); }, Waits::always);
   s.waits.latching([&s] { s.waits.check_abort([] { return ""; }); });
+  if (!s.options.poison) return;
+  const Lost now = lost();
+  const uint64_t num_new = now.num_tokens - std::exchange(s.num_lost, now.num_tokens);
+  MOE_P2P_CHECK(num_new == 0, Code::kPeerDead, "rank ", s.options.rank, ": step ", now.step,
+                " lost rank ", now.rank, ": the sums of ", num_new,
+                " tokens lack what it had to send, and are NaN");
 }
 
 AllToAll::Lost AllToAll::lost() const noexcept {

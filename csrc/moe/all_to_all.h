@@ -92,7 +92,8 @@ class AllToAll {
 
   // Empty while the object is usable; else the error text.
   std::string broken() const;
-  // Throws that error, as the next call would. Neither waits nor launches anything.
+  // Throws that error, as the next call would. Neither waits nor launches anything. Throws once,
+  // too, with options.poison, for what has been lost since it did so last; no call throws that.
   void check();
 
   // What a combine of this rank has lacked, because a rank was lost between its dispatch and its

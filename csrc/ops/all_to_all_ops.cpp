@@ -4,6 +4,7 @@
 
 #include "kernels/abi/handle.h"
 #include "kernels/abi/params.h"
+#include "moe/plan/handle.h"
 #include "ops/all_to_all_object.h"
 #include "ops/communicator_settings.h"
 #include "ops/device_settings.h"
@@ -138,11 +139,27 @@ void all_to_all_enter(int64_t comm, int64_t epoch) {
   communicators().swap(comm, epoch);
 }
 
-// [3]: tokens of this rank whose sums have lacked something, of all steps; the last such step, and
-// the rank that was lost.
-std::vector<int64_t> all_to_all_lost(int64_t comm) {
-  const auto lost = communicators().get(comm)->all_to_all.lost();
-  return {static_cast<int64_t>(lost.num_tokens), static_cast<int64_t>(lost.step), lost.rank};
+// Tokens of this rank whose sums have lacked something, of all steps.
+int64_t all_to_all_lost(int64_t comm) {
+  return static_cast<int64_t>(communicators().get(comm)->all_to_all.lost().num_tokens);
+}
+
+// Throws where a rank was lost between two dispatches of one routing, so that the rows of the second
+// are not those of the first. On hosts.
+void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& second) {
+  const Caller caller(comm);
+  if (caller->device >= 0) return;
+  const moe::Plan& plan = caller->plan();
+  const auto open = [&](const Tensor& handle) {
+    return moe::HandleView::open(plan.shape, caller->communicator, handle_from(handle));
+  };
+  const moe::HandleView before = open(first), now = open(second);
+  for (int64_t chunk = 0; chunk < before.meta().num_chunks; ++chunk)
+    for (int source = 0; source < plan.shape.world_size; ++source)
+      MOE_P2P_CHECK(before.slot_count(chunk, source) == now.slot_count(chunk, source),
+                    Code::kPeerDead, "rank ", caller->rank, ": rank ", source,
+                    " was lost between a combine and its backward pass, whose rows would be those "
+                    "of other tokens; make the step anew");
 }
 
 // Waits for a running call: at most its deadline.
@@ -283,6 +300,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_enter", TORCH_BOX(&all_to_all_enter));
   m.impl("all_to_all_lost", TORCH_BOX(&all_to_all_lost));
+  m.impl("all_to_all_check_again", TORCH_BOX(&all_to_all_check_again));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_arrival_flags", TORCH_BOX(&all_to_all_arrival_flags));

@@ -29,7 +29,6 @@ from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.lifetime import NotCopied
 from moe_p2p.engine.transfers import NicCounters
 from moe_p2p.library import (
     call,
@@ -56,6 +55,7 @@ from moe_p2p.moe.dispatched import (
 from moe_p2p.moe.elastic import Joining
 from moe_p2p.moe.gpu.prepared import combines_of, dispatches_of
 from moe_p2p.moe.layouts import RowLayout
+from moe_p2p.moe.membership import Membership
 from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
 from moe_p2p.moe.options import (
     COPY_TOPK,
@@ -81,7 +81,7 @@ _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.defa
 _COMBINE_OUT = _ops.combine_out.default
 
 
-class AllToAll(NotCopied):
+class AllToAll(Membership):
     """Dispatch and combine of one rank. Making one is collective: every rank of the group does.
 
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
@@ -133,7 +133,6 @@ class AllToAll(NotCopied):
             gone=gone,
             joining=Joining.of(members, join),
         )
-        self._num_lost = 0  # tokens that check() has reported
         # What calls look at, which stays as it is:
         self.config, self.engine, self.rank = made.config, made.engine, made.rank
         self.world_size, self.ranks_per_node = made.world_size, made.ranks_per_node
@@ -364,6 +363,8 @@ class AllToAll(NotCopied):
             last = (row_weights, topk_weights, row_scalars, terms, sum_dtype, capacity)
             run = _COMBINE if grad else _COMBINE_INFERENCE
             out, more = run(*first, y, topk_idx, *last, with_wait_ticks)
+            if grad and self._shape.poisons:
+                _ops.all_to_all_check.default([self._comm])
         except RuntimeError as error:
             more = {"row_weights": row_weights, "row_scalars": row_scalars, "bias": terms}
             raise_typed(error, y=y, topk_weights=topk_weights, out=out, **more)
@@ -604,28 +605,12 @@ class AllToAll(NotCopied):
         step of an engine that replays graphs. It reads one word of pinned memory, waits for nothing
         and launches nothing, so it finds what kernels have reported so far; what a kernel leaves
         out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
-        waiting for this one. Raises as calls do, and ClosedError once it is closed.
+        waiting for this one. Raises as calls do, and ClosedError once it is closed. Raises once,
+        too, PeerDeadError naming step and rank where sums are NaN because a rank was lost (`lost`
+        of the configuration); and AbortedError where the world goes on without this rank.
         """
         call(_ops.all_to_all_check.default, [self._comm])
         self._communicator.check_member()
-        if self._communicator.poisons():
-            self._check_lost()
-
-    def _check_lost(self) -> None:
-        """Raises once for what was lost since it raised last."""
-        num_tokens, step, rank = _ops.all_to_all_lost.default(self._comm)
-        if num_tokens != self._num_lost:
-            lost, self._num_lost = num_tokens - self._num_lost, num_tokens
-            text = (
-                f"rank {self.rank}: step {step} lost rank {rank}: the sums of {lost} tokens lack "
-            )
-            raise errors.make(errors.PeerDeadError, text + "what it had to send, and are NaN")
-
-    @property
-    def lost_tokens(self) -> int:
-        """How many tokens of this rank have lacked rows of a rank that was lost after their
-        dispatch, in the epoch that is. On CPUs."""
-        return int(_ops.all_to_all_lost.default(self._comm)[0])
 
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
@@ -637,76 +622,6 @@ class AllToAll(NotCopied):
         one by one, and to its node's ranks while they passed on memory of GPUs."""
         of_nics = sum(nic["connections_refused"] for nic in self.counters())
         return self._communicator.num_refused + of_nics
-
-    @property
-    def masked(self) -> Tensor:
-        """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
-
-        The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
-        order, which waits for nothing). Each rank masks others by itself, so masks may differ
-        for as long as a deadline. clean_masks() takes ranks back. Raises InvalidArgumentError
-        without mask_lost_ranks.
-        """
-        return self._communicator.masked
-
-    def mask_ranks(self, ranks: Iterable[int]) -> None:
-        """Masks these ranks at once; on a GPU in stream order. Call it on all ranks: a rank that
-        does not waits for the masked ranks, and masked ranks wait for the callers. Data under way
-        to a masked rank need not arrive.
-
-        Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
-        """
-        self._communicator.mask_ranks(ranks)
-
-    def clean_masks(self) -> None:
-        """Takes masked ranks back, where all ranks are of one node; on a GPU in stream order.
-
-        Every rank calls it, equally often, also a rank that has masked none: others may have
-        masked it. It waits for nobody. A rank that makes its next call before another one has
-        cleaned waits for it there, and masks it at the deadline. The memory stays, so captured
-        CUDA graphs stay valid. Calls that are open end: what was dispatched before is not combined.
-
-        On this rank no call may run meanwhile: replays of graphs on other streams have ended.
-        Objects that share one mask all clean it. Raises UnavailableError between nodes: make a new
-        object there; InvalidArgumentError without mask_lost_ranks or in a capture; and the error
-        of an object that is broken, which stays so.
-        """
-        call(_ops.all_to_all_clean_masks.default, self._comm)
-
-    # --- its members, where the world changes ---
-
-    def stage_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:
-        """Begins to make the next epoch of the world, beside steps: with the ranks that are in this
-        one, but for `remove` and for those whose process is gone, and with the new processes of
-        `add`, which may also be ranks whose process was lost. Returns at once.
-
-        All ranks that stay call it with the same arguments, and those that are removed too; the new
-        ones are made with join=True. Raises InvalidArgumentError for seats that are not there, or
-        where members are staged.
-        """
-        self._communicator.stage_members(add, remove)
-
-    def members_staged(self) -> bool:
-        """Whether commit_members() waits for nobody. Asks no store, and never waits."""
-        return self._communicator.staged()
-
-    def commit_members(self) -> None:
-        """Enters the epoch that was staged, once all its ranks have staged it: from the next call
-        on. All ranks call it between the same two steps. Calls that are open end, as handles, masks
-        and errors of the epoch before do; captured calls and the object stay. At a rank that was
-        removed it closes the object.
-
-        Raises AbortedError, and this epoch goes on, where one of the ranks was lost or did not come
-        within timeout_s, naming it; StoreError where the store does not answer: the object is
-        closed then, and the others find this rank lost.
-        """
-        self._communicator.commit_members()
-        self._num_lost = 0
-
-    def update_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:
-        """stage_members() and commit_members(), for ranks that may wait between two steps."""
-        self.stage_members(add=add, remove=remove)
-        self.commit_members()
 
     def gather_counts(self, values: Tensor) -> Tensor:
         """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.

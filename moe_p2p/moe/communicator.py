@@ -139,6 +139,8 @@ class Communicator:
             hidden_dim=config.hidden_dim,
             topk=config.topk,
             chunk_tokens=config.step_tokens,
+            masks=config.mask_lost_ranks,
+            poisons=self.poisons(),
         )
         remember_shape(self.number, self.shape)
 
@@ -219,10 +221,12 @@ class Communicator:
         return self._changing().staged()
 
     def commit_members(self) -> None:
+        changes = self._changing()
         try:
-            epoch = self._changing().commit(self.number)
+            epoch = changes.commit(self.number)
         except StoreError:
-            self.close()  # it cannot know whether to stay
+            if changes.in_doubt:  # it cannot know whether to stay
+                self.close()
             raise
         if epoch is None:  # the others go on without it
             self.close()

@@ -1,6 +1,6 @@
-"""A world that changes, as one of its processes sees it: epochs are staged beside steps, and entered
-between two steps (docs/elastic.md). A communicator of such a world owns one Changes; fleet/world.py
-has the words in the store.
+"""A world that changes, as one of its processes sees it: epochs are staged beside steps, and
+entered between two steps (docs/elastic.md). A communicator of such a world owns one Changes;
+fleet/world.py has the words in the store.
 
 An attempt runs on a thread of its own: who is called, a meeting of these, an epoch made and
 connected, "staged", the decision. The thread that makes the calls takes its outcome and enters, by
@@ -75,6 +75,7 @@ class Changes:
             ranks_per_node=local if by_node else 1,
         )
         self._attempt: Future[_Outcome] | None = None
+        self.in_doubt = False  # the attempt may be decided "yes" without a further word from here
         self._draining: list[threading.Thread] = []
 
     # --- the first epoch of this process ---
@@ -115,6 +116,7 @@ class Changes:
     def _try(self, called: Called, make: MakeEpoch) -> _Outcome:
         """Stages the epoch and waits for the decision."""
         if not self.world.is_in(called):
+            self.in_doubt = True
             return _Outcome(called, None, self.world.settle(called, Deadline(self.timeout_s)))
         meeting = Bootstrap(
             PrefixStore(f"{_PREFIX}/meets/{called.epoch}", self._store),
@@ -131,6 +133,7 @@ class Changes:
                     processes = [called.processes.get(s, "") for s in range(self.world_size)]
                     meeting.neighbours.add(processes)
                 epoch = make(meeting, lead)
+            self.in_doubt = True
             self.world.stage(called)
             return _Outcome(called, epoch, self.world.settle(called, Deadline(self.timeout_s)))
         except BaseException as error:
@@ -160,9 +163,10 @@ class Changes:
             )
         both = sorted(set(added) & set(removed))
         errors.require(not both, f"seats {both} are both added and removed")
+        attempt: Future[_Outcome] = Future()
         text = "members are staged already; call commit_members() on all ranks first"
         errors.require(self._attempt is None, text)
-        self._attempt = attempt = Future()
+        self._attempt, self.in_doubt = attempt, False
 
         def run() -> None:
             try:
@@ -209,8 +213,8 @@ class Changes:
         thread.start()
 
     def close(self) -> None:
-        """Before the engine is closed. Waits for epochs that drain, and for an attempt that runs, at
-        most their deadlines."""
+        """Before the engine is closed. Waits for epochs that drain, and for an attempt that runs,
+        at most their deadlines."""
         if self._attempt is not None:
             with suppress(Exception):
                 outcome = self._attempt.result(3 * self.timeout_s)

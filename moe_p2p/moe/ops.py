@@ -112,6 +112,7 @@ for _name in ("dispatch", "dispatch_inference"):
 for _name in ("combine", "combine_inference"):
     register_fake(_name, _fake_combine)
 for _name in (
+    "all_to_all_check_again",
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
     *("all_to_all_check", "signal", "copy_rows"),
 ):
@@ -197,6 +198,8 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         ctx.capacity,
         False,
     )
+    if shape_of(ctx.comm).poisons:
+        call(_ops.all_to_all_check.default, [ctx.comm])
     weights = scalars[0] if ctx.with_weights else None  # [T, K]
     no_extras = [None] * ctx.num_extras
     no_others = [None] * ctx.num_others
@@ -230,7 +233,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
 def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
     y, row_weights, handle, topk_idx = ctx.saved_tensors
     assert grad_out is not None  # the scalars have no gradient
-    g, _, present, *_ = call(
+    g, _, present, _, _, again, *_ = call(
         _ops.dispatch.default,
         ctx.comm,
         ctx.options,
@@ -246,6 +249,8 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         handle.narrow(0, HANDLE_NUM_TOKENS, 1),
         -1,
     )
+    if shape_of(ctx.comm).masks:
+        call(_ops.all_to_all_check_again.default, ctx.comm, handle, again)
     g = g.view(-1, g.shape[-1])  # [R, H]
     has_token = present > 0  # [R]; by rank there are no row_weights
     grad_y = grad_weights = None

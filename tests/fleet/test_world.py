@@ -1,5 +1,5 @@
-"""Who is called to an epoch of a world, and how it is decided: rules of docs/elastic.md, by words in
-a store alone. tests/cpp/simulation_elastic.cpp has the same rules in the C++ simulation."""
+"""Who is called to an epoch of a world, and how it is decided: rules of docs/elastic.md, by words
+in a store alone. tests/cpp/simulation_elastic.cpp has the same rules in the C++ simulation."""
 
 from __future__ import annotations
 
@@ -79,6 +79,13 @@ def beside(call: Callable[..., Any], *arguments: Any, **named: Any) -> Iterator[
         yield pool.submit(call, *arguments, **named)
 
 
+def again_and_again(*calls: Callable[[], Any]) -> None:
+    """Until one raises."""
+    while True:
+        for call in calls:
+            call()
+
+
 def enter_all(members: list[World], called: Called) -> None:
     for each in members:
         each.stage(called)
@@ -139,7 +146,8 @@ def test_of_two_processes_of_one_seat_the_last_is_called(made: Processes) -> Non
     while first._there()[1][0] != new.id:
         pass
     called = first.call(add=[1])
-    assert new.is_in(called) and not old.is_in(called)
+    assert new.is_in(called)
+    assert not old.is_in(called)
     old.stage(called)  # it does not look
     first.stage(called)
     with beside(first.settle, called, LONG) as verdict:
@@ -147,14 +155,12 @@ def test_of_two_processes_of_one_seat_the_last_is_called(made: Processes) -> Non
         new.stage(called)
         assert verdict.result() == YES
     with pytest.raises(ReplacedError, match="seat 1 was replaced"):
-        while True:
-            old.member.wake()
-            old.await_call(LONG)
+        again_and_again(old.member.wake, lambda: old.await_call(LONG))
 
 
 def test_a_world_that_is_there_is_not_made_again(made: Processes) -> None:
     begin(made, 0, 1)
-    with pytest.raises(moe_p2p.InvalidArgumentError, match="at epoch 1; .* passes join=True"):
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"at epoch 1; .* passes join=True"):
         made.world(0).found([0, 1])
 
 
@@ -234,8 +240,7 @@ def test_who_is_not_called_stops(made: Processes) -> None:
     first.enter(called)
     first.sweep(called)
     with pytest.raises(moe_p2p.AbortedError, match="epoch 2 of the world goes on without seat 1"):
-        while True:
-            second.check()
+        again_and_again(second.check)
     first.check()
     with pytest.raises(moe_p2p.InvalidArgumentError, match="does not call it"):
         second.enter(called)
@@ -272,9 +277,7 @@ def test_words_do_not_grow(made: Processes) -> None:
     assert numbers[-1] == numbers[1]
     assert late.look().epoch == called.epoch
     with pytest.raises(moe_p2p.AbortedError, match="goes on without seat 2"):
-        while True:
-            late.member.wake()
-            late.check()
+        again_and_again(late.member.wake, late.check)
 
 
 @pytest.mark.parametrize("wait", ["call", "await_call", "settle"])

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import moe_p2p
 from moe_p2p import AllToAll
+from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.world import Called
 from moe_p2p.moe import epoch
 from tests.support import world_cases as cases
 from tests.support.mask_cases import given_by
@@ -89,6 +97,14 @@ def test_the_new_process_of_a_killed_rank(overrides: dict[str, Any]) -> None:
     assert results == ["done"] * 4
 
 
+def step_for_ever(comm: AllToAll) -> None:
+    """In its own epoch, in which the others have masked it."""
+    while True:
+        comm.check()
+        received = comm.dispatch(**given_by(comm, 0))
+        comm.combine(received.x, received)
+
+
 def stopped(rank: Rank, overrides: dict[str, Any]) -> str:
     """Seat 2 is stopped, replaced, and goes on: nothing that it does reaches the others."""
     store = rank.store
@@ -103,10 +119,7 @@ def stopped(rank: Rank, overrides: dict[str, Any]) -> str:
         if rank.rank == 2:
             store.set("pid", str(os.getpid()))
             with pytest.raises(moe_p2p.AbortedError, match="seat 2") as error:
-                while True:  # in its own epoch, in which the others masked it
-                    comm.check()
-                    received = comm.dispatch(**given_by(comm, 0))
-                    comm.combine(received.x, received)
+                step_for_ever(comm)
             store.set("woke", "")
             comm.close()
             return str(error.value)
@@ -200,3 +213,148 @@ def test_a_member_that_dies_while_others_stage(overrides: dict[str, Any]) -> Non
     results = run_processes(4, member_dies, given, return_errors=True)
     assert isinstance(results.pop(2), DiedError)
     assert results == ["done"] * 3
+
+
+def held() -> dict[str, int]:
+    """What this process has of the system: descriptors, threads, mappings."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "moe_p2p" in line]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(maps),
+    }
+
+
+def guest(store: dist.TCPStore, overrides: dict[str, Any]) -> None:
+    """A process of one round, which is killed in a step."""
+    own = dist.TCPStore(store.host, store.port, is_master=False)
+    comm = cases.begin(own, 2, [0, 1], **overrides)
+    cases.steps(comm, [0, 1, 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rounds(rank: Rank, count: int, overrides: dict[str, Any]) -> list[dict[str, int]]:
+    store: Any = rank.store
+    if rank.rank == 2:
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                guest(store, overrides)
+            os.waitpid(pid, 0)
+        return []
+    comm = cases.begin(store, rank.rank, [0, 1], **overrides)
+    found = []
+    for number in range(count):
+        comm.stage_members(add=[2])
+        cases.steps_until_staged(comm, store, f"round {number}", [0, 1])
+        comm.commit_members()
+        cases.steps(comm, [0, 1, 2])
+        cases.steps(comm, [0, 1])
+        if number % 5 == 4:
+            comm.update_members()
+            for each in comm._communicator._changes._draining:  # type: ignore[union-attr]
+                each.join()
+            found.append(held() | {"words": store.num_keys()})
+        cases.together(store, f"end of {number}", 2)
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("overrides", NODES[:2], ids=str)
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.more)])
+def test_rounds_leave_nothing_behind(count: int, overrides: dict[str, Any]) -> None:
+    given = overrides | {"lost": "drop"}
+    for found in run_processes(3, rounds, count, given)[:2]:
+        assert len(found) == count // 5
+        first, last = found[1], found[-1]
+        for what in ("descriptors", "threads", "mappings"):
+            assert last[what] <= first[what] + 1, found
+
+
+def test_a_store_that_is_gone() -> None:
+    """Who cannot know what was decided is closed; who can goes on."""
+    code = (
+        "import torch.distributed as d, time\n"
+        "s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(s.port, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            staged = threading.Barrier(2)
+
+            def body(rank: Rank) -> None:
+                store = dist.TCPStore("127.0.0.1", port, is_master=False)
+                comm = cases.begin(store, rank.rank, [0, 1], timeout_s=2.0)
+                cases.steps(comm, [0, 1])
+                staged.wait()
+                if rank.rank == 0:
+                    server.send_signal(signal.SIGSTOP)
+                staged.wait()
+                comm.stage_members()
+                with pytest.raises(moe_p2p.TransportError, match="store"):
+                    comm.commit_members()
+                assert not comm.closed  # no epoch can have been decided
+                cases.steps(comm, [0, 1])
+                settle = comm._communicator._changes.world.settle  # type: ignore[union-attr]
+                comm._communicator._changes._try = lambda *_: (  # type: ignore
+                    setattr(comm._communicator._changes, "in_doubt", True),
+                    settle(Called(9, {0: "", 1: ""}), Deadline(0.5)),
+                )
+                comm._communicator._changes.world.call = lambda *_: None  # type: ignore
+                comm.stage_members()
+                with pytest.raises(moe_p2p.TransportError, match="gives no answer"):
+                    comm.commit_members()
+                assert comm.closed
+
+            run_threads(2, body)
+        finally:
+            server.kill()
+
+
+def test_what_is_refused() -> None:
+    def body(rank: Rank) -> None:
+        def made(**given: Any) -> AllToAll:
+            overrides = given.pop("config", {})
+            return AllToAll(
+                rank.store, cases.config_of(**overrides), rank=0, world_size=cases.SEATS, **given
+            )
+
+        bad = moe_p2p.InvalidArgumentError
+        with pytest.raises(bad, match="members is given with join=True"):
+            made(members=[0], join=True)
+        with pytest.raises(bad, match=r"members is \[1\], must have rank 0"):
+            made(members=[1])
+        with pytest.raises(bad, match="lost ranks are masked in one node"):
+            made(members=[0], config={"ranks_per_node": 2})
+        with pytest.raises(bad, match="masked is given, and a world that changes"):
+            made(members=[0], masked=torch.zeros(4, dtype=torch.int32))
+        if torch.cuda.is_available():
+            with pytest.raises(moe_p2p.UnavailableError, match="for CPU tensors so far"):
+                made(members=[0], config={"device": "cuda"})
+        with made(members=[0]) as comm:
+            assert comm.closed is False
+            with pytest.raises(bad, match="seat 4 cannot be added or removed"):
+                comm.update_members(add=[4])
+            with pytest.raises(bad, match=r"seats \[1\] are both added and removed"):
+                comm.update_members(add=[1], remove=[1])
+            with pytest.raises(bad, match="nothing is staged; call stage_members"):
+                comm.commit_members()
+            comm.stage_members()
+            with pytest.raises(bad, match="members are staged already"):
+                comm.stage_members()
+            handle = comm.dispatch(**given_by(comm, 2))
+            comm.commit_members()
+            with pytest.raises(bad, match="handle belongs to communicator"):
+                comm.combine(handle.x, handle)
+            cases.steps(comm, [0])
+        with (
+            AllToAll(rank.store, cases.config_of(), rank=0, world_size=1) as fixed,
+            pytest.raises(bad, match="this world is fixed; make it with members="),
+        ):
+            fixed.update_members()
+
+    run_threads(1, body)
