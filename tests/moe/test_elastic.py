@@ -253,7 +253,7 @@ def rounds(rank: Rank, count: int, overrides: dict[str, Any]) -> list[dict[str, 
         cases.steps(comm, [0, 1, 2])
         cases.steps(comm, [0, 1])
         if number % 5 == 4:
-            comm.update_members()
+            comm.update_members(remove=[2])
             for each in comm._communicator._changes._draining:  # type: ignore[union-attr]
                 each.join()
             found.append(held() | {"words": store.num_keys()})
