@@ -1,11 +1,11 @@
-"""How long a newcomer takes to its first complete step, and what its coming costs the others' steps.
+"""How long a newcomer takes to its first complete step, and what it costs the steps of the others.
 
     python -m benchmarks.bench_elastic [ranks]
 
-The last of `ranks` (8) CPU ranks of one node comes while the others make steps of a small shape; its
-process was forked from a server that has imported torch. Prints the time from its first request to
-the store to the end of its first step with all, and the longest step of the others: in as many steps
-without a newcomer, while it joins, and of these the one that commits.
+The last of `ranks` (8) CPU ranks of one node comes while the others make steps of a small shape;
+its process was forked from a server that has imported torch. Prints the time from its first request
+to the store to the end of its first step with all, and the longest step of the others: in 400 steps
+without a newcomer, while it joins, and the step behind the commit.
 """
 
 from __future__ import annotations
