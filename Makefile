@@ -108,8 +108,8 @@ WHEEL_MIB ?= 5
 wheel: build
 	@rm -rf build/wheel build/compiled build/lib* build/bdist.* && mkdir -p dist build/compiled
 	@for shape in $(WHEEL_SHAPES); do \
-	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize --arch sm_90a \
-	    --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
+	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize \
+	    --combine-dtype block16 --arch sm_90a --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
 	    rm -f build/compiled/*; break; }; \
 	done
 	MOE_P2P_COMPILED=$(CURDIR)/build/compiled $(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
@@ -157,12 +157,12 @@ $(VENV)/.ready: requirements-dev.txt
 	@touch $@
 
 # The C++ tests need doctest's header, tests of the libfabric provider its library, namespaces as
-# hosts iproute2, and test_aarch64.py a compiler. All are installed where apt-get runs without
+# hosts iproute2, test_aarch64.py a compiler, and test_models.py spin. All are installed where apt-get runs without
 # questions; elsewhere their tests are skipped with a reason.
-PACKAGES := doctest-dev libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu
+PACKAGES := doctest-dev libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu spin
 packages: $(ENVIRONMENT)
 	@{ $(PY) -c '$(HAS_DOCTEST)' && $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null \
-	  && command -v ip > /dev/null && command -v aarch64-linux-gnu-g++ > /dev/null; } || { \
+	  && command -v ip > /dev/null && command -v aarch64-linux-gnu-g++ > /dev/null && command -v spin > /dev/null; } || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "installing $(PACKAGES)"; export DEBIAN_FRONTEND=noninteractive; \
 	    install="apt-get install -qq -y --no-install-recommends $(PACKAGES)"; \

@@ -325,6 +325,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="*", default=[], help="beginnings of names of cells")
     add("--contestants", nargs="*", default=[], help="names of contestants")
     add("--tokens", type=int, nargs="*", help="of the ladders, these alone")
+    add("--trials", type=int, help="of each point, instead of the sweep's: where only sums count")
     add("--json", type=Path, help="file for every run and figure")
     add("--list", action="store_true", help="prints what would run")
     return parser.parse_args(argv)
@@ -334,6 +335,8 @@ def chosen(
     options: argparse.Namespace, sweep: dict[str, Any]
 ) -> tuple[list[Cell], list[Contestant]]:
     """Returns what runs, and takes what --tokens leaves out from the sweep's ladders."""
+    if options.trials is not None:
+        sweep["timing"]["trials_per_point"] = options.trials
     ladders, wanted = sweep["workload"]["token_ladders"], tuple(options.only)
     for phase, ladder in ladders.items():
         ladders[phase] = [tokens for tokens in ladder if tokens in (options.tokens or ladder)]

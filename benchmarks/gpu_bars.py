@@ -254,6 +254,10 @@ BARS: tuple[Bar, ...] = (
         decode("with priorities", "allowed_us"), 1, "x"),
     Bar("  p99 alone", "weights-decode", decode("alone")),
     Bar("  p99 without priorities", "weights-decode", decode("same class")),
+    Bar("experts of 44 MB, a move alone", "experts",
+        lambda body: number(body["alone"][0], "gbytes_per_s"), 100, "GB/s", least=True),
+    Bar("pairs beside moves of experts, p99 of what is allowed", "experts",
+        decode("into empty slots", "allowed_us"), 1, "x"),
 )  # fmt: skip
 
 

@@ -167,6 +167,7 @@ def _transfers() -> Iterator[Step]:
                "--no-baseline --no-join", 60)  # fmt: skip
     yield Step("weights-decode", f"{loads}/weights-decode.json --decode --pairs 10000 --way-s 15 "
                "--transport timed --transport-settings preset=cx7", 80)  # fmt: skip
+    yield Step("experts", f"{BENCH} --api experts --json {{out}}/experts.json", 60)
     yield Step("layer-deepseek-v3", f"{BENCH} --mirror 8 --layer deepseek-v3 --tokens 8,128,4096 "
                "--chunk-tokens T --json {out}/layer-deepseek-v3.json", 60, 1)  # fmt: skip
     yield Step("pairs", f"{BENCH} --tokens 8,32,128,512,4096 --json {{out}}/pairs.json", 90)

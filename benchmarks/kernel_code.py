@@ -29,7 +29,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHS = ("sm_90a", "sm_100a")
-ALONE = ("copy.cu", "rows.cu", "count.cu", "signal.cu", "pack.cu")
+ALONE = ("copy.cu", "rows.cu", "count.cu", "signal.cu", "pack.cu", "map.cu")
 _NOBITS = 8
 # Instructions, literals, and the memory that they take. Left out are names, line numbers, and
 # .nv.global.init, where every constant of a header is, used or not.

@@ -32,6 +32,8 @@ from moe_p2p.moe import pool
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.moe.expert_map import ExpertMap
+from moe_p2p.moe.expert_mover import ExpertMover
 from moe_p2p.moe.options import CombineOptions, DispatchOptions
 from moe_p2p.moe.pool import AllToAllPool
 from moe_p2p.moe.scale_rows import swizzle_scales
@@ -49,6 +51,8 @@ __all__ = [
     "Dispatched",
     "Engine",
     "EngineConfig",
+    "ExpertMap",
+    "ExpertMover",
     "InvalidArgumentError",
     "MoeP2pError",
     "PageRows",

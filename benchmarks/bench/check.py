@@ -174,24 +174,36 @@ def answer_by_rank(
 
 
 def verify_sums(
-    name: str, job: Job, options: Options, *, tokens: Tokens, got: Tensor, steps: float = _BOUND
+    name: str,
+    job: Job,
+    options: Options,
+    *,
+    tokens: Tokens,
+    got: Tensor,
+    steps: float = _BOUND,
+    partials: str | None = None,
 ) -> list[str]:
-    """Reports combined rows [T, H] further than `steps` of x_dtype from the closed form."""
+    """Reports combined rows [T, H] further than `steps` of x_dtype from the closed form.
+
+    partials: of the combine, where they are not those of the options.
+    """
     out, magnitude = closed_form(job, options, tokens)
-    found = beyond_rounding(got, out, bound_of(magnitude, options, steps))
+    found = beyond_rounding(got, out, bound_of(magnitude, options, steps, partials))
     return [f"{name}: {text}" for text in found]
 
 
-def bound_of(magnitude: Tensor, options: Options, steps: float = _BOUND) -> Tensor:
+def bound_of(
+    magnitude: Tensor, options: Options, steps: float = _BOUND, partials: str | None = None
+) -> Tensor:
     """How far from the exact sum one may be whose terms have this magnitude, [T, H].
 
     A 10-bit integer is as far away as the largest value of its block allows, half of 1 / 511 of it
     for each of up to 8 partial sums: less than 4 steps of bfloat16. 16-bit blocks round less.
     """
-    dtype = options.x_dtype
-    if options.combine_dtype:
+    dtype, partials = options.x_dtype, partials or options.combine_dtype
+    if partials:
         dtype = torch.bfloat16
-        block = block_of(options.combine_dtype)
+        block = block_of(partials)
         blocks = magnitude.reshape(*magnitude.shape[:-1], magnitude.shape[-1] // block, block)
         magnitude = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)
     return steps * torch.finfo(dtype).eps * magnitude

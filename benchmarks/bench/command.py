@@ -16,14 +16,19 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors
-from moe_p2p.bench import conformance, harness, kv, megatron, report, weights, worker
+from moe_p2p.bench import conformance, experts, harness, kv, megatron, report, weights, worker
 from moe_p2p.bench.options import Options, parse
 from moe_p2p.bench.plot import plot
 from moe_p2p.bench.report import Row
 from moe_p2p.tools import launch
 
 # With options of their own.
-OF_THEIR_OWN = {"kv": kv.main, "megatron": megatron.main, "weights": weights.main}
+OF_THEIR_OWN = {
+    "experts": experts.main,
+    "kv": kv.main,
+    "megatron": megatron.main,
+    "weights": weights.main,
+}
 
 
 def main(arguments: list[str]) -> int:

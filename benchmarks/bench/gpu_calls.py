@@ -35,6 +35,7 @@ class Calls:
     num_steps: int = 1
     num_sms: int = 0  # its limit; 0: not limited
     layout: str = "grouped"
+    partials: str | None = None  # of its sums, where they are not those of the options
     layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
     experts: Callable[[], Tensor] | None = None  # alone, on rows of an earlier dispatch
     halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # report.HALVES

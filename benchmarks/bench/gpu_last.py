@@ -107,7 +107,8 @@ class Watch:
         answer = last["answer"].cpu().clone()
         answers = torch.stack(self._of_ranks(everyones(answer)))  # [W, H]
         sums, magnitude = constant_sums(self._job, self._inputs.tokens, answers, calls.layout)
-        found += beyond_rounding(last["out"], sums, bound_of(magnitude, self._options))
+        bound = bound_of(magnitude, self._options, partials=calls.partials)
+        found += beyond_rounding(last["out"], sums, bound)
         finish(self._options.device)
         return found
 

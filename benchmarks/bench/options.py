@@ -102,10 +102,11 @@ class Options(Common):
         False, "correctness alone: a line for each layout, type, half, mask, fault; status 0 or 1")
     timeout_s: float = option(30.0, "deadline of every wait, seconds (30)", type=above_zero)
     api: str = option(
-        "all_to_all", "the calls that are timed (all_to_all); kv: KV pages from prefill to decode; "
+        "all_to_all", "the calls that are timed (all_to_all); experts: moves of experts between "
+        "ranks, alone and beside pairs; kv: KV pages from prefill to decode; "
         "megatron: training steps of Megatron-Core's MoE layer; weights: from trainers to "
         "generators; these have options of their own (--api kv --help)",
-        choices=["all_to_all", "deep_ep", "kv", "megatron", "weights"])
+        choices=["all_to_all", "deep_ep", "experts", "kv", "megatron", "weights"])
     deep_ep_module: str | None = option(None, "time this module's DeepEP calls too (none)",
                                         metavar="NAME")
     baseline: bool = option(

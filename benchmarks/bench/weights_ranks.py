@@ -67,6 +67,7 @@ class Options(Common):
             experts=self.experts or full.experts,
             vocab=self.vocab or full.vocab,
             hidden=full.hidden // narrow,
+            latent=full.latent // narrow,
             expert_inner=full.expert_inner // narrow,
         )
 

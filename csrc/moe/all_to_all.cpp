@@ -37,7 +37,6 @@ struct RankAddress {
   base::Bytes board;  // the descriptor of HostGather's board; empty without other nodes
   NodeMemory::Neighbour memory;
   FlagOffer flags;
-  bool absent = false;  // no process: masked from the first step on
 
   static RankAddress parse(std::span<const std::byte> bytes) {
     base::WireReader in(bytes, "rank address");
@@ -55,13 +54,6 @@ struct RankAddress {
     return a;
   }
 };
-
-RankAddress absent_rank(int32_t rank) {
-  RankAddress address;
-  address.rank = rank;
-  address.absent = true;
-  return address;
-}
 
 }  // namespace
 
@@ -90,6 +82,7 @@ struct AllToAll::State final : engine::ImmSink {
   proxy::ProxyThread* proxy;
   const AllToAllOptions options;
   const Plan plan;
+  std::vector<uint8_t> absent;  // [W]: Masks::absent
   const Masks masks;
   NodeMemory memory;
   Waits waits;
@@ -113,7 +106,8 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       proxy(with_proxy),
       options(with_options),
       plan(make_plan(with_options.plan)),
-      masks(checked_masks(), with_options.fixed_masks),
+      absent(static_cast<size_t>(plan.shape.world_size)),
+      masks(checked_masks(), absent.data(), with_options.fixed_masks),
       memory(plan, checked_rank(), !with_options.device),
       waits(plan, options, memory, masks, engine),
       gather(plan, memory, with_engine, with_options.communicator),
@@ -132,8 +126,8 @@ void AllToAll::State::set_backend(std::unique_ptr<Backend> made) {
 void AllToAll::State::use_flags(const std::vector<RankAddress>& ranks) {
   if (plan.shape.num_nodes() == 1) return;
   std::vector<FlagOffer> offers;
-  for (const RankAddress& rank : ranks)
-    if (!rank.absent) offers.push_back(rank.flags);
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (!absent[rank]) offers.push_back(ranks[rank].flags);
   flags = choose_flags(options, offers);
   if (flags != ArrivalFlags::kGdrCopy) mapped_flags.reset();
   const auto words = flags == ArrivalFlags::kWrite     ? static_cast<int>(offers[0].num_nics)
@@ -199,19 +193,20 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<Exchange::Remote> remotes;
   std::vector<HostGather::Remote> boards;
   std::vector<RankAddress> ranks;
-  for (const base::Bytes& bytes : addresses)
-    ranks.push_back(bytes.empty() ? absent_rank(static_cast<int32_t>(ranks.size()))
-                                  : RankAddress::parse(bytes));
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    s.absent[rank] = addresses[rank].empty();
+    MOE_P2P_CHECK(!s.absent[rank] ||
+                      (s.masks.enabled() && rank != static_cast<size_t>(s.options.rank)),
+                  Code::kInvalidArgument, "address ", rank,
+                  " is empty: only masks can do without another rank");
+    ranks.push_back(s.absent[rank] ? RankAddress{} : RankAddress::parse(addresses[rank]));
+  }
   s.use_flags(ranks);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
     const RankAddress& address = ranks[static_cast<size_t>(rank)];
-    MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
-                  address.rank);
     const int node = rank / s.plan.shape.ranks_per_node;
     const bool partner = rank % s.plan.shape.ranks_per_node == s.memory.local();
-    if (address.absent) {
-      MOE_P2P_CHECK(s.masks.has(rank), Code::kInvalidArgument, "rank ", rank,
-                    " has no address and is not masked");
+    if (s.absent[static_cast<size_t>(rank)]) {  // a place among neighbours or partners, unused
       if (node == s.memory.node()) {
         neighbours.push_back({});
       } else if (partner) {
@@ -220,6 +215,8 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       }
       continue;
     }
+    MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
+                  address.rank);
     if (node != s.memory.node() && !s.options.device && s.engine.writes_in_place())
       s.memory.attach_far(rank, address.memory.memory_name);
     if (node == s.memory.node()) {

@@ -77,8 +77,7 @@ uint64_t bytes_of_rows(const Tensor& x) {
 
 // Bytes travel as fp8 does.
 abi::DType wire_type(const Tensor& x) {
-  return dtype_of(x) == ScalarType::Byte ? abi::DType::kFloat8E4M3
-                                             : payload_type(dtype_of(x), "x");
+  return dtype_of(x) == ScalarType::Byte ? abi::DType::kFloat8E4M3 : payload_type(dtype_of(x), "x");
 }
 
 // `rows` has one row of `width` (kAny: any) for each of num_rows, as [num_rows, width] or with the
@@ -303,8 +302,8 @@ moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& t
   MOE_P2P_CHECK(to.bias.size() <= std::size(recv.bias), Code::kInvalidArgument, to.bias.size(),
                 " tensors of bias are given, must be at most ", std::size(recv.bias));
   for (size_t i = 0; i < to.bias.size(); ++i)
-    recv.bias[i] = input<void>(
-        to.bias[i], {"bias", {dtype_of(to.out)}, {recv.num_rows, comm.hidden_dim()}});
+    recv.bias[i] =
+        input<void>(to.bias[i], {"bias", {dtype_of(to.out)}, {recv.num_rows, comm.hidden_dim()}});
   recv.wait_ticks = optional_output<int64_t>(
       to.wait_ticks, {"wait_ticks", {ScalarType::Long}, {comm.plan().shape.world_size}});
   return recv;

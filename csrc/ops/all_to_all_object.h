@@ -117,7 +117,8 @@ struct DispatchOutputs {
   const std::optional<Tensor>& row_topk;
 };
 // Throws unless given outputs fit; what is made for a call does.
-void check_outputs(const AllToAllObject& comm, const Layout& layout, const DispatchOutputs& outputs);
+void check_outputs(const AllToAllObject& comm, const Layout& layout,
+                   const DispatchOutputs& outputs);
 moe::DispatchRecv dispatch_recv_from(const AllToAllObject& comm, const Layout& layout,
                                      const DispatchOutputs& outputs, const moe::Handle& handle);
 

@@ -91,8 +91,7 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
-  const auto row_topk =
-      make_more(options.rows().per_token, layout.row_topk(), dtype_of(topk_idx));
+  const auto row_topk = make_more(options.rows().per_token, layout.row_topk(), dtype_of(topk_idx));
   for (const Tensor& extra : extras)
     row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), dtype_of(extra)));
   const auto row_scales = make_scales(*comm, layout, scales, beside);  // last: into room left
@@ -167,9 +166,9 @@ DirectDispatch dispatch_directly(int64_t comm_id, int64_t options_number,
   const Caller comm(comm_id);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
   const int64_t max_tokens = most_tokens.value_or(comm->plan().max_tokens);
-  MOE_P2P_CHECK(max_tokens >= 0, Code::kUnavailable, "max_tokens is ", max_tokens);
-  const int64_t capacity =
-      rows ? *rows : most_rows(*comm, options, max_tokens, options.alignment);
+  MOE_P2P_CHECK(max_tokens >= 0 && x.is_contiguous() && topk_idx.is_contiguous(),
+                Code::kUnavailable, "max_tokens is ", max_tokens, ", or an input has gaps");
+  const int64_t capacity = rows ? *rows : most_rows(*comm, options, max_tokens, options.alignment);
   const DispatchArguments in{x, scales, {}, topk_idx, topk_weights, {}, -1, max_tokens, options};
   std::optional<Arena> beside;
   const int64_t bytes = bytes_beside_rows(*comm, in, capacity);
@@ -263,8 +262,8 @@ std::optional<Tensor> combine_directly(int64_t comm_id, int64_t dispatched, int6
                                        const Tensor& topk_idx, std::optional<Tensor> row_weights,
                                        std::optional<Tensor> topk_weights,
                                        std::optional<Tensor> out) {
-  MOE_P2P_CHECK(!topk_weights || (dispatched & kMergeDuplicates) == 0, Code::kUnavailable,
-                "late weights");
+  MOE_P2P_CHECK((!topk_weights || (dispatched & kMergeDuplicates) == 0) && y.is_contiguous(),
+                Code::kUnavailable, "late weights of merged experts, or y has gaps");
   const int64_t options = (dispatched & ~kMergeDuplicates) | combined;
   if (!out)
     return std::get<0>(combine(comm_id, options, max_tokens, handle, y, topk_idx,

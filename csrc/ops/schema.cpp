@@ -170,6 +170,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "all_to_all_agree(int comm, Tensor? topk_idx, int kernel, int num_values, int host, "
       "int call, int alignment) -> (Tensor gathered, Tensor sizes, int tokens, int max_tokens, "
       "int grouped)");
+  m.def(
+      "map_experts(int kernel, Tensor topk_idx, Tensor slots, Tensor counts, int num_slots, "
+      "int first) -> Tensor");
 
   // --- all to all: halves ---
   m.def(

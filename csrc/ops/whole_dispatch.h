@@ -28,7 +28,7 @@ int64_t most_rows(const AllToAllObject& comm, const moe::DispatchOptions& option
 // dispatch_inference, combine_inference and combine_out of eager calls, with the arguments that
 // most give: they make no results for a compiler, so all but rows, and scales in columns, share an
 // allocation if that is small. They throw Error{kUnavailable}, and have done nothing, where Python
-// decides what to do (ops/direct/direct_calls.cpp).
+// decides what to do (ops/direct/direct_calls.cpp): DeepEP's calls take inputs with gaps, and copy.
 struct DirectDispatch {
   Dispatched results;
   moe::DispatchOptions options;

@@ -169,8 +169,8 @@ void SharedMemory::reserve(size_t offset, size_t bytes) {
       posix_fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes));
   MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, "reserving ", mib(bytes),
                 " MiB of shared memory ", name_, ": ", std::strerror(error), "; ", room(),
-                ". Enlarge it (docker: --shm-size), or lower chunk_tokens, steps_in_flight or "
-                "nics_per_rank, or ring_kib of the software NIC (transport_settings)");
+                ". Enlarge it (docker: --shm-size), or lower nics_per_rank, or ring_kib of the "
+                "software NIC (transport_settings)");
 }
 
 // A second open file description of the same object: the owner's lock excludes ours while it lives.

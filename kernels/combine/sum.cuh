@@ -322,9 +322,10 @@ __device__ __forceinline__ auto settle_rows(const DeviceComm& comm, u64 step, co
     };
     const bool come = wait_flagged(comm, again, what);
     if constexpr (kInBlocks) {  // their words mean something only together
-      if (!come) each([&](auto& piece, i32 r, i32) {
-        if (source_of(r) >= 0) piece.lose();
-      });
+      if (!come)
+        each([&](auto& piece, i32 r, i32) {
+          if (source_of(r) >= 0) piece.lose();
+        });
     }
     each([&](auto& piece, i32 r, i32 group) {
       if (source_of(r) >= 0) piece.take(row_at(r), group);

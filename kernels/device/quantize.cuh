@@ -78,7 +78,8 @@ struct Values<DType::kBlock16> {
     for (i32 i = 0; i < 4; ++i) {
       const float low = float_of((v.word[i] & 0xfffeu) | kLow);
       const float high = float_of(__funnelshift_r(v.word[i], kHigh >> 15, 17));
-      acc[2 * i] = __fmaf_rn(__fadd_rn(low, -float_of(kLow | kBlock16Zero << 1)), scale, acc[2 * i]);
+      acc[2 * i] =
+          __fmaf_rn(__fadd_rn(low, -float_of(kLow | kBlock16Zero << 1)), scale, acc[2 * i]);
       acc[2 * i + 1] =
           __fmaf_rn(__fadd_rn(high, -float_of(kHigh | kBlock16Zero)), scale, acc[2 * i + 1]);
     }

@@ -31,9 +31,9 @@ from moe_p2p.deep_ep.low_latency import (
     as_nvfp4,
     await_all,
     combine_form,
-    config_and_form,
     dispatch_bare,
     low_latency_partials,
+    make_low_latency,
     receive_rows,
     receive_sums,
     size_hint,
@@ -357,7 +357,7 @@ class Buffer:
         plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
         alone = type(handle) is NormalHandle and topk_weights is bias is None
         if plain and alone and self._streams.bare_on(x) is not None:
-            sums = bare.combine(handle.all_to_all._comm, x.contiguous(), handle.dispatched)
+            sums = bare.combine(handle.all_to_all._comm, x, handle.dispatched)
             if sums is not None:
                 return sums, None, new_event(EventOverlap)
         turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
@@ -622,6 +622,7 @@ class Buffer:
         masked: an empty dispatch waits for all. Before the first call of the shape it does nothing.
         """
         if self.enable_shrink:
+            self._pool.require_open()
             shape = (hidden, num_max_dispatch_tokens_per_rank, num_experts)
             await_all(self._low_latency_made, shape)
 
@@ -639,13 +640,10 @@ class Buffer:
     def _make_low_latency(
         self, x: Tensor, key: LowLatencyKey
     ) -> tuple[ReleasingAllToAll, DispatchForm]:
-        config, form = config_and_form(
-            x, key, self.group_size, timeout_s=self._timeout_s, mask_lost_ranks=self.enable_shrink
-        )
         masked = self._mask_status(x.device) if self.enable_shrink else None
-        all_to_all = self._pool.get(config, masked=masked)
-        self._low_latency_made[key] = all_to_all, form
-        return all_to_all, form
+        made = make_low_latency(self._pool, x, key, timeout_s=self._timeout_s, masked=masked)
+        self._low_latency_made[key] = made
+        return made
 
     def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
         """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""
@@ -685,8 +683,8 @@ class Buffer:
         On one host it waits for nobody and captured CUDA graphs stay valid. The next call waits
         for ranks that have not called this yet, and masks them at its deadline, as ranks that are
         gone. On several hosts the next low-latency call of each shape makes a new communicator of
-        all ranks: if one is gone, that call raises a TimeoutError that names it. Handles of earlier
-        dispatches become invalid.
+        the ranks that come within its deadline, and masks the others. Handles of earlier dispatches
+        become invalid.
         """
         masks = self._mask_status()
         self._pool.clean_masks()
@@ -696,4 +694,5 @@ class Buffer:
     def _mask_status(self, device: torch.device | None = None) -> Tensor:
         """Returns the masks. Before the first call of a shape they move to its device."""
         assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
+        self._pool.require_open()
         return self._masks.on(None if self._low_latency_made else device)

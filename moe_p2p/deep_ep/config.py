@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +19,20 @@ def check_alignment(expert_alignment: int) -> None:
     """The op divides by it."""
     text = f"expert_alignment is {expert_alignment!r}, must be an int of at least 1"
     errors.require(isinstance(expert_alignment, int) and expert_alignment > 0, text)
+
+
+@contextmanager
+def named(**names: str) -> Iterator[None]:
+    """Where ranks differ in a field of AllToAllConfig, the error has the caller's name of it."""
+    try:
+        yield
+    except errors.InvalidArgumentError as error:
+        text = str(error)
+        for field, name in names.items():
+            text = text.replace(
+                f"] {field} differs between ranks", f"] {name} differs between ranks"
+            )
+        raise type(error)(text) from None
 
 
 @dataclass(frozen=True)

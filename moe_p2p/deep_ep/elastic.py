@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p.deep_ep.config import check_alignment
+from moe_p2p.deep_ep.config import check_alignment, named
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts, RowForm
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import no_handle
@@ -407,10 +407,10 @@ class ElasticBuffer:
         made = self._made.get(key)
         if made is None or topk_idx is None:
             return None
-        (all_to_all, counts, form), topk = made, topk_idx.contiguous()
-        comm, others, values = all_to_all._comm, all_to_all.others, values.contiguous()
+        all_to_all, counts, form = made
+        comm, others = all_to_all._comm, all_to_all.others
         scales = None if packs is None else packs.contiguous()
-        found = bare.dispatch(comm, form, values, topk, topk_weights, scales, others, APART)
+        found = bare.dispatch(comm, form, values, topk_idx, topk_weights, scales, others, APART)
         if found is None:
             return None
         got, scales, received = found
@@ -460,7 +460,7 @@ class ElasticBuffer:
         later = async_with_compute_stream or previous_event or previous_event_before_epilogue
         plain = bias is None and topk_weights is None and self.allow_multiple_reduction
         if plain and not later and self._streams.bare_on(x) is not None:
-            alone = bare.combine(handle.all_to_all._comm, x.contiguous(), handle.received)
+            alone = bare.combine(handle.all_to_all._comm, x, handle.received)
             if alone is not None:
                 return alone, None, new_event(EventOverlap)
         received, terms = handle.received, [] if bias is None else bias_list(bias)
@@ -536,7 +536,8 @@ class ElasticBuffer:
         )
         if values.is_cuda and not limited:
             config = usual_steps(self._pool, config, step_tokens)
-        all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
+        with named(chunk_tokens="num_max_tokens_per_rank"):
+            all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
         most = RowCounts.most(all_to_all, num_tokens, alignment)
         made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made

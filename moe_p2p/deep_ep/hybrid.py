@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.deep_ep.config import named
 from moe_p2p.deep_ep.elastic import usual_steps
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.library import unaffected
@@ -127,7 +128,8 @@ class HybridEPBuffer:
 
         hidden: [T, H] bfloat16, or uint8 that are float8_e4m3fn, with scaling_factor [T, P].
         routing_map: bool [T, E], with probs float32 [T, E] or None; or topk_idx and topk_weights
-            [T, K] with num_of_experts.
+            [T, K] with num_of_experts. A map's tokens have at most as many experts as the largest
+            in the first maps of all ranks, rounded up to 8, 16 or 32.
         pad_multiple: each expert's rows begin at a multiple of it; rows between are zero.
         num_permuted_tokens: R where the host does not wait (non_blocking, or with a handle): then
             T is at most max_num_of_tokens_per_rank, or equal on all ranks, and the call can be
@@ -147,7 +149,7 @@ class HybridEPBuffer:
             )
             return _returned(fields, hidden.dtype, handle, with_probs=False)
         topk, weights, experts = self._routing(
-            routing_map, probs, topk_idx, topk_weights, num_of_experts
+            routing_map, probs, topk_idx, topk_weights, num_of_experts, blocking=blocking
         )
         local = num_of_experts_per_rank or self.num_local_experts
         errors.require(
@@ -229,6 +231,8 @@ class HybridEPBuffer:
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         num_experts: int | None,
+        *,
+        blocking: bool,
     ) -> tuple[Tensor, Tensor | None, int]:
         """Returns ids [T, K] with -1 for none, their weights [T, K] or None, and E."""
         if routing_map is None:
@@ -244,13 +248,21 @@ class HybridEPBuffer:
         weights = None
         if probs is not None:
             weights = probs.float().gather(1, topk.clamp(min=0)).where(found > 0, 0.0)
-        # A token with more experts names one that there is not, which dispatch reports.
-        too_many = routing_map.sum(1) > most
-        topk[:, 0] = topk[:, 0].where(~too_many, num_experts)
+        counts = routing_map.sum(1)
+        if (blocking or not routing_map.is_cuda) and counts.numel():
+            mine = int(counts.max())
+            errors.require(
+                mine <= most,
+                f"a token of routing_map has {mine} experts, calls of this buffer take {most}: the "
+                f"most in the first maps of all ranks, rounded up to one of {_TOPKS}. Make a new "
+                "buffer, and call it with such a map first, or pass topk_idx instead of maps",
+            )
+        # Where nothing may wait, such a token names an expert that there is not: the call fails.
+        topk[:, 0] = topk[:, 0].where(counts <= most, num_experts)
         return topk, weights, num_experts
 
     def _most_experts(self, routing_map: Tensor) -> int:
-        """Returns K for maps, found by all ranks from their first one."""
+        """Returns K for maps, found by all ranks from the first ones in which a token has any."""
         if self._topk is None:
             mine = int(routing_map.sum(1).max()) if routing_map.shape[0] else 0
             most = max(map(int, self._pool.meet("the most experts of a token", str(mine))))
@@ -258,7 +270,10 @@ class HybridEPBuffer:
                 most <= _TOPKS[-1], f"a token has {most} experts, must be at most {_TOPKS[-1]}"
             )
             fitting = next(k for k in _TOPKS if k >= most)
-            self._topk = min(fitting, routing_map.shape[1])
+            fitting = min(fitting, routing_map.shape[1])
+            if most == 0:  # a warm-up without tokens says nothing about those that follow
+                return fitting
+            self._topk = fitting
         return self._topk
 
     def _all_to_all(self, values: Tensor, topk: int, num_experts: int) -> ReleasingAllToAll:
@@ -279,7 +294,8 @@ class HybridEPBuffer:
             )
             if values.is_cuda:
                 config = usual_steps(self._pool, config, self.max_num_of_tokens_per_rank)
-            made = self._made[key] = self._pool.get(config)
+            with named(chunk_tokens="max_num_of_tokens_per_rank"):
+                made = self._made[key] = self._pool.get(config)
         return made
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_p2p import env, errors
 from moe_p2p.deep_ep import nvfp4
+from moe_p2p.deep_ep.config import named
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.handle import Elements
 from moe_p2p.deep_ep.runtime import NODE_RANKS
@@ -29,7 +30,7 @@ from moe_p2p.moe import bare
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import APART, Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.moe.options import CombineOptions, DispatchForm, DispatchOptions, Partials
-from moe_p2p.moe.pool import ReleasingAllToAll
+from moe_p2p.moe.pool import AllToAllPool, ReleasingAllToAll
 
 Hook = Callable[[], None]
 
@@ -158,10 +159,11 @@ class Masks:
         return self._status
 
 
-def config_and_form(
-    x: Tensor, key: LowLatencyKey, world_size: int, *, timeout_s: float, mask_lost_ranks: bool
-) -> tuple[AllToAllConfig, DispatchForm]:
-    """What serves calls of this key: a communicator, and a form of dispatch."""
+def make_low_latency(
+    pool: AllToAllPool, x: Tensor, key: LowLatencyKey, *, timeout_s: float, masked: Tensor | None
+) -> tuple[ReleasingAllToAll, DispatchForm]:
+    """Returns what serves calls of this key: a communicator, with masks if given some, and a form
+    of dispatch. Collective."""
     _, _, hidden, topk, (num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed) = key
     assert use_fp8 or not round_scale, "round_scale needs use_fp8"
     assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
@@ -174,7 +176,7 @@ def config_and_form(
         dtype=x.dtype,
         device=x.device.type,
         timeout_s=timeout_s,
-        mask_lost_ranks=mask_lost_ranks,
+        mask_lost_ranks=masked is not None,
     )
     options = DispatchOptions(
         quantize=use_fp8,
@@ -185,7 +187,10 @@ def config_and_form(
         with_wait_ticks=timed,
         zero_padding=False,
     )
-    return config, DispatchForm(options, num_tokens, world_size * num_tokens)
+    tokens = "num_max_dispatch_tokens_per_rank"
+    with named(max_tokens=tokens, chunk_tokens=tokens, mask_lost_ranks="enable_shrink"):
+        all_to_all = pool.get(config, masked=masked)
+    return all_to_all, DispatchForm(options, num_tokens, pool.world_size * num_tokens)
 
 
 def size_hint(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
+from moe_p2p.fleet import addresses
+
 
 class MpiComm(Protocol):
     """The methods of an mpi4py communicator that are used."""
@@ -20,7 +22,7 @@ def store_over(comm: MpiComm) -> tuple[TCPStore, int, int]:
     """Returns a new store, this rank and the number of ranks. Collective."""
     rank, host = comm.Get_rank(), socket.gethostname()
     if rank == 0:
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server = addresses.serve(host)
         comm.bcast((host, server.port), root=0)
         return server, rank, comm.Get_size()
     host, port = comm.bcast(None, root=0)

@@ -59,7 +59,7 @@ def send(
 def dispatch_again(handle: NormalHandle, values: Tensor, scales: Tensor | None) -> _Values | None:
     """Other values along the same routes, with nothing around it; None: it is more."""
     all_to_all, topk = handle.all_to_all, handle.dispatched.topk_idx
-    values, columns = values.contiguous(), None if scales is None else in_columns(scales)
+    columns = None if scales is None else in_columns(scales)
     comm, form, others = all_to_all._comm, handle.form_again, all_to_all.others
     made = bare.dispatch(comm, form, values, topk, None, columns, others, ROWS_ALONE)
     if made is None:

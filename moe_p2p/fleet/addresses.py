@@ -10,12 +10,16 @@ import errno
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p.errors import InvalidArgumentError, UnavailableError, make, require
 
 # Of no host (RFC 5737, RFC 3849): a route to one tells under which address others see this host.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _PORT = 9
+_CLIENTS = 2048  # that connect to a store at once; the system has a limit of its own
 
 
 def bare(host: str) -> str:
@@ -57,6 +61,27 @@ def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
                 failed = error
     assert failed is not None
     raise failed
+
+
+def serve(host: str, port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
+    """Returns a store that this process serves, at all its addresses of `host`'s kind.
+
+    torch's server asks for the name of each client that connects, and serves nobody until a name
+    server has answered. To one that listens for IPv6, clients by IPv4 have addresses that no hosts
+    file names: not even the loopback's.
+
+    Raises InvalidArgumentError if the host is not known, UnavailableError if the port is in use.
+    """
+    kinds = {family for family, _ in _found(host, port)}
+    limit = timedelta(seconds=timeout_s)
+    try:
+        at = listen("0.0.0.0" if socket.AF_INET in kinds else "", port, backlog=_CLIENTS)
+    except OSError as error:
+        where = f"no store can be served at {join(host, port)}"
+        raise make(UnavailableError, f"{where}: {error}") from None
+    port = at.getsockname()[1]
+    return TCPStore(bare(host), port, is_master=True, wait_for_workers=False, timeout=limit,
+                    master_listen_fd=at.detach())  # fmt: skip
 
 
 def is_own(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which epoch of a world comes next, and who is in it (rules E3 to E5, E8, E9 of docs/elastic.md).
+"""Which epoch of a world comes next, and who is in it: docs/elastic.md, rules E3 to E5, E8, E9.
 
 A world has seats, 0 to W - 1; a process claims one. An epoch is called (`call`: which process has
 which seat), staged by each process that is called, and decided, once, "yes" or not. Used by

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_p2p.engine.checksum import add, apart, rows_checksum
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.transfers import PageRows, Request
+from moe_p2p.engine.transfers import Request
 from moe_p2p.errors import require
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVCache, KVRequest
-from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.pair import Pair, page_rows
 from moe_p2p.kv.plan import KVMove
 from moe_p2p.kv.requests import Span, indices, num_units, span_of
 
@@ -82,7 +82,7 @@ class ChunkRows:
     ) -> list[Request]:
         """Submits layers from here to the pair's worker; one immediate by each NIC a request."""
         found: list[Request] = []
-        for move, places in self.pair.placed(engine, layers):
+        for move, rows, places in self.pair.placed(engine, layers):
             ours, theirs = self.of(move, chunk)
             if len(ours):
                 found += engine.write_layers(
@@ -91,7 +91,7 @@ class ChunkRows:
                     region_pages=theirs,
                     imm=imm,
                     after=after,
-                    rows=_rows(move, here="source"),
+                    rows=rows,
                 )
         return found
 
@@ -106,7 +106,7 @@ class ChunkRows:
                 region_pages=ours,
                 offset=request.target.offset,
                 region_offset=request.source.offset,
-                rows=_rows(request.move, here="target"),
+                rows=page_rows(request.move, here="target"),
             )
             for layer in pair.layers
             for request, ours, theirs in self.each(layer, chunk)
@@ -137,23 +137,6 @@ class ChunkRows:
                 )
             total = add(total, part)
         return total
-
-
-def _rows(move: KVMove, *, here: str) -> PageRows:
-    """In the engine's words: `here` is the side that calls it."""
-    shape = move.shape
-    units = (shape.source_unit, shape.target_unit)
-    rows = (shape.source_row_stride, shape.target_row_stride)
-    if here == "target":
-        units, rows = units[::-1], rows[::-1]
-    return PageRows(
-        page_bytes=move.unit_bytes,
-        stride=units[0],
-        region_stride=units[1],
-        row_bytes=shape.row_bytes,
-        row_stride=rows[0],
-        region_row_stride=rows[1],
-    )
 
 
 def _blank(layout: KVLayout, total: int) -> Pages:

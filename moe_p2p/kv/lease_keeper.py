@@ -297,6 +297,9 @@ class LeaseKeeper:
             self._stepping.join(self.worker.timeouts.connect_s)
 
     def __enter__(self) -> LeaseKeeper:
+        if self._closed:
+            text = f"{self.worker.name}: its LeaseKeeper is closed; make another one"
+            raise make(ClosedError, text)
         return self
 
     def __exit__(

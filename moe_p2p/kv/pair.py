@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.transfers import LayerPlace, Memory, Peer, Region
+from moe_p2p.engine.transfers import LayerPlace, Memory, PageRows, Peer, Region
 from moe_p2p.errors import ClosedError, MoeP2pError, ProtocolError, make, require
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.letter import check_letter, letter
@@ -42,6 +42,9 @@ from moe_p2p.kv.ring import Parts, Ring
 # The two fences. QUEUE_PAIR: of verbs alone, faster where deregistration takes long.
 KEY, QUEUE_PAIR = "key", "queue_pair"
 SEVER_S = 1.0  # after which a fence by queue pair gives up, and the key is withdrawn
+
+
+Placed = tuple[KVMove, PageRows, Tensor]  # of layers: a move, its rows, their places
 
 
 class Sends(Protocol):
@@ -220,7 +223,7 @@ class Pair:
     fenced_by: str = KEY
     _fencing: bool = False  # by a thread, which owns the fence until it has ended
     _fence_at: float = 0.0  # not before: one failed, or writes may still end
-    _placed: dict[tuple[int, ...], list[tuple[KVMove, Tensor]]] = field(default_factory=dict)
+    _placed: dict[tuple[int, ...], list[Placed]] = field(default_factory=dict)
 
     @property
     def worker(self) -> Worker:
@@ -239,7 +242,7 @@ class Pair:
     def packs(self) -> bool:
         return any(move.why_packed for move in self.plan.moves)
 
-    def placed(self, engine: Engine, layers: tuple[int, ...]) -> list[tuple[KVMove, Tensor]]:
+    def placed(self, engine: Engine, layers: tuple[int, ...]) -> list[Placed]:
         """Where these layers lie, for each move but packed ones, as `write_layers` takes it."""
         if layers not in self._placed:
             by_move: defaultdict[int, list[LayerPlace]] = defaultdict(list)
@@ -258,7 +261,8 @@ class Pair:
                 moves[id(request.move)] = request.move
                 by_move[id(request.move)].append(place)
             self._placed[layers] = [
-                (moves[key], engine.layer_places(places)) for key, places in by_move.items()
+                (moves[key], page_rows(moves[key], here="source"), engine.layer_places(places))
+                for key, places in by_move.items()
             ]
         return self._placed[layers]
 
@@ -360,3 +364,20 @@ def make_pair(
         peer.disconnect()
         raise
     return Pair(theirs, channel, memory, plan, dict(by_layer), peer, regions, control, tag, ring)
+
+
+def page_rows(move: KVMove, *, here: str) -> PageRows:
+    """In the engine's words: `here` is the side that calls it."""
+    shape = move.shape
+    units = (shape.source_unit, shape.target_unit)
+    rows = (shape.source_row_stride, shape.target_row_stride)
+    if here == "target":
+        units, rows = units[::-1], rows[::-1]
+    return PageRows(
+        page_bytes=move.unit_bytes,
+        stride=units[0],
+        region_stride=units[1],
+        row_bytes=shape.row_bytes,
+        row_stride=rows[0],
+        region_row_stride=rows[1],
+    )

@@ -97,7 +97,7 @@ class ReceiverTransfer:
         if end != self._end and not self._begin_chunk(opened, end):
             self.pair.send("moves", nonce=opened.nonce)
         chunk = self._chunk
-        layers = tuple(layer for layer in layers if layer in self.pair.requests)
+        layers = tuple(filter(self.pair.requests.__contains__, layers))
         if chunk is None or not layers:
             return
         if opened.verify:

@@ -193,14 +193,18 @@ class KVSignals:
             self._closed = True
 
     def __enter__(self) -> KVSignals:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise make(errors.ClosedError, f"{self.sender.name}: KVSignals is closed")
+
+    def _check(self) -> None:
+        self._check_open()
         require(
             not self.capturing(),
             f"{self.sender.name}: a step is begun while a graph is captured, which would repeat "

@@ -261,9 +261,11 @@ class KVWorker:
         self.replaced = why
 
     def check_name(self) -> None:
-        """Raises where another process has this worker's name."""
+        """Raises where another process has this worker's name, or its engine is closed."""
         if self.replaced:
             raise make(AbortedError, self.replaced)
+        if self.engine.closed:
+            raise make(errors.ClosedError, f"{self.name}: its engine is closed")
 
     def pairs_with(self, instance: str) -> list[Pair]:
         """All ranks of an instance that exchange KV with this one. Raises UnavailableError."""

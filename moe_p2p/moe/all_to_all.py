@@ -81,6 +81,11 @@ _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.defa
 _COMBINE_OUT = _ops.combine_out.default
 
 
+def _checked(others: list[int] | None) -> list[int]:
+    """Which communicators an op checks first: none where somebody watches."""
+    return [] if others is None or watched() else others
+
+
 class AllToAll(Membership):
     """Dispatch and combine of one rank. Making one is collective: every rank of the group does.
 
@@ -233,21 +238,12 @@ class AllToAll(Membership):
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
+        first = (self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights)
+        last: tuple[Any, ...] = (scales, _checked(others), [*extras], count, count_on_host)
+        if not (grad or extras or counted or watched()):  # what is not given takes as long
+            last = last[: 2 if others else scales is not None]
         try:
-            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
-                self._comm,
-                options,
-                max_tokens,
-                capacity,
-                x,
-                topk_idx,
-                topk_weights,
-                scales,
-                [] if watched() or others is None else others,
-                [*extras],
-                count,
-                count_on_host,
-            )
+            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(*first, *last)
         except RuntimeError as error:
             more = {"scales": scales, "extras": extras, "num_tokens": count}
             raise_typed(error, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **more)
@@ -360,9 +356,12 @@ class AllToAll(Membership):
                 )
                 arguments.count_versions(out)
                 return with_more(out, scalars, ticks)
-            last = (row_weights, topk_weights, row_scalars, terms, sum_dtype, capacity)
-            run = _COMBINE if grad else _COMBINE_INFERENCE
-            out, more = run(*first, y, topk_idx, *last, with_wait_ticks)
+            usual = (*first, y, topk_idx, row_weights)
+            if out_dtype is None and row_scalars is None and not (terms or with_wait_ticks or grad):
+                late = () if topk_weights is None else (topk_weights,)
+                return _COMBINE_INFERENCE(*usual, *late)[0]  # type: ignore[no-any-return]
+            last = (topk_weights, row_scalars, terms, sum_dtype, capacity, with_wait_ticks)
+            out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(*usual, *last)
             if grad and self._shape.poisons:
                 _ops.all_to_all_check.default([self._comm])
         except RuntimeError as error:
@@ -455,6 +454,7 @@ class AllToAll(Membership):
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Returns what dispatch_recv fills, before it is filled."""
+        self._communicator.require_open()
         return new_outputs(pending.call.handle, self._shape, pending)
 
     @unaffected
@@ -464,8 +464,8 @@ class AllToAll(Membership):
         out: an earlier result of the same options, to receive into. None: new tensors.
         """
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
-        into = self.make_outputs(pending) if out is None else out
         handle, options, _, capacity = pending.call
+        into = new_outputs(handle, self._shape, pending) if out is None else out
         options &= ~MERGE_DUPLICATES
         rows = (into.x, into.scales, list(into.extras), into.row_weights)
         beside = (into.source, into.ranges, into.wait_ticks, into.row_topk)

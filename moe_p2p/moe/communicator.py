@@ -155,10 +155,10 @@ class Communicator:
         world_size: int | None,
         gone: Callable[[int], bool],
     ) -> Bootstrap:
-        """Returns the meeting: with masks, and in one node, of the ranks that come."""
+        """Returns the meeting: with masks, of the ranks that come."""
         config = self.config
         store, own, size = store_of(group_or_store, rank, world_size)
-        if not config.mask_lost_ranks or size == 1 or config.ranks_per_node not in (None, size):
+        if not config.mask_lost_ranks or size == 1 or config.ranks_per_node not in (None, 1, size):
             return mirror.meet(group_or_store, rank, world_size, timeout_s=config.timeout_s)
         timeout_s, what = float(config.timeout_s), "a communicator"
         present, among = roll_call(store, own, size, what=what, timeout_s=timeout_s, gone=gone)
@@ -267,7 +267,7 @@ class Communicator:
         ranks = self.world_size if software else local
         total = ranks * sum(sizes.values()) / shared_memory.MIB
         need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
-        return f"{need} (python -m moe_p2p plan)"
+        return f"{need} (python -m moe_p2p plan); chunk_tokens and steps_in_flight lower that"
 
     def _make_masks(
         self, given: Tensor | None, absent: list[int], *, always: bool = False
@@ -315,7 +315,9 @@ class Communicator:
             ranks_per_node=num_local,
             key=keys[first].decode(),
             world=int(keys[0][:15], 16) | 1,
-            partners=partners_of(self.engine, node, num_nodes, keys[local].decode()),
+            partners=partners_of(
+                self.engine, node, num_nodes, keys[local].decode(), meeting.absent
+            ),
             exchange=among_node if env.fabric() else None,
             masks=self._masks,
             chosen=self._shared.chosen(self._tuned),
@@ -330,9 +332,11 @@ class Communicator:
         errors.require(
             self._changes is not None
             or not meeting.absent
+            or self.config.ranks_per_node == 1
             or len({other.host for other in offers}) == 1,
-            f"ranks {meeting.absent} did not come, and ranks of several hosts are not connected "
-            "without a rank: see what they printed last, then start all of them again",
+            f"ranks {meeting.absent} did not come, and ranks of several hosts are only connected "
+            "without a rank where each is a node of its own: pass ranks_per_node=1, or see what "
+            "they printed last and start all of them again",
         )
         choice = agree_on_transport(offers, self.config.ranks_per_node)
         if not hasattr(self, "_shared"):
@@ -396,6 +400,12 @@ class Communicator:
         """Why it cannot be used here; empty while it can."""
         return self._closing.why_closed
 
+    def require_open(self) -> None:
+        """For calls that no op refuses."""
+        if self.why_closed:
+            text = f"communicator {self.number} is closed"
+            raise errors.make(errors.ClosedError, text)
+
     def close(self) -> None:
         self._closing()
 
@@ -408,6 +418,7 @@ class Communicator:
         return self._masks[0]
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
+        self.require_open()
         masked, chosen = self.masked, list(ranks)
         for rank in chosen:
             errors.require(
@@ -421,6 +432,7 @@ class Communicator:
     # What must be compiled before a call runs on a GPU.
 
     def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
+        self.require_open()
         if self.device is not None:
             self.device.prepare(dispatches, combines)
 

@@ -196,8 +196,8 @@ class CombineOptions:
         32, 64, 96 or 288 with a 16-bit combine_dtype (docs/calls.md). "int10_nodes": what goes from
         node to node only. All: H of whole blocks, order "ranks", no gradients.
         "block16": in bfloat16's bytes, as 15-bit integers with a common scale for each 8 values:
-        the error is at most 2^-14.4 of the largest of the 8, which is less than bfloat16's of a
-        value down to about 1/40 of it. A block with an inf or a NaN arrives as NaN.
+        the error is at most 2^-14.4 of the largest of the 8, or 2^-96, which is less than
+        bfloat16's of a value down to about 1/40 of it. A block with an inf or a NaN arrives as NaN.
     with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
     Raises InvalidArgumentError naming the option, its value and the valid ones.

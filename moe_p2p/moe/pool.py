@@ -174,9 +174,7 @@ class AllToAllPool:
             made = None
         if made is None:
             errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
-            if self._closed:
-                text = f"rank {self.rank}: the pool, or its buffer, was closed; make another one"
-                raise errors.make(errors.ClosedError, text)
+            self.require_open()
             if config.ranks_per_node is None:
                 config = dataclasses.replace(config, ranks_per_node=self._ranks_per_node(config))
             if limit_bytes:
@@ -251,6 +249,11 @@ class AllToAllPool:
         plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
         return sum(plan.values())
 
+    def require_open(self) -> None:
+        if self._closed:
+            text = f"rank {self.rank}: the pool, or its buffer, was closed; make another one"
+            raise errors.make(errors.ClosedError, text)
+
     def meet(self, what: str, text: str = "") -> list[str]:
         """Waits for all ranks; returns the text of each. `what` names the wait in errors."""
         with meet(self._store, self.rank, self.world_size, timeout_s=self.timeout_s) as meeting:
@@ -266,7 +269,9 @@ class AllToAllPool:
         return ended or self._store.check([f"{self._departures}/{rank}"])
 
     def check(self) -> None:
-        """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
+        """Raises the error that broke any of its AllToAlls (AllToAll.check), and ClosedError once
+        it is closed."""
+        self.require_open()
         try:
             without_default_device(_CHECK)(self._comms)
         except RuntimeError as error:
@@ -292,6 +297,7 @@ class AllToAllPool:
         With several hosts it closes the AllToAlls that mask ranks: the next call of each shape
         makes a new one.
         """
+        self.require_open()
         for key, made in tuple(self._made.items()):
             if not made.config.mask_lost_ranks:
                 continue

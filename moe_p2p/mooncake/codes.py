@@ -33,8 +33,11 @@ class TransferNotify:
 _P = ParamSpec("_P")
 
 
-def instead_of_errors(code: int) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
-    """Makes a call that fails log the error and return `code`."""
+def instead_of_errors(
+    code: int, name: str = ""
+) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
+    """Makes a call that fails log the error and return `code`. name: of the caller's call, where it
+    is not the method's."""
 
     def of(method: Callable[_P, int]) -> Callable[_P, int]:
         @functools.wraps(method)
@@ -42,7 +45,7 @@ def instead_of_errors(code: int) -> Callable[[Callable[_P, int]], Callable[_P, i
             try:
                 return method(*args, **kwargs)
             except (RuntimeError, OSError, ValueError, OverflowError) as error:
-                log.warning(f"mooncake: {method.__name__} returns {code}: {error}")
+                log.warning(f"mooncake: {name or method.__name__} returns {code}: {error}")
                 return code
 
         return wrapped

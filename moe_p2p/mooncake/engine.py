@@ -247,6 +247,7 @@ class TransferEngine:
 
     # --- transfers that are waited for: 0, or a negative number ---
 
+    @instead_of_errors(codes.FAILED)
     def transfer_sync_write(
         self,
         target_hostname: str,
@@ -256,8 +257,9 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Returns when the bytes are visible at the peer."""
-        return self.transfer_sync(target_hostname, buffer, peer_buffer_address, length, Write)
+        return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], Write)
 
+    @instead_of_errors(codes.FAILED)
     def transfer_sync_read(
         self,
         target_hostname: str,
@@ -267,8 +269,9 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Returns when the bytes are here."""
-        return self.transfer_sync(target_hostname, buffer, peer_buffer_address, length, Read)
+        return self._sync(target_hostname, [buffer], [peer_buffer_address], [length], Read)
 
+    @instead_of_errors(codes.FAILED)
     def transfer_sync(
         self,
         target_hostname: str,
@@ -280,10 +283,10 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """notify: what the peer finds in get_notifies() when the bytes are there."""
-        return self.batch_transfer_sync(
-            target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify
-        )
+        place = [buffer], [peer_buffer_address], [length]
+        return self._sync(target_hostname, *place, opcode, notify)
 
+    @instead_of_errors(codes.FAILED)
     def batch_transfer_sync_write(
         self,
         target_hostname: str,
@@ -293,10 +296,9 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Writes lengths[i] bytes at buffers[i] to peer_buffer_addresses[i], for all i."""
-        return self.batch_transfer_sync(
-            target_hostname, buffers, peer_buffer_addresses, lengths, Write
-        )
+        return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, Write)
 
+    @instead_of_errors(codes.FAILED)
     def batch_transfer_sync_read(
         self,
         target_hostname: str,
@@ -306,9 +308,7 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Reads lengths[i] bytes at peer_buffer_addresses[i] into buffers[i], for all i."""
-        return self.batch_transfer_sync(
-            target_hostname, buffers, peer_buffer_addresses, lengths, Read
-        )
+        return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, Read)
 
     @instead_of_errors(codes.FAILED)
     def batch_transfer_sync(
@@ -322,14 +322,11 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Any number of pieces; runs that follow each other on both sides travel as one."""
-        pieces = list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
-        self._begin(target_hostname, pieces, opcode).wait()
-        if notify is not None:
-            handshake.ask(target_hostname, {"notify": [notify.name, notify.msg]})
-        return 0
+        return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
 
     # --- transfers that are asked about later: a number, or 0 ---
 
+    @instead_of_errors(0)
     def transfer_submit_write(
         self,
         target_hostname: str,
@@ -339,10 +336,9 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Returns a number for transfer_check_status; 0 on failure."""
-        return self.batch_transfer_async(
-            target_hostname, [buffer], [peer_buffer_address], [length], Write
-        )
+        return self._async(target_hostname, [buffer], [peer_buffer_address], [length], Write)
 
+    @instead_of_errors(0)
     def batch_transfer_async_write(
         self,
         target_hostname: str,
@@ -352,10 +348,9 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Returns a number for get_batch_transfer_status; 0 on failure."""
-        return self.batch_transfer_async(
-            target_hostname, buffers, peer_buffer_addresses, lengths, Write
-        )
+        return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, Write)
 
+    @instead_of_errors(0)
     def batch_transfer_async_read(
         self,
         target_hostname: str,
@@ -365,9 +360,7 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Returns a number for get_batch_transfer_status; 0 on failure."""
-        return self.batch_transfer_async(
-            target_hostname, buffers, peer_buffer_addresses, lengths, Read
-        )
+        return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, Read)
 
     @instead_of_errors(0)
     def batch_transfer_async(
@@ -380,11 +373,7 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Returns a number for get_batch_transfer_status; 0 on failure."""
-        pieces = list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
-        begun = self._begin(target_hostname, pieces, opcode)
-        number = next(self._numbers)
-        self._batches[number] = begun
-        return number
+        return self._async(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Waits for all of them. 0; -1 when one failed or is not known. Each is asked for once."""
@@ -397,7 +386,8 @@ class TransferEngine:
         begun = self._batches.get(batch_id)
         if begun is not None and not begun.done():
             return codes.PENDING
-        return codes.COMPLETED if self._wait_batch(batch_id) == 0 else codes.FAILED
+        self._wait(batch_id)
+        return codes.COMPLETED
 
     # --- inside ---
 
@@ -410,12 +400,53 @@ class TransferEngine:
         return address
 
     def _begin(
-        self, session: str, pieces: Sequence[tuple[int, int, int]], opcode: codes.TransferOpcode
+        self,
+        session: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: codes.TransferOpcode,
     ) -> transfer.Transfer:
-        """pieces: (address here, address there, bytes)."""
         engine, peers = self._connections()
-        named = [transfer.Piece(*piece) for piece in pieces]
-        return transfer.Transfer(engine, peers, self._find, session, named, opcode)
+        counts = len(buffers), len(peer_buffer_addresses), len(lengths)
+        errors.require(
+            len(set(counts)) == 1,
+            "buffers, peer_buffer_addresses and lengths have {}, {} and {} entries, must have "
+            "equally many".format(*counts),
+        )
+        for i, length in enumerate(lengths):
+            if length < 0:
+                text = f"lengths[{i}] is {length}, must be at least 0"
+                raise errors.make(errors.InvalidArgumentError, text)
+        pieces = map(transfer.Piece, buffers, peer_buffer_addresses, lengths)
+        return transfer.Transfer(engine, peers, self._find, session, list(pieces), opcode)
+
+    def _sync(
+        self,
+        session: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: codes.TransferOpcode,
+        notify: codes.TransferNotify | None = None,
+    ) -> int:
+        self._begin(session, buffers, peer_buffer_addresses, lengths, opcode).wait()
+        if notify is not None:
+            handshake.ask(session, {"notify": [notify.name, notify.msg]})
+        return 0
+
+    def _async(
+        self,
+        session: str,
+        buffers: Sequence[int],
+        peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int],
+        opcode: codes.TransferOpcode,
+    ) -> int:
+        begun = self._begin(session, buffers, peer_buffer_addresses, lengths, opcode)
+        number = next(self._numbers)
+        self._batches[number] = begun
+        return number
 
     @contextlib.contextmanager
     def _peer(self, session: str) -> Iterator[peers.Remote]:
@@ -435,8 +466,11 @@ class TransferEngine:
         with self._lock:
             return self._memory.find(address, nbytes)
 
-    @instead_of_errors(codes.FAILED)
+    @instead_of_errors(codes.FAILED, "get_batch_transfer_status")
     def _wait_batch(self, number: int) -> int:
+        return self._wait(number)
+
+    def _wait(self, number: int) -> int:
         begun = self._batches.pop(number, None)
         errors.require(begun is not None, f"{number} is no transfer, or was asked for before")
         if begun is not None:

@@ -256,8 +256,10 @@ def _enter(launcher: int, reports: Path, function: Callable[..., Any], *args: An
 
 def _end(number: int, _: FrameType | None) -> None:
     """Unwinds the rank, so that it closes what it holds; the launcher reports."""
-    for other in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C comes from the terminal and the agent
-        signal.signal(other, signal.SIG_IGN)
+    # Ctrl-C comes from the terminal and the agent, perhaps before this runs: ignored by SIG_IGN, a
+    # signal that is here already has Python print "ignored due to race condition".
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, lambda *_: None)
     raise SystemExit(128 + number)
 
 

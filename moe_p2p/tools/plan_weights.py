@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     sums = totals(plan)
     prediction = predict(sums, model.layers, rates)
     parts = [
-        size(plan, described, planned),
+        size(plan, described, planned) + not_described(model),
         table(sums, given.nics),
         gathered(plan),
         stages(prediction),
@@ -101,6 +101,11 @@ def size(plan: WeightPlan, described: float, planned: float) -> str:
         f"CPU time: both layouts {described:.2f} s, plan {planned:.2f} s"
         + (f"; {len(plan.unused)} parameters go nowhere" if plan.unused else "")
     )
+
+
+def not_described(model: models.Model) -> str:
+    """A line that names what the model has besides, or nothing."""
+    return f"\nnot described: {'; '.join(model.left_out)}" if model.left_out else ""
 
 
 def table(sums: Totals, nics: int) -> str:

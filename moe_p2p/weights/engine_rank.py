@@ -328,6 +328,7 @@ class WeightEngineRank:
             raise make(ClosedError, f"{self.name} is closed")
 
     def __enter__(self) -> WeightEngineRank:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -97,16 +97,32 @@ class SetUp:
 
     @contextmanager
     def heard(self, clean_up: Callable[[], None]) -> Iterator[None]:
-        """Who fails in it says why."""
+        """Who fails in it says why; who waited in vain raises why the last set-up failed, too."""
+        why = ""
         try:
             yield
         except BaseException as error:
+            if isinstance(error, TimeoutError):
+                why = self._last_refusal()
             # The process that has the name now goes on; what was heard was said.
             if self._heard and not isinstance(error, (ReplacedError, SetUpError)):
                 with suppress(Exception), self._words.within(Deadline(_SAY_S)):
                     self.say(str(error) or type(error).__name__)
             clean_up()
+            if why:
+                raise TimeoutError(f"{error}; the last set-up failed: {why}") from None
             raise
+
+    def _last_refusal(self) -> str:
+        """Of who refused before this rank began: others may be its successors, so this waited."""
+        with suppress(StoreError), self._words.within(Deadline(_SAY_S)):
+            found = self._words.get(REFUSED)
+            return found["why"] if found else ""
+        return ""
+
+    def over(self) -> None:
+        """By trainer 0, when all have met: no set-up has failed since."""
+        self._words.drop(REFUSED)
 
     def say(self, why: str) -> None:
         """Who began before hears it."""
@@ -271,9 +287,8 @@ def find(words: StoreKeys, set_up: SetUp, deadline: Deadline) -> Job:
         set_up.listen()
         if not deadline.left:
             now = words.get(NOW)
-            why = f"; the last set-up failed: {refused['why']}" if refused else ""
             late = "trainer 0" if now is None else _late(words, now)
-            raise make(TimeoutError, f"within {deadline.timeout_s:g} s no word from {late}{why}")
+            raise make(TimeoutError, f"within {deadline.timeout_s:g} s no word from {late}")
         time.sleep(_LOOK_S)
 
 

@@ -323,7 +323,8 @@ def everyones(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group)
     mine = torch.zeros(max(int(each) for each in sizes), dtype=torch.uint8, device=device)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if data:  # torch makes no tensor of an empty buffer
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     parts = [torch.zeros_like(mine) for _ in sizes]
     dist.all_gather(parts, mine, group)
     return [bytes(part[: int(n)].tolist()) for part, n in zip(parts, sizes, strict=True)]

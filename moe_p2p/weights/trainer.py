@@ -141,6 +141,8 @@ class WeightTrainer:
                     # It left since, as an engine that is set up anew; `update` finds who is there.
         self._era_of = self._shared([self.plan.target.digest])
         self._meet_for_maxima(0, deadline, set_up.listen)
+        if self.rank == 0:
+            set_up.over()
 
     def _there(self) -> list[int]:
         return [i for i in range(self.plan.source.world_size) if i not in self._lost]
@@ -219,12 +221,17 @@ class WeightTrainer:
     @unaffected
     def abort(self, why: str) -> None:
         """In place of this rank's next `update`, which fails on every rank, with this reason."""
+        self._check_open()
         with checks.alone(self._under_way, f"trainer {self.rank}: abort"):
             self._attempt += 1
             self.attempts_failed += 1
             self._forget()
             with self._words.within(Deadline(self.timeout_s)):
                 self._decide_against(self._keys, self._refusal(why))
+
+    def _check_open(self) -> None:
+        if not self._member.close.alive:
+            raise make(ClosedError, f"trainer {self.rank} is closed")
 
     @property
     def _keys(self) -> Keys:
@@ -234,8 +241,7 @@ class WeightTrainer:
     def _update(
         self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
     ) -> None:
-        if not self._member.close.alive:
-            raise make(ClosedError, f"trainer {self.rank} is closed")
+        self._check_open()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         checks.check_seconds("update: timeout_s", timeout_s)
         checks.check_tensors("update: tensors", tensors or {})
@@ -537,6 +543,7 @@ class WeightTrainer:
 
     def live(self) -> Counter[int | None]:
         """How many engine ranks run which version; None: not updated yet, or dirty."""
+        self._check_open()
         there = [who for who in self._member.members() if who.startswith("generator")]
         runs = (self._words.get(f"runs/{who}") for who in there)
         return Counter(None if each is None else each[1] for each in runs)
@@ -564,6 +571,7 @@ class WeightTrainer:
         self._words.client.close()
 
     def __enter__(self) -> WeightTrainer:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,6 +4,7 @@
 #include "doctest/doctest.h"
 #include "engine/memory_region.h"
 #include "provider/libfabric/peers.h"
+#include "provider/provider.h"
 #include "provider/verbs/wire.h"
 
 namespace moe_p2p {
@@ -54,6 +55,9 @@ TEST_CASE("letter: messages of another version are refused by name") {
   using FabricAddress = provider::libfabric::Address;
   check_named(refusal(FabricAddress{}.serialize("tcp"),
                       [](const auto& b) { return FabricAddress::parse(b, "tcp"); }));
+  // The provider from which others are copied; the contract suite does not run over it.
+  const auto null = provider::open_domain("null", {});
+  check_named(refusal(null->address(), [&](const auto& b) { return null->connect(b); }));
 }
 
 }  // namespace

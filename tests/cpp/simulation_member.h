@@ -101,7 +101,7 @@ class Member {
       default: moved = advance(); break;
     }
     events_ += moved;
-    if (fate_ != Fate::kNone && !was_lost_ && events_ >= fate_at_) lose();
+    if (fate_ != Fate::kNone && !was_lost_ && events_ >= fate_at_ && active_yet()) lose();
     return moved;
   }
 
@@ -125,6 +125,7 @@ class Member {
     const auto found = called.ids.find(seat_);
     return found != called.ids.end() && (found->second == id_ || around_.broken(Broken::kSeats));
   }
+  bool active_yet() const { return !is_member() || !finished(); }
   void lose() {
     was_lost_ = true;
     if (fate_ == Fate::kStops) {
@@ -369,7 +370,8 @@ class Member {
       next_ = next_change();
     }
   }
-  // At a change: the next epoch, or masks alone, or nothing.
+  // At a change: the next epoch, or nothing. A rank that leaves is not masked in the old one: that
+  // would keep from it what its partners' proxies have not sent yet.
   bool change(size_t number) {
     look();
     if (out_) return false;
@@ -388,8 +390,6 @@ class Member {
     const Change& change = store_.change(number, wish());
     if (change.remove.contains(seat_)) return leave();
     if (!change.needs_epoch()) {
-      for (const int seat : change.remove)
-        epochs_.at(current_).masks[static_cast<size_t>(seat)] = 1;
       done(Place::kChanged);
       return skip();
     }

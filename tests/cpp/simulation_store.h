@@ -37,7 +37,7 @@ struct Change {
   std::set<int> add, remove;  // seats
   bool renew = false;         // a new epoch though nobody comes: takes masked ranks back
 
-  bool needs_epoch() const { return renew || !add.empty(); }
+  bool needs_epoch() const { return renew || !add.empty() || !remove.empty(); }
 };
 
 // What epoch k calls.

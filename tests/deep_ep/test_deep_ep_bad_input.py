@@ -10,9 +10,10 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import moe_p2p
-from moe_p2p.deep_ep import Buffer, ElasticBuffer
+from moe_p2p.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from moe_p2p.moe import pool
 from tests.support.deep_ep_cases import layout_of
+from tests.support.ranks import Rank, StoreGroup, run_threads
 
 X = torch.ones(4, 128, dtype=torch.bfloat16)
 TOPK_IDX = torch.tensor([[0, 1]] * 4)
@@ -114,3 +115,35 @@ def test_uccls_additions_are_taken_or_refused_by_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pool, "store_of", lambda *_: (HashStore(), 0, 2))
     with pytest.raises(moe_p2p.InvalidArgumentError, match="2 ranks are on several hosts, 1 on"):
         make(is_intranode=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("num_max_dispatch_tokens_per_rank", "low latency"),
+        ("enable_shrink", "low latency"),
+        ("num_max_tokens_per_rank", "elastic"),
+        ("max_num_of_tokens_per_rank", "hybrid"),
+    ],
+)
+def test_what_ranks_do_not_agree_in_has_the_name_that_they_gave_it(name: str, call: str) -> None:
+    """It had the name of a field of AllToAllConfig, which no caller of these had passed."""
+
+    def body(rank: Rank) -> None:
+        group: Any = StoreGroup(rank)
+        x, ids, tokens = X.clone(), TOPK_IDX, 8 + 8 * rank.rank * (name != "enable_shrink")
+        if call == "elastic":
+            ElasticBuffer(group, num_max_tokens_per_rank=tokens).dispatch(x, ids, num_experts=8)
+        elif call == "hybrid":
+            HybridEPBuffer(group, x.shape[1], tokens, 4).dispatch_with_permute(
+                hidden=x, topk_idx=ids, num_of_experts=8
+            )
+        else:
+            shrinks = name == "enable_shrink" and rank.rank == 1
+            Buffer(
+                group, low_latency_mode=True, enable_shrink=shrinks, timeout_s=10.0
+            ).low_latency_dispatch(x, ids, tokens, 8)
+
+    for error in run_threads(2, body, return_errors=True):
+        assert isinstance(error, moe_p2p.InvalidArgumentError)
+        assert f"[invalid argument] {name} differs between ranks: rank 0 has " in str(error)

@@ -164,6 +164,23 @@ def test_what_is_more_is_made_the_longer_way() -> None:
         assert torch.equal(pair(x, weights), want)
 
 
+def test_inputs_with_gaps_are_copied() -> None:
+    buffer = ElasticBuffer(
+        StoreGroup(Rank(0, 1, torch.distributed.HashStore())), num_max_tokens_per_rank=T
+    )  # type: ignore[arg-type]
+    x, idx, weights = inputs(0)
+
+    def pair(x: Tensor, idx: Tensor) -> Tensor:
+        rows, *_, handle, _ = buffer.dispatch(x, idx, weights, num_experts=E, do_cpu_sync=False)
+        assert isinstance(rows, Tensor)
+        y = torch.cat((rows, rows), 1)[:, :H] if x.stride(0) > H else rows
+        return buffer.combine(y, handle)[0]
+
+    wide = torch.cat((x, x), 1)[:, :H], torch.cat((idx, idx), 1)[:, :K]
+    for _ in range(2):
+        assert torch.equal(pair(*wide), pair(x, idx))
+
+
 def test_errors_of_bare_calls_have_names() -> None:
     buffer = Buffer(StoreGroup(Rank(0, 1, torch.distributed.HashStore())))  # type: ignore[arg-type]
     x, idx, weights = inputs(0)

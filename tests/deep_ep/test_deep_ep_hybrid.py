@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import MoeP2pError, deep_ep
+from moe_p2p import InvalidArgumentError, MoeP2pError, deep_ep
 from moe_p2p.moe import pool
 from tests.support import gpu_ranks
 from tests.support.gpu_ranks import World
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused() -> None:
         one[:, 0] = True
         x = torch.ones(3, H).bfloat16()
         place.buffer.dispatch_with_permute(hidden=x, routing_map=one)  # K is 8 from now on
-        with pytest.raises(MoeP2pError, match=f"is {E}, must be -1"):
+        with pytest.raises(MoeP2pError, match=f"a token of routing_map has {E} experts, calls of"):
             place.buffer.dispatch_with_permute(hidden=x, routing_map=torch.ones_like(one))
 
     def other(place: Place) -> None:
@@ -286,3 +286,32 @@ def on_gpu(rank: Rank, _: World) -> None:
 @pytest.mark.parametrize("world", gpu_ranks.worlds((1, 1), (2, 2)))
 def test_on_gpus(world: World) -> None:
     gpu_ranks.run(world, on_gpu, processes=True, deadline_s=500.0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_most_experts_of_a_token_are_of_maps_that_have_any(num_ranks: int) -> None:
+    """A first call without tokens made K 8 for ever; a token with more was refused by the text
+    `topk_idx[0, 0] is 32`, where no caller had passed topk_idx."""
+    experts = 32
+
+    def body(rank: Rank) -> None:
+        group = dist.ProcessGroup(rank.store, rank.rank, rank.world_size)
+        buffer = deep_ep.HybridEPBuffer(group, H, 8, experts // num_ranks)
+
+        def pair(tokens: int, most: int) -> None:
+            x = torch.arange(tokens * H).view(tokens, H).bfloat16()
+            chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+            chosen[:, -most:] = True
+            rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, routing_map=chosen)
+            out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
+            torch.testing.assert_close(out.float(), x.float() * most, rtol=2**-7, atol=0)
+
+        pair(0, 1)
+        pair(3, 13)
+        pair(3, 16)
+        with pytest.raises(InvalidArgumentError, match="a token of routing_map has 17 experts, "
+                           "calls of this buffer take 16: the most in the first maps"):  # fmt: skip
+            pair(1, 17)
+        pair(2, 16)  # nothing was sent
+
+    run_threads(num_ranks, body)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, MoeP2pError
+from moe_p2p import InvalidArgumentError
 from moe_p2p.deep_ep import Buffer, streams
 from moe_p2p.moe import pool
 from tests.support import low_latency_cases as cases
@@ -117,14 +117,9 @@ def test_a_rank_that_is_gone_is_masked(per_node: int, monkeypatch: pytest.Monkey
         rank.store.wait(["both have masked"])
         buffer.low_latency_clean_mask_buffer()
         cases.check_masks(place, [])
-        if per_node == 3:
-            cases.step_without(place, 7, [1])  # on the same memory, masked again
-            cases.check_masks(place, [1])
-            buffer.destroy()  # waits for nobody
-            return
-        with pytest.raises(MoeP2pError, match="rank 1 did not come"):
-            cases.step_without(place, 7, [])
-        buffer._pool.close()
+        cases.step_without(place, 7, [1])  # masked again: in one node on the same memory, else
+        cases.check_masks(place, [1])  # by the roll call of a new communicator
+        buffer.destroy()  # waits for nobody
 
     run_threads(3, body)
 

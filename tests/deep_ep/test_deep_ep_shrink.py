@@ -15,6 +15,7 @@ from torch import Tensor
 import moe_p2p
 from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.deep_ep import Buffer
+from moe_p2p.moe import pool
 from tests.support.ranks import DiedError, Rank, StoreGroup, run_processes, run_threads
 
 T, H, K, LOCAL = 8, 256, 4, 3  # tokens of a rank, hidden size, top-k, experts of a rank
@@ -94,8 +95,12 @@ def survive(buffer: Buffer, rank: int) -> None:
         step(buffer, {1, 3, 5})
 
 
-def test_ranks_are_lost_as_deep_eps_shrink_test_loses_them() -> None:
+@pytest.mark.parametrize("per_node", [6, 1])
+def test_ranks_are_lost_as_deep_eps_shrink_test_loses_them(
+    per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 destroyed its buffer while the others met: a JSONDecodeError that named nobody."""
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: per_node)
     began = time.monotonic()
     run_threads(6, shrink)
     assert time.monotonic() - began < 15, "a rank that departed is not waited for"
@@ -161,3 +166,44 @@ def test_an_object_of_its_own_masks_a_rank_that_does_not_come() -> None:
             return comm.masked.tolist()
 
     assert run_threads(3, body) == [None, [1, 0, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+@pytest.mark.parametrize("transport", ["loopback", "timed", "libfabric"])
+def test_between_nodes_of_one_rank_it_is_masked_too(transport: str, lost: int) -> None:
+    """It was named only, although masks work between such nodes once calls run."""
+    config = AllToAllConfig(
+        num_experts=8,
+        hidden_dim=64,
+        topk=2,
+        max_tokens=4,
+        mask_lost_ranks=True,
+        ranks_per_node=1,
+        transport=transport,
+        transport_settings="provider=tcp,interfaces=lo" if transport == "libfabric" else "",
+        timeout_s=30.0,
+    )
+
+    def body(rank: Rank) -> Any:
+        if rank.rank == lost:
+            return None
+        place = {"rank": rank.rank, "world_size": 4}
+        with AllToAll(rank.store, config, **place, gone=lambda other: other == lost) as comm:
+            x = torch.full((4, 64), 1.0 + rank.rank, dtype=config.dtype)
+            for turn in range(5):  # more than steps_in_flight; the word alone brings no rank back
+                if turn == 3:
+                    comm.masked[lost] = 0
+                received = comm.dispatch(x, torch.tensor([[2 * rank.rank, 2 * lost]] * 4))
+                counts = received.counts.tolist()
+                assert counts == [4, 0], f"rows of rank {rank.rank} alone"
+                sums = comm.combine(received.x, received)
+                assert torch.equal(sums, x), "the lost rank's share is absent"
+                other = (rank.rank + 1) % 4
+                other = (other + 1) % 4 if other == lost else other
+                received = comm.dispatch(x, torch.tensor([[2 * other, 2 * lost + 1]] * 4))
+                assert torch.equal(comm.combine(received.x, received), x)
+            return comm.masked.tolist()
+
+    results = run_threads(4, body)
+    wanted = [int(each == lost) for each in range(4)]
+    assert results == [None if each == lost else wanted for each in range(4)]

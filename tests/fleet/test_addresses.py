@@ -8,11 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from moe_p2p import InvalidArgumentError
+from moe_p2p import InvalidArgumentError, UnavailableError
 from moe_p2p.fleet import addresses
 from moe_p2p.integrations.kv.sglang import instance_of
 from moe_p2p.machine.transport import LIBFABRIC, load_problem
@@ -57,6 +59,22 @@ def test_a_host_that_is_not_known_differs_from_a_port_in_use_and_from_another_ho
     with addresses.listen("", backlog=1) as everywhere:
         place = ("127.0.0.1", everywhere.getsockname()[1])
         socket.create_connection(place, 5).close()
+
+
+@pytest.mark.parametrize(("host", "table"), [("127.0.0.1", "tcp"), ("::1", "tcp6")])
+def test_a_store_sees_clients_by_addresses_that_a_hosts_file_names(host: str, table: str) -> None:
+    """Else its server asks a name server, and serves nobody meanwhile."""
+    if not addresses.is_own(host):
+        pytest.skip(f"{host} is no address of this machine")
+    served = addresses.serve(host, timeout_s=20)
+    sockets = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    listening = [int(each[1].rpartition(":")[2], 16) for each in sockets if each[3] == "0A"]
+    assert served.port in listening
+    client = TCPStore(host, served.port, is_master=False, timeout=timedelta(seconds=20))
+    client.set("a", "b")
+    assert served.get("a") == b"b"
+    with pytest.raises(UnavailableError, match=r"no store can be served at .*in use"):
+        addresses.serve(host, served.port)
 
 
 def test_prefillers_are_named_by_the_address_that_decoders_see() -> None:

@@ -1,5 +1,7 @@
-"""Who is called to an epoch of a world, and how it is decided: rules of docs/elastic.md, by words
-in a store alone. tests/cpp/simulation_elastic.cpp has the same rules in the C++ simulation."""
+"""Who is called to an epoch of a world, and how it is decided (docs/elastic.md), by a store alone.
+
+tests/cpp/simulation_elastic.cpp has the same rules in the C++ simulation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.fleet.world import YES, Called, World
 from tests.support.blocking_store import Blocking
 
-LONG = Deadline(60.0)  # nobody waits so long
+LONG_S = 60.0  # nobody waits so long
 
 
 class Processes:
@@ -79,18 +81,11 @@ def beside(call: Callable[..., Any], *arguments: Any, **named: Any) -> Iterator[
         yield pool.submit(call, *arguments, **named)
 
 
-def again_and_again(*calls: Callable[[], Any]) -> None:
-    """Until one raises."""
-    while True:
-        for call in calls:
-            call()
-
-
 def enter_all(members: list[World], called: Called) -> None:
     for each in members:
         each.stage(called)
     for each in members:
-        assert each.settle(called, LONG) == YES
+        assert each.settle(called, Deadline(LONG_S)) == YES
         each.enter(called)
 
 
@@ -108,7 +103,7 @@ def test_all_follow_the_first_call(made: Processes) -> None:
     called = first.call(add=[2])
     assert (called.epoch, called.seats, called.staying) == (2, [0, 1, 2], (0, 1))
     assert second.call(remove=[0]) == called  # the first word stays
-    assert newcomer.await_call(LONG) == called
+    assert newcomer.await_call(Deadline(LONG_S)) == called
     enter_all([first, second, newcomer], called)
     assert second.call(remove=[2]).seats == [0, 1]
 
@@ -121,7 +116,7 @@ def test_a_call_waits_for_the_new_process(made: Processes) -> None:
         called = call.result()
     assert called.ids[1] == again.id != second.id
     assert called.staying == (0,)
-    assert again.await_call(LONG) == called
+    assert again.await_call(Deadline(LONG_S)) == called
 
 
 def test_nobody_claims_an_added_seat(made: Processes) -> None:
@@ -143,19 +138,25 @@ def test_of_two_processes_of_one_seat_the_last_is_called(made: Processes) -> Non
     while 1 not in first._there():
         pass
     new = made.world(1)
-    while first._there()[1][0] != new.id:
+    while first._there().get(1, ("",))[0] != new.id:  # between two leases there is none
         pass
     called = first.call(add=[1])
     assert new.is_in(called)
     assert not old.is_in(called)
     old.stage(called)  # it does not look
     first.stage(called)
-    with beside(first.settle, called, LONG) as verdict:
+    with beside(first.settle, called, Deadline(LONG_S)) as verdict:
         assert not verdict.done()
         new.stage(called)
         assert verdict.result() == YES
+
+    def goes_on() -> None:
+        while True:
+            old.member.wake()
+            old.await_call(Deadline(LONG_S))
+
     with pytest.raises(ReplacedError, match="seat 1 was replaced"):
-        again_and_again(old.member.wake, lambda: old.await_call(LONG))
+        goes_on()
 
 
 def test_a_world_that_is_there_is_not_made_again(made: Processes) -> None:
@@ -181,11 +182,11 @@ def test_a_killed_process_that_has_not_staged_ends_the_attempt(made: Processes) 
     newcomer, kill = made.mortal(1)
     called = first.call(add=[1])
     first.stage(called)
-    with beside(first.settle, called, LONG) as verdict:
+    with beside(first.settle, called, Deadline(LONG_S)) as verdict:
         kill()
         assert verdict.result() == "seat 0: the process of seat 1 has ended"
     newcomer.stage(called)  # late: the word stays
-    assert newcomer.settle(called, LONG) == verdict.result()
+    assert newcomer.settle(called, Deadline(LONG_S)) == verdict.result()
     assert first.call().epoch == 3
 
 
@@ -197,7 +198,7 @@ def test_a_killed_process_that_has_staged_is_in(made: Processes) -> None:
     newcomer.stage(called)
     kill()
     first.stage(called)
-    assert first.settle(called, LONG) == YES
+    assert first.settle(called, Deadline(LONG_S)) == YES
 
 
 def test_who_has_given_a_word_is_lost(made: Processes) -> None:
@@ -209,10 +210,12 @@ def test_who_has_given_a_word_is_lost(made: Processes) -> None:
     called = giver.call(add=[2])
     giver.stage(called)
     kill()
-    assert second.call(add=[2]) == called == newcomer.await_call(LONG)
+    assert second.call(add=[2]) == called == newcomer.await_call(Deadline(LONG_S))
     second.stage(called)
     newcomer.stage(called)
-    assert newcomer.settle(called, LONG) == YES == second.settle(called, LONG)
+    assert (
+        newcomer.settle(called, Deadline(LONG_S)) == YES == second.settle(called, Deadline(LONG_S))
+    )
 
 
 def test_the_deadline_decides_and_late_words_change_nothing(made: Processes) -> None:
@@ -222,7 +225,7 @@ def test_the_deadline_decides_and_late_words_change_nothing(made: Processes) -> 
     text = "seat 0: seat 1 did not stage within 0.2 s"
     assert first.settle(called, Deadline(0.2)) == text
     second.stage(called)
-    assert second.settle(called, LONG) == text == second.refuse(called, "mine")
+    assert second.settle(called, Deadline(LONG_S)) == text == second.refuse(called, "mine")
     with pytest.raises(moe_p2p.InvalidArgumentError, match="is in epoch 1, and cannot enter 1"):
         first.enter(first.look())
     assert second.call().epoch == 3  # the next attempt has another number
@@ -236,11 +239,16 @@ def test_who_is_not_called_stops(made: Processes) -> None:
     called = first.call(remove=[1])
     first.stage(called)
     second.check()  # not decided
-    assert first.settle(called, LONG) == YES == second.settle(called, LONG)
+    assert first.settle(called, Deadline(LONG_S)) == YES == second.settle(called, Deadline(LONG_S))
     first.enter(called)
     first.sweep(called)
+
+    def goes_on() -> None:
+        while True:
+            second.check()
+
     with pytest.raises(moe_p2p.AbortedError, match="epoch 2 of the world goes on without seat 1"):
-        again_and_again(second.check)
+        goes_on()
     first.check()
     with pytest.raises(moe_p2p.InvalidArgumentError, match="does not call it"):
         second.enter(called)
@@ -276,8 +284,14 @@ def test_words_do_not_grow(made: Processes) -> None:
         numbers.append(made.store.num_keys())
     assert numbers[-1] == numbers[1]
     assert late.look().epoch == called.epoch
+
+    def goes_on() -> None:
+        while True:
+            late.member.wake()
+            late.check()
+
     with pytest.raises(moe_p2p.AbortedError, match="goes on without seat 2"):
-        again_and_again(late.member.wake, late.check)
+        goes_on()
 
 
 @pytest.mark.parametrize("wait", ["call", "await_call", "settle"])

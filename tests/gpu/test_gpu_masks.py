@@ -80,22 +80,6 @@ def test_nothing_changes_while_all_are_there(world: World) -> None:
     gpu_ranks.run(world, all_there, wanted)
 
 
-def never_comes(rank: Rank, world: World, lost: list[int]) -> None:
-    """Ranks that are not there when the others make the communicator."""
-    if rank.rank not in lost:
-        fields = {"timeout_s": LATER_S, "mask_lost_ranks": True}
-        with gpu_ranks.make(rank, world, **fields) as comm:
-            for seed in range(STEPS):
-                step(comm, seed, lost)
-            assert masks_of(comm) == lost
-            meet(rank, "done", world.ranks - len(lost))
-
-
-@pytest.mark.parametrize("lost", [[0], [1], [2], [1, 2]], ids=str)
-def test_ranks_that_never_come_are_masked(lost: list[int]) -> None:
-    gpu_ranks.run(World(3, 3), never_comes, lost)
-
-
 def by_hand(rank: Rank, world: World) -> None:
     lost = world.ranks - 1
     with masking(rank, world, timeout_s=DEADLINE_S) as comm:
@@ -113,6 +97,28 @@ def by_hand(rank: Rank, world: World) -> None:
 @pytest.mark.parametrize("world", gpu_ranks.worlds(*SHAPES))
 def test_masks_set_by_hand_are_not_waited_for(world: World) -> None:
     gpu_ranks.run(world, by_hand)
+
+
+def never_came(rank: Rank, world: World, lost: list[int]) -> None:
+    if rank.rank in lost:
+        return
+    here = world.ranks - len(lost)
+    more = {"mask_lost_ranks": True, "gone": lambda other: other in lost}
+    with gpu_ranks.make(rank, world, **more) as comm:
+        if comm._device is not None:
+            comm._device.prepare_dispatch(torch.float32, DispatchOptions(layout="by_rank").number)
+        meet(rank, "made", here)
+        for seed in range(STEPS):
+            step(comm, seed, lost)
+        assert masks_of(comm) == lost
+        meet(rank, "done", here)
+    gpu_ranks.assert_device_usable()
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [2], [1, 2]], ids=str)
+@pytest.mark.parametrize("world", gpu_ranks.worlds((3, 3), (4, 1)))
+def test_ranks_that_never_came_are_masked(world: World, lost: list[int]) -> None:
+    gpu_ranks.run(world, never_came, lost)
 
 
 def slow(rank: Rank, world: World) -> None:

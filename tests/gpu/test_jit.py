@@ -26,7 +26,7 @@ from tests.support import ranks, warm
 ARCHS = ("sm_90a", "sm_100a")
 # Kernels of the software NIC, and of calls without a communicator.
 ALONE: list[tuple[str, dict[str, int]]] = [
-    (source, {}) for source in ("copy.cu", "rows.cu", "count.cu", "signal.cu", "pack.cu")
+    (f"{source}.cu", {}) for source in ("copy", "rows", "count", "signal", "pack", "map")
 ]
 KERNEL = """
 #include <cuda_fp8.h>

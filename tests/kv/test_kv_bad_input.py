@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from moe_p2p import Engine, InvalidArgumentError, UnavailableError, kv
+from moe_p2p import ClosedError, Engine, InvalidArgumentError, UnavailableError, kv
 from tests.support.kv_workers import PACKED, random_cache, workers
 
 PAGES, LAYERS = 8, 2
@@ -251,3 +251,18 @@ def test_lists_that_change_after_the_call_are_not_read_again(pull: bool) -> None
             arrived = receiver.cache.tensors[0].view(32, page)
             assert torch.equal(arrived[9], sender.cache.tensors[0].view(32, page)[3])
             assert not arrived[1].any()
+
+
+def test_what_is_closed_says_so() -> None:
+    with workers(LAYOUT, LAYOUT) as found:
+        sender, receiver = found.senders[0], found.receivers[0]
+        keeper = found.keepers[sender.name]
+        keeper.close()
+        with pytest.raises(ClosedError, match="prefill/0: its LeaseKeeper is closed; make"):
+            keeper.__enter__()
+        for engine in found.engines.values():
+            engine.close()
+        with pytest.raises(ClosedError, match="prefill/0: its engine is closed"):
+            sender.start("a", None, of(0), total=1)
+        with pytest.raises(ClosedError, match="decode/0: its engine is closed"):
+            receiver.reserve("a", "prefill", of(0), total=1)

@@ -352,6 +352,8 @@ def test_wrong_use_is_refused_by_name(found: Workers) -> None:
         waiting.wait(20)
     with pytest.raises(ClosedError, match=r"prefill/0: KVSignals is closed"):
         signals.begin_step([])
+    with pytest.raises(ClosedError, match=r"prefill/0: KVSignals is closed"):
+        signals.__enter__()
     with pytest.raises(ClosedError, match=r"signals \d+ is closed"):
         signal(signals.number, 0, cache)
 

@@ -127,7 +127,8 @@ class Stops:
             self.end()
         else:
             self.receiver.wait_for(instance, 30)
-        self.late += bool((self.memory != 99).any())
+        eight = self.memory.view(torch.int64)  # byte by byte takes longer in the RDMA machine
+        self.late += bool((eight != int.from_bytes([99] * 8, "little")).any())
 
     def cut_in_two(self, child: int) -> bool:
         """Stops the child while its writes land. Returns whether it was in time."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_p2p import DispatchOptions, deep_ep
+from moe_p2p import DispatchOptions, ExpertMap, deep_ep
 from tests.support.cases import make, make_tokens
 from tests.support.ranks import Rank
 
@@ -48,6 +48,16 @@ def test_counts_are_exact_and_so_are_the_rows() -> None:
         gathered, sizes, *numbers = ops.all_to_all_agree(*agree)
         assert (sizes.tolist(), numbers) == (aligned, [*per_rank.tolist(), 5, sum(aligned)])
         assert gathered.tolist() == [words[:-1].tolist()]
+
+
+def test_slots_of_experts_compile() -> None:
+    table = ExpertMap([0, 1, 1, 2], num_experts=3)
+    idx = torch.tensor([[0, 1], [1, -1]])
+    opcheck(ops.map_experts.default, (0, idx, table.slots, table.counts, 4, 0))
+    compiled = torch.compile(table.to_slots, fullgraph=True, backend="eager")
+    assert compiled(idx).tolist() == [[0, 1], [2, -1]]
+    table.set([1, 0, 2, -1])
+    assert compiled(idx).tolist() == [[1, 0], [0, -1]]
 
 
 @pytest.mark.parametrize("bound", [-1, 5, 9])

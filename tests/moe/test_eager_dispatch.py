@@ -86,6 +86,7 @@ def test_scales_share_it(alone: AllToAll) -> None:
         assert (places[0] == places[1]) == shared
 
 
+@are_direct
 def test_it_checks_the_others_first(alone: AllToAll) -> None:
     with make(Rank(0, 1, dist.HashStore())) as other:
         others = [other._comm]

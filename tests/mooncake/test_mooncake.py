@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,32 @@ def test_each_piece_is_looked_for_once_at_either_end(
         looked.clear()
         assert a.batch_transfer_sync_write(name_of(b), here, there, [64] * len(places)) == 0
         assert sorted(looked) == sorted(here + there)
+
+
+def test_errors_name_the_call_and_its_arguments(
+    pair: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They named an inner function, its argument `page_bytes`, or said "zip() argument 2"."""
+    a, b, source, target = pair
+    here, there, name = source.address, target.address, name_of(b)
+
+    def said() -> str:
+        return capfd.readouterr().err.partition("mooncake: ")[2]
+
+    uneven = "buffers, peer_buffer_addresses and lengths have 2, 1 and 2 entries, must have equally"
+    for code, way in ((-1, "sync_write"), (-1, "sync_read"), (0, "async_write"), (0, "async_read")):
+        call = f"batch_transfer_{way}"
+        assert getattr(a, call)(name, [here, here], [there], [8, 8]) == code
+        assert said().startswith(f"{call} returns {code}: moe_p2p [invalid argument] {uneven}")
+    for call in ("transfer_sync_write", "transfer_sync_read"):
+        assert getattr(a, call)(name, here, there, -1) == -1
+        assert said().startswith(f"{call} returns -1: moe_p2p [invalid argument] lengths[0] is -1")
+    assert a.transfer_submit_write(name, here, there, -1) == 0
+    assert said().startswith("transfer_submit_write returns 0: ")
+    assert a.get_batch_transfer_status([999]) == -1
+    assert said().startswith("get_batch_transfer_status returns -1: moe_p2p [invalid argument] 999")
+    assert a.transfer_check_status(999) == -1
+    assert said().startswith("transfer_check_status returns -1: ")
 
 
 def test_memory_that_is_not_registered_is_never_touched(
@@ -545,7 +572,9 @@ def test_a_program_finds_it(way: str, tmp_path: Any) -> None:
             text = f"import moe_p2p\n{program.read_text()}"
             ran = warm.without_moe_p2p().run("-c", text, **options)
         elif way == "path":
-            patch.setenv("PYTHONPATH", str(mooncake.installation.PATH), prepend=":")
+            package = Path(mooncake.__file__).parents[2]  # not installed, and not this folder's
+            paths = f"{mooncake.installation.PATH}:{package}"
+            patch.setenv("PYTHONPATH", paths, prepend=":")
             ran = warm.without_moe_p2p().run(str(program), **options)
         else:
             ran = warm.run("-m", "moe_p2p.mooncake", str(program), **options)

@@ -19,6 +19,7 @@ import pytest
 from moe_p2p.__main__ import COMMANDS, main
 from moe_p2p.kv import footer
 from moe_p2p.machine import transport
+from moe_p2p.moe import expert_mover
 from moe_p2p.moe.config import LOCAL_FIELDS, AllToAllConfig
 from moe_p2p.moe.gpu import launch_shape
 from moe_p2p.weights import attempt, maxima
@@ -186,8 +187,14 @@ def test_a_room_names_all_of_its_modules() -> None:
     for room in ROOMS:
         if room.startswith("moe_p2p/"):
             text = (ROOT / room / "README.md").read_text()
-            modules = {path.name for path in (ROOT / room).glob("*.py")} - {"__init__.py"}
-            assert modules <= set(re.findall(r"`(\w+\.py)`", text)), room
+            folders = ("", "moe/", "kv/", "weights/") if room.endswith("integrations") else ("",)
+            modules = {
+                folder + path.name
+                for folder in folders
+                for path in (ROOT / room / folder).glob("*.py")
+                if path.name != "__init__.py"
+            }
+            assert modules <= set(re.findall(r"`([\w/]+\.py)`", text)), room
 
 
 def test_immediates_are_divided_as_the_table_says() -> None:
@@ -205,10 +212,12 @@ def test_immediates_are_divided_as_the_table_says() -> None:
     assert spaces == {
         "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
         "moe_p2p/kv/footer.py:immediate": (kv_bit, last + 1),
+        "moe_p2p/moe/expert_mover.py:FIRST_IMM": (max(merged) + 1, kv_bit),
         "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),
         "moe_p2p/weights/attempt.py:FIRST_IMM": (attempt.FIRST_IMM, min(merged)),
         "": (0, attempt.FIRST_IMM),
     }
+    assert max(merged) + 1 == expert_mover.FIRST_IMM
     assert all(attempt.FIRST_IMM <= each < min(merged) for each in sent)
 
 

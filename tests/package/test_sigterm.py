@@ -127,3 +127,26 @@ AllToAll(dist.HashStore(), AllToAllConfig(num_experts=2, hidden_dim=16, topk=1, 
     names = ast.literal_eval(done.stdout)
     assert names
     assert not {*names} & {*os.listdir("/dev/shm")}
+
+
+BOTH = """
+import os, signal, sys
+from moe_p2p.tools import launch
+both = (signal.SIGINT, signal.SIGTERM)
+for number in both:
+    signal.signal(number, launch._end)
+signal.pthread_sigmask(signal.SIG_BLOCK, both)
+for number in both:
+    os.kill(os.getpid(), number)
+try:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+except SystemExit as error:
+    print(error.code)
+"""
+
+
+def test_a_rank_that_two_signals_end_at_once_prints_nothing() -> None:
+    """Ctrl-C, and the agent's SIGTERM before the rank has handled it: Python printed `OSError:
+    Signal 15 ignored due to race condition`."""
+    done = warm.run("-c", BOTH, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.stdout, done.stderr) == ("130\n", "")

@@ -50,7 +50,8 @@ COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 
 
 def make(rank: Rank, **overrides: Any) -> AllToAll:
     """A small communicator of all ranks."""
-    more = {name: overrides.pop(name, None) for name in ("engine", "masked")}
+    names = ("engine", "masked", "gone")
+    more = {name: overrides.pop(name) for name in names if name in overrides}
     config = AllToAllConfig(**(SMALL | overrides))
     return AllToAll(rank.store, config, rank=rank.rank, world_size=rank.world_size, **more)
 

@@ -38,7 +38,7 @@ from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.kv import ring, signals
 from moe_p2p.library import call
 from moe_p2p.machine import transport
-from moe_p2p.moe import communicator, routing_counts, row_counts
+from moe_p2p.moe import communicator, expert_map, routing_counts, row_counts
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu import prepared
 from moe_p2p.moe.gpu.kernel import Kernel
@@ -349,7 +349,8 @@ class EmulatedDevice(DeviceSide):
         addresses = sharing.as_ranks(met)
         peers = [0] * (world_size // ranks_per_node)
         if partners is not None:
-            peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
+            met = _meet(partners.key, partners.place, len(partners.nodes), own, deadline)
+            peers = partners.by_node(met)
         shared = ctypes.c_void_p(own), ctypes.c_size_t(size)
         _machine().moe_p2p_shared_memory(*shared)
         self._undo.callback(_machine().moe_p2p_no_shared_memory, *shared)
@@ -399,6 +400,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
     patch.setattr(routing_counts, "count_kernel", count)
     patch.setattr(row_counts, "count_kernel", count)
+    patch.setattr(expert_map, "map_kernel", lambda _: _function("map.cu", ())[1])
     patch.setattr(ring, "pack_kernel", lambda _: _function("pack.cu", ())[1])
     patch.setattr(signals, "kernel_for", lambda _: _function("signal.cu", ())[1])
     # Its memory is host memory, which the software NIC copies by itself.

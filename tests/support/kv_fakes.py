@@ -242,7 +242,7 @@ class FakeCopier(Copier):
 
 class FakeEngine:
     num_nics = 1
-    provider, opening = "fake", Opening("fake", 1, "")
+    provider, opening, closed = "fake", Opening("fake", 1, ""), False
 
     def __init__(self, net: FakeNet) -> None:
         self.net = net

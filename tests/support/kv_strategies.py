@@ -8,6 +8,7 @@ import math
 from hypothesis import strategies as st
 
 from moe_p2p.kv import ORDERS, KVGroup, KVLayout, KVLink
+from moe_p2p.kv.layout import KV_SPLITS
 from tests.support.kv_transfer import DIRECT, Transfer
 
 HEADS = (1, 2, 3, 4, 6, 8)
@@ -98,13 +99,14 @@ def layout(draw: st.DrawFn, groups: list[KVGroup], side: Ranks) -> KVLayout:
     plain = KVLayout(
         groups=tuple(of_side),
         order=order,
-        kv_split=draw(st.sampled_from(("page", "layer"))) if order in ("NHD", "HND") else "page",
         tp=side.tp,
         pp=side.pp,
         dcp=side.dcp,
         dcp_interleave=interleave,
         stages=stages,
     )
+    if plain.keeps_kv_apart:
+        plain = plain.replace(kv_split=draw(st.sampled_from(KV_SPLITS)))
     return plain.replace(groups=tuple(draw(padded(plain, each)) for each in of_side))
 
 

@@ -70,6 +70,15 @@ def test_the_list_names_every_cell_and_who_runs_it(
     ]
 
 
+def test_trials_may_be_few(folder: Path) -> None:
+    sweep = json.loads((folder / "configs" / "sweep.json").read_text())
+    options = collectivex.parse(["--collectivex", str(folder), "--ranks", "4", "--trials", "2"])
+    collectivex.chosen(options, sweep)
+    command = collectivex.command_of(Path("/cx"), sweep, LOW, OURS, 4, "/out.json")
+    assert "--trials=2" in command
+    assert "--chain-iters=128" in command
+
+
 def test_a_cell_runs_at_the_sweeps_own_shape_and_timing() -> None:
     command = collectivex.command_of(Path("/cx"), SWEEP, LOW, OURS, 4, "/out.json")
     assert command[0] == "/cx/bench/run_ep.py"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.bench import kv, megatron, weights, weights_decode
+from moe_p2p.bench import experts, kv, megatron, weights, weights_decode
 from moe_p2p.bench.report import Machine, Row, Spread
 from moe_p2p.tools.probe import Links
 from tests.support.recorded import assert_keys
@@ -71,6 +71,11 @@ def written(folder: Path) -> None:
     moved = made(weights.Figures, percent_of_peer_copy=90.0, times_faster=4.0, wrong=[], above=[])
     ways = [made(weights_decode.Way, name=name, p99_us=90.0, allowed_us=100.0, wrong=0)
             for name in weights_decode.WAYS]  # fmt: skip
+    moves = {
+        "alone": [asdict(made(experts.Move, gbytes_per_s=100.0))],
+        "ways": [asdict(made(experts.Way, name=name, p99_us=90.0, allowed_us=100.0, wrong=0))
+                 for name in experts.WAYS],
+    }  # fmt: skip
     pairs = [
         {"tree": tree, "case": case.name, "pair": [us], "dispatch": [us], "combine": [us]}
         for case in mirror.cases for tree, us in (("base", 80.0), (".", 40.0))
@@ -84,6 +89,7 @@ def written(folder: Path) -> None:
         **{f"megatron-{name}": [asdict(f) for f in steps] for name in ("shim", "integration")},
         **{f"weights{mode}": {"figures": asdict(moved)} for mode in ("", "-in-place")},
         "weights-decode": {"ways": [asdict(way) for way in ways]},
+        "experts": moves,
         "turns": pairs,
         "host": calls,
         "span": calls,

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from moe_p2p import Engine, InvalidArgumentError, MoeP2pError, TimeoutError, errors
 from moe_p2p.engine.transfers import Memory
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.kv import TorchLeases
 from moe_p2p.weights import (
     Blocks,
@@ -121,10 +122,17 @@ def test_wait_of_no_time_is_refused_and_not_taken_for_the_default(fleet: Fleet) 
 
 
 def test_what_is_closed_says_so(fleet: Fleet) -> None:
+    fleet.update(1)
     fleet.close()
-    with pytest.raises(errors.ClosedError, match="trainer 0 is closed"):
-        fleet.trainer.update(1)
-    for call in (fleet.engine_rank.step, fleet.engine_rank.wait, fleet.engine_rank.begin):
+    trainer, rank = fleet.trainer, fleet.engine_rank
+    calls: list[Callable[[], Any]] = [
+        lambda: trainer.update(2), trainer.admit, lambda: trainer.abort("x"), trainer.live,
+        trainer.__enter__,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(errors.ClosedError, match="trainer 0 is closed"):
+            call()
+    for call in (rank.step, rank.wait, rank.begin, rank.__enter__):
         with pytest.raises(errors.ClosedError, match="generator 0 is closed"):
             call()
 
@@ -252,6 +260,33 @@ class _Late:
         self.waited.append(timeout_s)
         time.sleep(min(timeout_s, 0.05))
         raise errors.make(TimeoutError, "late")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(WeightEngineRank, WeightTrainer), (WeightTrainer, WeightEngineRank)]
+)
+def test_who_begins_after_a_refusal_and_waits_in_vain_names_it(first: Any, second: Any) -> None:
+    store, wrong = HashStore(), {"w": torch.zeros(4, 4)}
+    with pytest.raises(InvalidArgumentError, match="tensor 'w' is float32") as refused:
+        first(Engine(), store, LAYOUT, 0, wrong)
+    with pytest.raises(TimeoutError, match=r"no word from .* 0; the last set-up failed: ") as late:
+        second(Engine(), store, LAYOUT, 0, make_tensors(), timeout_s=0.5)
+    assert str(refused.value) in str(late.value)
+
+
+def test_what_a_set_up_failed_for_is_over_when_one_has_succeeded(fleet: Fleet) -> None:
+    words = StoreKeys(fleet.store, job.prefix_of("weights"), alone=True)
+    assert words.get(job.REFUSED) is None
+    words.put(job.REFUSED, {"why": "long ago", "id": "a", "job": None})
+    fleet.engine_rank.close()
+    found = list[WeightEngineRank]()
+    thread = threading.Thread(target=lambda: found.append(fleet._engine_rank()))
+    thread.start()
+    fleet.trainer.close()
+    fleet.trainer = WeightTrainer(fleet.engines[0], fleet.store, LAYOUT, 0, fleet.ours)
+    thread.join()
+    fleet.engine_rank = found[0]
+    assert words.get(job.REFUSED) is None
 
 
 def test_a_read_that_may_still_land_ends_a_join() -> None:

@@ -32,6 +32,7 @@ from moe_p2p.weights import (
     weight_plan,
 )
 from moe_p2p.weights.boxes import held
+from moe_p2p.weights.layout import everyones
 from tests.support.ranks import Rank, run_processes
 
 
@@ -171,3 +172,17 @@ def _of_fsdp_and_tp(rank: Rank) -> list[str]:
 @pytest.mark.more  # 4 processes; the parts are in the test of a two-dimensional mesh
 def test_a_real_model_of_fsdp_and_tensor_parallelism() -> None:
     assert run_processes(4, _of_fsdp_and_tp) == [[]] * 4
+
+
+def _bytes_of_all(rank: Rank) -> list[list[bytes]]:
+    dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
+    said = (b"", b"all" * rank.rank, b"the second" * (rank.rank == 1))
+    found = [everyones(each) for each in said]
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_have_each_others_bytes_also_where_there_are_none() -> None:
+    """As slime's ranks, which say nothing unless they have failed."""
+    wanted = [[b""] * 3, [b"", b"all", b"allall"], [b"", b"the second", b""]]
+    assert run_processes(3, _bytes_of_all) == [wanted] * 3

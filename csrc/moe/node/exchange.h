@@ -36,7 +36,7 @@ namespace moe_p2p::moe {
 
 class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
  public:
-  // The rank with this local index on another node.
+  // The rank with this local index on another node. Null regions: it is absent, and masked.
   struct Remote {
     int node;
     const engine::RemoteRegion* region;  // its data memory

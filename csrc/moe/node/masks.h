@@ -10,16 +10,23 @@ namespace moe_p2p::moe {
 
 class Masks {
  public:
-  // [W]; null: ranks are not masked, a rank that is gone breaks the communicator. fixed: the same,
-  // but for those that are masked from the first step on, because they are not there.
-  explicit Masks(int32_t* words, bool fixed = false) noexcept : words_(words), fixed_(fixed) {}
+  // words: [W]; null: ranks are not masked, a rank that is gone breaks the communicator.
+  // absent: [W], 1 for a rank that did not come to the set-up. It has no memory to write to, so it
+  // stays masked: a caller who resets its word finds it set again. Written before the first call.
+  // fixed: only absent ranks are masked; another that is gone breaks the communicator.
+  explicit Masks(int32_t* words, const uint8_t* absent = nullptr, bool fixed = false) noexcept
+      : words_(words), absent_(absent), fixed_(fixed) {}
 
   bool enabled() const noexcept { return words_ != nullptr; }
   // A rank that is gone is masked.
   bool grow() const noexcept { return words_ && !fixed_; }
   // relaxed, both: a mask means that something will not arrive; no data depends on it.
   bool has(int rank) const noexcept {
-    return words_ && std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0;
+    if (!words_) return false;
+    if (std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0) return true;
+    if (!absent_ || absent_[rank] == 0) return false;
+    add(rank);
+    return true;
   }
   void add(int rank) const noexcept {
     std::atomic_ref(words_[rank]).store(1, std::memory_order_relaxed);
@@ -30,6 +37,7 @@ class Masks {
 
  private:
   int32_t* words_;
+  const uint8_t* absent_;
   bool fixed_;
 };
 

@@ -51,8 +51,8 @@ bool read(Object* object, std::vector<int64_t>& numbers) {
   return true;
 }
 
-// Borrowed: the caller of the direct call owns it until that returns. An own reference would have to
-// take the GIL, twice.
+// Borrowed: who calls the direct call owns it until that returns. An own reference would take the
+// GIL, twice.
 bool read(Object* object, std::optional<Tensor>& tensor) {
   if (!object || object == kPy.none) return true;
   const Torch& torch = torch_of_process;
@@ -196,15 +196,15 @@ Object* dispatch(Object* self, Object* const* given, ptrdiff_t num) {
     Object* const wait_ticks = wanted(options.with_wait_ticks);
     Object* const topk_idx = options.copy_topk ? object_of(*next++) : kept(given[5]);
     Object* const row_topk = wanted(options.rows().per_token);
-    Object* const call =
-        named(kPy.in_tuple(self, kCallType), {object_of(handle), kept(given[1]),
-                                              object_of(made.max_tokens), object_of(made.capacity)});
-    Object* const dispatched = named(
-        kPy.in_tuple(self, kDispatchedType),
-        {parts == kApart ? kept(kPy.in_tuple(self, kNoRows)) : x,
-         parts == kApart ? kept(kPy.none) : row_scales,
-         kPy.new_tuple(0), object_of(row_weights), row_topk, object_of(counts), object_of(offsets),
-         source, ranges, wait_ticks, topk_idx, call});
+    Object* const call = named(
+        kPy.in_tuple(self, kCallType),
+        {object_of(handle), kept(given[1]), object_of(made.max_tokens), object_of(made.capacity)});
+    Object* const dispatched =
+        named(kPy.in_tuple(self, kDispatchedType),
+              {parts == kApart ? kept(kPy.in_tuple(self, kNoRows)) : x,
+               parts == kApart ? kept(kPy.none) : row_scales, kPy.new_tuple(0),
+               object_of(row_weights), row_topk, object_of(counts), object_of(offsets), source,
+               ranges, wait_ticks, topk_idx, call});
     if (parts != kApart) return dispatched;
     return filled(kPy.new_tuple(3), {x, row_scales, dispatched});
   });
@@ -213,15 +213,19 @@ Object* dispatch(Object* self, Object* const* given, ptrdiff_t num) {
 // given: comm, y, a Dispatched, CombineOptions.number, .weighted, topk_weights, out. The sums.
 Object* combine(Object* self, Object* const* given, ptrdiff_t num) {
   Object* const from = num == 7 ? given[2] : nullptr;
-  if (!from || type_of(from) != kPy.in_tuple(self, kDispatchedType)) return declined();
+  if (!from || type_of(from) != kPy.in_tuple(self, kDispatchedType) ||
+      kPy.tuple_size(from) <= kCall)
+    return declined();
   Object* const call = kPy.in_tuple(from, kCall);
   int64_t options = 0;
-  if (type_of(call) != kPy.in_tuple(self, kCallType) || !read(kPy.in_tuple(call, kOptions), options))
+  if (type_of(call) != kPy.in_tuple(self, kCallType) || kPy.tuple_size(call) <= kMaxTokens ||
+      !read(kPy.in_tuple(call, kOptions), options))
     return declined();
   Object *const weighted = given[4], *const topk_weights = given[5];
   const bool late = topk_weights != kPy.none;
   Object* row_weights = kPy.none;
-  if (abi::facts_of(static_cast<abi::RowLayout>(options & moe::kLayoutMask)).per_token) {  // sums over experts
+  if (abi::facts_of(static_cast<abi::RowLayout>(options & moe::kLayoutMask))
+          .per_token) {  // sums over experts
     if (late || (weighted != kPy.none && weighted != kPy.no)) return declined();
   } else if (weighted != kPy.no && !late) {
     row_weights = kPy.in_tuple(from, kRowWeights);
@@ -236,14 +240,14 @@ Object* combine(Object* self, Object* const* given, ptrdiff_t num) {
                             row_weights,
                             topk_weights,
                             given[6]};
-  return call_with(&combine_directly, inputs, std::ssize(inputs),
-                   [&](const std::optional<Tensor>& made) {
-                     return made ? object_of(*made) : kept(given[6]);
-                   });
+  return call_with(
+      &combine_directly, inputs, std::ssize(inputs),
+      [&](const std::optional<Tensor>& made) { return made ? object_of(*made) : kept(given[6]); });
 }
 
 Object* counted(Object*, Object* const* given, ptrdiff_t num) {
-  return call_with(&dispatch_counted, given, num, [](const Counted& made) { return object_of(made); });
+  return call_with(&dispatch_counted, given, num,
+                   [](const Counted& made) { return object_of(made); });
 }
 
 // Returns the address of a new function of that name, with its reference; 0 in a process without

@@ -25,6 +25,7 @@ struct PythonCalls {
   Object* (*new_tuple)(ptrdiff_t) = nullptr;
   int (*set_in_tuple)(Object*, ptrdiff_t, Object*) = nullptr;  // takes the reference over
   Object* (*in_tuple)(Object*, ptrdiff_t) = nullptr;           // borrowed
+  ptrdiff_t (*tuple_size)(Object*) = nullptr;
   Object* (*new_list)(ptrdiff_t) = nullptr;
   int (*set_in_list)(Object*, ptrdiff_t, Object*) = nullptr;  // likewise
   ptrdiff_t (*list_size)(Object*) = nullptr;
@@ -46,15 +47,15 @@ struct PythonCalls {
   PythonCalls() {
     complete = find("PyCFunction_NewEx", new_function) && find("PyType_GenericAlloc", new_object) &&
                find("PyTuple_New", new_tuple) && find("PyTuple_SetItem", set_in_tuple) &&
-               find("PyTuple_GetItem", in_tuple) &&
+               find("PyTuple_GetItem", in_tuple) && find("PyTuple_Size", tuple_size) &&
                find("PyList_New", new_list) && find("PyList_SetItem", set_in_list) &&
                find("PyList_Size", list_size) && find("PyList_GetItem", in_list) &&
                find("PyLong_AsLongLongAndOverflow", to_number) &&
                find("PyLong_FromLongLong", from_number) && find("Py_IncRef", keep) &&
-               find("PyEval_SaveThread", release_gil) &&
-               find("PyEval_RestoreThread", take_gil) && find("PyGILState_Ensure", ensure_gil) &&
-               find("PyGILState_Release", leave_gil) && find("PyErr_SetString", set_error) &&
-               find("PyErr_NoMemory", set_no_memory) && find("_Py_NoneStruct", none) && find("_Py_FalseStruct", no) &&
+               find("PyEval_SaveThread", release_gil) && find("PyEval_RestoreThread", take_gil) &&
+               find("PyGILState_Ensure", ensure_gil) && find("PyGILState_Release", leave_gil) &&
+               find("PyErr_SetString", set_error) && find("PyErr_NoMemory", set_no_memory) &&
+               find("_Py_NoneStruct", none) && find("_Py_FalseStruct", no) &&
                find("PyLong_Type", int_type) && find("PyList_Type", list_type) &&
                find("PyExc_RuntimeError", runtime_error);
   }

@@ -5,10 +5,16 @@
 #include <string>
 #include <vector>
 
+#include "base/letter.h"
+#include "base/wire.h"
 #include "provider/settings.h"
 
 namespace moe_p2p::provider {
 namespace {
+
+using base::Code;
+
+constexpr uint32_t kAddressTag = 0x6c6c756e;  // "null"
 
 DomainLimits parse_limits(const std::string& text) {
   const Settings settings("null", text, {"max_in_flight", "max_write_bytes"});
@@ -33,11 +39,16 @@ class NullDomain final : public Domain {
 
   base::Bytes address() const override {
     base::WireWriter out;
-    out.put_string("null");
+    base::put_letter(out, kAddressTag);
     out.put(static_cast<int32_t>(nic_));
     return out.take();
   }
-  PeerId connect(std::span<const std::byte>) override {
+  PeerId connect(std::span<const std::byte> address) override {
+    base::WireReader in(address, "null address");
+    base::expect_letter(in, kAddressTag, Code::kInvalidArgument,
+                        base::concat("null NIC ", nic_, ": the address to connect to"));
+    (void)in.get<int32_t>();
+    in.expect_end();
     return next_id_.fetch_add(1, std::memory_order_relaxed);  // only has to be unique
   }
   void disconnect(PeerId) override {}

@@ -45,10 +45,9 @@ def serve_store(address: str) -> TCPStore | None:
     """
     host, port = split_address(address)
     with suppress(OSError):
-        # torch reports a port in use only after a wait; a socket reports it at once.
         addresses.listen(host, port, backlog=1).close()
         with suppress(RuntimeError):
-            store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+            store = addresses.serve(host, port)
             _SERVED[address] = store
             warn_of_strangers(
                 f"the store {address}", host, "whoever reaches it may write to all KV memory"

@@ -197,7 +197,7 @@ class LowLatencyManager(All2AllManager):
 
         Also a rank without masks of its own, because others may have masked it. On one host the
         communicators stay, and CUDA graphs with them; on several the next call of each shape makes
-        a new communicator of all ranks.
+        a new communicator of the ranks that make it in time.
 
         Raises UnavailableError on several hosts when ranks are masked and a CUDA graph holds the
         communicators: no replay could take a masked rank back.

@@ -66,16 +66,16 @@ class Fleet:
     timeout_s: float = 120.0
 
     def store(self, *, serves: bool = False) -> Any:
-        limit = timedelta(seconds=self.timeout_s)
         if serves:
             warn_of_strangers(
                 f"the store of {self.name}", self.host, "whoever reaches it may write to weights"
             )
-        elif not self._is_there():
+            return addresses.serve(self.host, self.port, timeout_s=self.timeout_s)
+        if not self._is_there():
             where = f"{self.name} at {self.host}:{self.port}, which trainer 0 serves"
             raise make(TimeoutError, f"within {self.timeout_s:g} s no store of {where}")
-        return TCPStore(self.host, self.port, is_master=serves, wait_for_workers=False,
-                        timeout=limit)  # fmt: skip
+        limit = timedelta(seconds=self.timeout_s)
+        return TCPStore(self.host, self.port, is_master=False, timeout=limit)
 
     def _is_there(self) -> bool:
         """Waits for it: a TCPStore that finds no server tries again only after seconds."""

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import require
+from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.listener import warn_of_strangers
 from moe_p2p.fleet.store_keys import StoreKeys
@@ -65,13 +66,13 @@ class Checkpoint:
         """Returns where all ranks meet: at the first worker, as long as the group lives. verl makes
         a group for each update; its words end with its store."""
         self.finalize()
-        limit = timedelta(seconds=self.timeout_s)
         if self._served is None:
             warn_of_strangers(
                 "the store of verl's groups", "", "whoever reaches it may write to weights"
             )
-        self._served = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        return {"host": own_address(), "port": self._served.port, "token": secrets.token_hex(4)}
+        host = own_address()
+        self._served = addresses.serve(host, timeout_s=self.timeout_s)
+        return {"host": host, "port": self._served.port, "token": secrets.token_hex(4)}
 
     @classmethod
     def build_topology(

@@ -236,13 +236,13 @@ class DeviceSide:
             if partners is not None:
                 windows = share_memory(
                     memory.own,
-                    partners.node,
-                    partners.num_nodes,
+                    partners.place,
+                    len(partners.nodes),
                     key=partners.key,
                     deadline=deadline,
                     meeting=meeting,
                 )
-                peers = self._undo.enter_context(windows).addresses
+                peers = partners.by_node(self._undo.enter_context(windows).addresses)
             state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
             addresses = sharing.as_ranks(memory.addresses)
             self._use(config, world_size, state_bytes, on_device, addresses, peers)

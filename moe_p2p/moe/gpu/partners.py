@@ -11,20 +11,35 @@ from moe_p2p.machine.transport import SOFTWARE, TIMED
 class Partners(NamedTuple):
     """The ranks with this local index on the other nodes, whose memory this one maps.
 
+    nodes: those whose rank came, in order; place: of this one among them.
     copy_blocks: thread blocks that copy kernels of software NICs take from the calls' kernels.
     in_place: what goes to other nodes is stored straight into the partners' memory.
     """
 
-    node: int
+    place: int
+    nodes: list[int]
     num_nodes: int
     key: str  # of the exchange of their memory
     copy_blocks: int
     in_place: bool
 
+    def by_node(self, addresses: list[int]) -> list[int]:
+        """Returns an address of each node, from addresses in order of place; 0: it is absent, and
+        nothing is written to it."""
+        of_nodes = dict(zip(self.nodes, addresses, strict=True))
+        return [of_nodes.get(node, 0) for node in range(self.num_nodes)]
 
-def partners_of(engine: Engine, node: int, num_nodes: int, key: str) -> Partners | None:
-    """Returns None unless NICs are software NICs: only these write through mapped memory."""
+
+def partners_of(
+    engine: Engine, node: int, num_nodes: int, key: str, absent: list[int]
+) -> Partners | None:
+    """Returns None unless NICs are software NICs: only these write through mapped memory.
+
+    absent: ranks that did not come; where there are several nodes, each is a node of its own.
+    """
     if num_nodes == 1 or engine.provider not in SOFTWARE:
         return None
     timed = engine.provider == TIMED
-    return Partners(node, num_nodes, f"{key}.partners", 0 if timed else engine.num_nics, timed)
+    nodes = [each for each in range(num_nodes) if each not in absent]
+    blocks = 0 if timed else engine.num_nics
+    return Partners(nodes.index(node), nodes, num_nodes, f"{key}.partners", blocks, timed)

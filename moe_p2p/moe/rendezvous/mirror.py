@@ -133,7 +133,7 @@ class Sharing(NamedTuple):
 
 def sharing_of(meeting: Bootstrap, ranks_per_node: int, key: str) -> Sharing:
     """key: of this node, which all its ranks have."""
-    if meeting.absent:  # in one node, as the communicator has checked
+    if meeting.absent and ranks_per_node == meeting.world_size:
         present = meeting.ranks
         place, macros = present.index(meeting.rank), dict[str, int]()
         return Sharing(place, len(present), key, macros, meeting.world_size, present)
