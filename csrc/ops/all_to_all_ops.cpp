@@ -144,8 +144,8 @@ int64_t all_to_all_lost(int64_t comm) {
   return static_cast<int64_t>(communicators().get(comm)->all_to_all.lost().num_tokens);
 }
 
-// Throws where a rank was lost between two dispatches of one routing, so that the rows of the second
-// are not those of the first. On hosts.
+// Throws where a rank was lost or came between two dispatches of one routing, so that the rows of
+// the second are not those of the first. On hosts.
 void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& second) {
   const Caller caller(comm);
   if (caller->device >= 0) return;
@@ -158,8 +158,8 @@ void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& sec
     for (int source = 0; source < plan.shape.world_size; ++source)
       MOE_P2P_CHECK(before.slot_count(chunk, source) == now.slot_count(chunk, source),
                     Code::kPeerDead, "rank ", caller->rank, ": rank ", source,
-                    " was lost between a combine and its backward pass, whose rows would be those "
-                    "of other tokens; make the step anew");
+                    " was lost or came back between a combine and its backward pass, whose rows "
+                    "would be those of other tokens; make the step anew");
 }
 
 // Waits for a running call: at most its deadline.

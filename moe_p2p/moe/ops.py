@@ -112,9 +112,8 @@ for _name in ("dispatch", "dispatch_inference"):
 for _name in ("combine", "combine_inference"):
     register_fake(_name, _fake_combine)
 for _name in (
-    "all_to_all_check_again",
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
-    *("all_to_all_check", "signal", "copy_rows"),
+    *("all_to_all_check", "all_to_all_check_again", "signal", "copy_rows"),
 ):
     register_fake(_name, _fake_nothing)
 register_fake("all_to_all_connect", _fake_nothing)
@@ -233,7 +232,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
 def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
     y, row_weights, handle, topk_idx = ctx.saved_tensors
     assert grad_out is not None  # the scalars have no gradient
-    g, _, present, _, _, again, *_ = call(
+    g, _, present, _, _, again, _ = call(
         _ops.dispatch.default,
         ctx.comm,
         ctx.options,
@@ -249,8 +248,11 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         handle.narrow(0, HANDLE_NUM_TOKENS, 1),
         -1,
     )
-    if shape_of(ctx.comm).masks:
+    shape = shape_of(ctx.comm)
+    if shape.masks:  # of a rank that was lost meanwhile no rows come, and the others move up
         call(_ops.all_to_all_check_again.default, ctx.comm, handle, again)
+        first, second = (shape.slot_counts(each, ctx.max_tokens) for each in (handle, again))
+        g = g.where((first == second).all(), torch.nan)  # on GPUs, which do not wait to raise
     g = g.view(-1, g.shape[-1])  # [R, H]
     has_token = present > 0  # [R]; by rank there are no row_weights
     grad_y = grad_weights = None
@@ -293,6 +295,7 @@ def _mark_effect(name: str) -> None:
 
 _mark_effect("all_to_all_gather_counts")
 _mark_effect("all_to_all_check")
+_mark_effect("all_to_all_check_again")
 for _name in (
     *("dispatch", "dispatch_inference"),
     *("combine", "combine_inference"),

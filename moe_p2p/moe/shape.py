@@ -65,12 +65,18 @@ class CommunicatorShape:
     def handle_words(self, num_rows: int, max_tokens: int) -> int:
         """Returns a handle's size in int32 words; num_rows may be symbolic."""
         num_nodes = self.world_size // self.ranks_per_node
-        num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
-        num_sources = num_chunks * self.world_size
+        num_sources = self._num_sources(max_tokens)
         num_slots = num_sources * self.num_slots(max_tokens)
         before_ranks = _HANDLE_META_WORDS + num_sources + num_slots * self.topk
         send_slots = num_rows * (self.ranks_per_node + num_nodes)
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
+
+    def slot_counts(self, handle: Tensor, max_tokens: int) -> Tensor:
+        """Returns the words that say how many slots each source had in each chunk, int32 [C * W]."""
+        return handle.narrow(0, _HANDLE_META_WORDS, self._num_sources(max_tokens))
+
+    def _num_sources(self, max_tokens: int) -> int:
+        return max(1, -(-max_tokens // self.chunk_tokens)) * self.world_size
 
     def num_slots(self, max_tokens: int) -> int:
         """The most slots of a source in a chunk of such a call (Plan::num_slots)."""

@@ -22,7 +22,15 @@ from tests.support import cases, gpu_ranks
 from tests.support.cases import Wanted
 from tests.support.emulated_gpu import EmulatedDevice
 from tests.support.gpu_ranks import DEADLINE_S, LATER_S, Payload, World
-from tests.support.mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
+from tests.support.mask_cases import (
+    check_sums,
+    expect_without,
+    given_by,
+    last_step,
+    lose_before_backward,
+    masks_of,
+    step,
+)
 from tests.support.ranks import DiedError, Rank
 
 pytestmark = pytest.mark.gpu
@@ -307,6 +315,17 @@ def test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole() -> None:
 @emulated
 def test_a_rank_that_waits_for_a_lost_one_is_not_masked() -> None:
     gpu_ranks.run(World(3, 3), impatient)
+
+
+def lost_before_backward(rank: Rank, world: World, by_rank: bool) -> None:
+    with masking(rank, world) as comm:
+        lose_before_backward(rank, comm, by_rank)
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize("world", gpu_ranks.worlds((3, 3)))
+def test_a_rank_lost_before_a_backward_pass(world: World, by_rank: bool) -> None:
+    gpu_ranks.run(world, lost_before_backward, by_rank)
 
 
 def killed(rank: Rank, world: World) -> float:

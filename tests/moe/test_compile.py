@@ -95,6 +95,26 @@ def test_layer_is_one_graph_forward_and_backward(alone: AllToAll, backend: str) 
     assert [node.name for node in counter.graphs[0].graph.nodes if "dispatch" in node.name]
 
 
+def test_a_compiled_backward_pass_with_masks_asks_who_was_lost() -> None:
+    asked: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        asked.extend(n.name for n in graph.graph.nodes if "check_again" in f"{n.target} {n.args}")
+        return graph.forward
+
+    torch._dynamo.reset()
+    options = {"steps_in_flight": 4, "mask_lost_ranks": True}
+    with make(Rank(0, 1, dist.HashStore()), **options) as comm:
+        layer, x = Layer(comm), torch.randn(5, HIDDEN_DIM)
+        backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        wanted = gradients(layer, x, layer)
+        for got, want in zip(gradients(layer, x, compiled), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(asked) == 1
+
+
 def test_number_of_tokens_may_change_without_compiling_again(alone: AllToAll) -> None:
     layer = Layer(alone)
     counter = CompileCounterWithBackend("aot_eager")

@@ -17,7 +17,15 @@ import torch
 import moe_p2p
 from moe_p2p import AllToAll
 from tests.support.cases import make
-from tests.support.mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
+from tests.support.mask_cases import (
+    check_sums,
+    expect_without,
+    given_by,
+    last_step,
+    lose_before_backward,
+    masks_of,
+    step,
+)
 from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
 
 STEPS = 21  # after a rank is gone
@@ -233,3 +241,13 @@ def test_all_ranks_mask_or_none() -> None:
     for error in run_threads(2, body, return_errors=True):
         assert isinstance(error, moe_p2p.InvalidArgumentError)
         assert "mask_lost_ranks differs between ranks" in str(error)
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [3, 1])
+def test_a_rank_lost_before_a_backward_pass(ranks_per_node: int, by_rank: bool) -> None:
+    def body(rank: Rank) -> None:
+        with masking(rank, ranks_per_node) as comm:
+            lose_before_backward(rank, comm, by_rank)
+
+    run_threads(3, body)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll
+import moe_p2p
+from moe_p2p import AllToAll, CombineOptions, DispatchOptions
 from moe_p2p.moe.reference import Tokens, Topology
 from tests.support import cases
 from tests.support.cases import COUNTS, Wanted
+from tests.support.ranks import Rank
 
 HOLDING = [{}, {"layout": "grouped"}, {"layout": "by_rank"}, {"solo": True}]  # of dispatch, in turn
 
@@ -132,3 +136,36 @@ def last_step(
 def masks_of(comm: AllToAll) -> list[int]:
     masked: Tensor = comm.masked.cpu()
     return masked.nonzero().flatten().tolist()
+
+
+def lose_before_backward(rank: Rank, comm: AllToAll, by_rank: bool) -> None:
+    """Rank 1 leaves between a combine and its backward pass: rank 0 raises, or has NaN on a GPU.
+
+    The rows of rank 2 would move up to where those of rank 1 were. The pass before it is exact.
+    """
+    layout = "by_rank" if by_rank else "grouped"
+    config = comm.config
+    shape = {"num_experts": config.num_experts, "hidden_dim": config.hidden_dim}
+    mine = cases.make_tokens(5, comm.rank, 4, **shape)
+    topk_idx = cases.on_device(comm, mine.topk_idx)
+    for last in (False, True):
+        x = cases.on_device(comm, mine.x).requires_grad_()
+        live = comm.dispatch(x, topk_idx, options=DispatchOptions(layout=layout))
+        y = (live.x.detach() * 1.0).requires_grad_()
+        out = comm.combine(y, live, options=None if by_rank else CombineOptions(weighted=False))
+        cases.finish(comm)
+        name = f"rank {{}} has combined, last: {last}"
+        rank.store.set(name.format(comm.rank), "")
+        rank.store.wait([name.format(r) for r in range(3)], timedelta(seconds=40))
+        if last and comm.rank == 1:
+            return
+        if last:
+            comm.mask_ranks([1])
+        if last and not config.on_gpu:
+            with pytest.raises(moe_p2p.PeerDeadError, match="rank 1 was lost or came back between"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+            cases.finish(comm)
+            assert y.grad is not None
+            assert y.grad.isnan().all() if last else not y.grad.isnan().any()
