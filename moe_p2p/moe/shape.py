@@ -72,7 +72,7 @@ class CommunicatorShape:
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 
     def slot_counts(self, handle: Tensor, max_tokens: int) -> Tensor:
-        """Returns the words that say how many slots each source had in each chunk, int32 [C * W]."""
+        """Returns how many slots each source had in each chunk, a view of int32 [C * W]."""
         return handle.narrow(0, _HANDLE_META_WORDS, self._num_sources(max_tokens))
 
     def _num_sources(self, max_tokens: int) -> int:

@@ -278,6 +278,15 @@ def test_release(alone: AllToAll) -> None:
     opcheck(ops.release.default, (comm_number(alone), handle))
 
 
+@pytest.mark.parametrize("util", ONCE)
+def test_check_again(alone: AllToAll, util: str) -> None:
+    handle = sent(alone)
+    ops.dispatch_recv(*recv_arguments(alone, handle))
+    both = (comm_number(alone), handle, handle.clone())
+    opcheck(ops.all_to_all_check_again.default, both, test_utils=util)
+    ops.release(comm_number(alone), handle)
+
+
 def test_gather_counts(alone: AllToAll) -> None:
     values = torch.arange(3, dtype=torch.int32)
     opcheck(ops.all_to_all_gather_counts.default, (comm_number(alone), values))
