@@ -141,7 +141,10 @@ void all_to_all_enter(int64_t comm, int64_t epoch) {
 
 // Tokens of this rank whose sums have lacked something, of all steps.
 int64_t all_to_all_lost(int64_t comm) {
-  return static_cast<int64_t>(communicators().get(comm)->all_to_all.lost().num_tokens);
+  const auto object = communicators().get(comm);
+  MOE_P2P_CHECK(object->device < 0, Code::kUnavailable,
+                "lost tokens are counted on CPUs so far; on a GPU read masked before and after a step");
+  return static_cast<int64_t>(object->all_to_all.lost().num_tokens);
 }
 
 // Throws where a rank was lost or came between two dispatches of one routing, so that the rows of

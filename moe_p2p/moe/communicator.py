@@ -139,7 +139,7 @@ class Communicator:
             hidden_dim=config.hidden_dim,
             topk=config.topk,
             chunk_tokens=config.step_tokens,
-            masks=config.mask_lost_ranks,
+            masks=config.mask_lost_ranks or self._changes is not None,
             poisons=self.poisons(),
         )
         remember_shape(self.number, self.shape)

@@ -98,5 +98,6 @@ class Membership(NotCopied):
     @property
     def lost_tokens(self) -> int:
         """How many tokens of this rank have lacked rows of a rank that was lost after their
-        dispatch (`lost` of the configuration), in the epoch that is. On CPUs."""
+        dispatch (`lost` of the configuration), in the epoch that is. Raises UnavailableError on
+        GPUs."""
         return int(call(_ops.all_to_all_lost.default, self._comm))
