@@ -228,7 +228,11 @@ class Communicator:
             if changes.in_doubt:  # it cannot know whether to stay
                 self.close()
             raise
-        if epoch is None:  # the others go on without it
+        except errors.AbortedError:
+            if changes.is_out and not changes.may_return:
+                self.close()
+            raise
+        if epoch is None:
             self.close()
         else:
             self._masks = epoch.masks

@@ -62,7 +62,7 @@ class Changes:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._client = Client(self._store)
         local = config.ranks_per_node or 1
-        by_node = 1 < local < world_size
+        self._by_node = by_node = 1 < local < world_size
         errors.require(
             not config.mask_lost_ranks or not by_node,
             f"ranks_per_node is {local} of world_size {world_size}, and mask_lost_ranks=True: lost "
@@ -76,6 +76,7 @@ class Changes:
         )
         self._attempt: Future[_Outcome] | None = None
         self.in_doubt = False  # the attempt may be decided "yes" without a further word from here
+        self.is_out = False  # the world goes on without this process, which was not removed
         self._draining: list[threading.Thread] = []
 
     # --- the first epoch of this process ---
@@ -170,7 +171,11 @@ class Changes:
 
         def run() -> None:
             try:
-                attempt.set_result(self._try(self.world.call(added, removed), make))
+                if self.is_out:  # members say who is called
+                    called = self.world.await_call(Deadline(self.timeout_s))
+                else:
+                    called = self.world.call(added, removed)
+                attempt.set_result(self._try(called, make))
             except BaseException as error:
                 attempt.set_exception(error)
 
@@ -181,15 +186,19 @@ class Changes:
         return self._attempt is not None and self._attempt.done()
 
     def commit(self, face: int) -> Epoch | None:
-        """Enters what was staged, once it is decided. None: it goes on without this process."""
+        """Enters what was staged, once it is decided. None: this process was removed."""
         attempt, self._attempt = self._attempt, None
         errors.require(attempt is not None, "nothing is staged; call stage_members() first")
         assert attempt is not None
         called, epoch, _ = self._accepted(attempt.result())
         if epoch is None:
-            return None
+            if self.world.id in called.removed:
+                return None
+            self.is_out = True
+            raise errors.make(errors.AbortedError, self._why_out(called))
         call(_ops.all_to_all_enter.default, face, epoch.number)
         self.world.enter(called)
+        self.is_out = False
 
         def drain() -> None:
             epoch.close()  # that number names the epoch before now
@@ -197,6 +206,23 @@ class Changes:
 
         self._in_background(drain)
         return epoch
+
+    def _why_out(self, called: Called) -> str:
+        if self.seat in called.ids:
+            why = "another process has its seat"
+        elif self._by_node:
+            why = (
+                "its node is not whole. Once each seat of the node has a process, all ranks, this "
+            )
+            why += "one too, add the node"
+        else:
+            why = "it had not renewed its lease"
+        return f"epoch {called.epoch} of the world goes on without rank {self.seat}: {why}"
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it can do nothing wrong until an epoch calls it: its node can make no call."""
+        return self._by_node and not self.world.member.replaced
 
     # --- its end ---
 

@@ -85,8 +85,11 @@ class Membership(NotCopied):
         removed it closes the object.
 
         Raises AbortedError, and this epoch goes on, where one of the ranks was lost or did not come
-        within timeout_s, naming it, or what that rank raised. Raises StoreError where the store
-        does not answer: the object is closed then, unless the others cannot have gone on.
+        within timeout_s, naming it, or what that rank raised. Raises AbortedError, too, where the
+        others go on without this rank although it was not removed: where its node of several ranks
+        has lost one, the object waits for an epoch with the whole node (`add` its ranks, at this
+        one too), else it is closed. Raises StoreError where the store does not answer: the object
+        is closed then, unless the others cannot have gone on.
         """
         self._communicator.commit_members()
 

@@ -99,6 +99,45 @@ def test_the_new_process_of_a_killed_rank(overrides: dict[str, Any]) -> None:
     assert results == ["done"] * 4
 
 
+def without_a_node(rank: Rank, overrides: dict[str, Any]) -> str:
+    """4 -> 2 -> 4: the node of a killed rank is left out, and its other rank waits for the new
+    process of that one."""
+    store, seat = rank.store, 2 if rank.rank == 4 else rank.rank
+    if rank.rank == 4:
+        store.wait(["come"])
+        comm = AllToAll(
+            store, cases.config_of(**overrides), rank=2, world_size=cases.SEATS, join=True
+        )
+    else:
+        comm = cases.begin(store, seat, range(4), **overrides)
+        cases.steps(comm, range(4))
+        if seat == 2:
+            die()
+        with pytest.raises(moe_p2p.MoeP2pError):
+            cases.steps(comm, range(4))
+        if seat == 3:
+            with pytest.raises(moe_p2p.AbortedError, match="without rank 3: its node is not whole"):
+                comm.update_members()
+            with pytest.raises(moe_p2p.MoeP2pError):
+                cases.steps(comm, range(4))
+        else:
+            comm.update_members()
+            cases.steps(comm, [0, 1])
+        store.set("come", "")
+        comm.update_members(add=[2, 3])
+    cases.steps(comm, range(4), 1, 8)
+    comm.check()
+    comm.close()
+    return "done"
+
+
+@pytest.mark.parametrize("overrides", [NODES[2], TCP | NODES[2]], ids=str)
+def test_a_node_that_is_not_whole_waits(overrides: dict[str, Any]) -> None:
+    results = run_processes(5, without_a_node, overrides, return_errors=True)
+    assert isinstance(results.pop(2), DiedError)
+    assert results == ["done"] * 4
+
+
 def step_for_ever(comm: AllToAll) -> None:
     """In its own epoch, in which the others have masked it."""
     while True:
