@@ -195,10 +195,10 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<RankAddress> ranks;
   for (size_t rank = 0; rank < addresses.size(); ++rank) {
     s.absent[rank] = addresses[rank].empty();
-    MOE_P2P_CHECK(!s.absent[rank] ||
-                      (s.masks.enabled() && rank != static_cast<size_t>(s.options.rank)),
-                  Code::kInvalidArgument, "address ", rank,
-                  " is empty: only masks can do without another rank");
+    MOE_P2P_CHECK(
+        !s.absent[rank] || (s.masks.enabled() && rank != static_cast<size_t>(s.options.rank)),
+        Code::kInvalidArgument, "address ", rank,
+        " is empty: only masks can do without another rank");
     ranks.push_back(s.absent[rank] ? RankAddress{} : RankAddress::parse(addresses[rank]));
   }
   s.use_flags(ranks);

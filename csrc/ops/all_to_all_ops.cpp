@@ -128,8 +128,8 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
   caller->all_to_all.connect(bytes);
 }
 
-// From here on `comm` names the communicator that was made and connected as `epoch`, and that number
-// the one before, to be closed. Between two calls.
+// From here on `comm` names the communicator that was made and connected as `epoch`, and `epoch` the
+// one before, to be closed. Between two calls.
 void all_to_all_enter(int64_t comm, int64_t epoch) {
   const Caller before(comm), next(epoch);
   if (before->releases_oldest) {
@@ -142,8 +142,9 @@ void all_to_all_enter(int64_t comm, int64_t epoch) {
 // Tokens of this rank whose sums have lacked something, of all steps.
 int64_t all_to_all_lost(int64_t comm) {
   const auto object = communicators().get(comm);
-  MOE_P2P_CHECK(object->device < 0, Code::kUnavailable,
-                "lost tokens are counted on CPUs so far; on a GPU read masked before and after a step");
+  MOE_P2P_CHECK(
+      object->device < 0, Code::kUnavailable,
+      "lost tokens are counted on CPUs so far; on a GPU read masked before and after a step");
   return static_cast<int64_t>(object->all_to_all.lost().num_tokens);
 }
 

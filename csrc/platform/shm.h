@@ -45,8 +45,8 @@ class SharedMemory {
 
   // Reserves pages of [offset, offset + bytes); throws as create() does.
   void reserve(size_t offset, size_t bytes);
-  // For a mapping made by open() or blank(): false once the creator's process has ended or closed its end.
-  // One system call; not for the data path.
+  // For a mapping made by open(): false once the creator's process has ended or closed its end; of
+  // blank() always false. One system call; not for the data path.
   bool owner_alive() const noexcept;
   // The same check for an object that is not mapped here. Does not allocate.
   static bool owner_alive(const char* name) noexcept;

@@ -283,8 +283,7 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
     sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, false, hidden);
     float* const sums = scalars ? call.out_scalars + token * shape_.topk : nullptr;
-    if (scalars)
-      sum_scalars(sums, {found.partials.data(), found.num_partials}, 0, shape_.topk);
+    if (scalars) sum_scalars(sums, {found.partials.data(), found.num_partials}, 0, shape_.topk);
     const int lost = any_silent_ ? lost_of(handle.send_slots(token)) : -1;
     if (lost < 0) return;
     lost_.num_tokens.fetch_add(1, std::memory_order_relaxed);

@@ -140,7 +140,7 @@ class HostKernels {
   const abi::Shape& shape_;
   NodeMemory& memory_;
   const Masks masks_;
-  std::vector<bool> silent_;     // [W] masked at the last look
+  std::vector<bool> silent_;  // [W] masked at the last look
   bool any_silent_ = false;
   bool poisons_ = false;
   Lost lost_;
