@@ -398,7 +398,7 @@ void AllToAll::check() {
                 " tokens lack what it had to send, and are NaN");
 }
 
-AllToAll::Lost AllToAll::lost() const noexcept {
+Lost AllToAll::lost() const noexcept {
   const auto* const host = dynamic_cast<const HostBackend*>(state_->backend.get());
   return host ? host->lost() : Lost{};
 }

@@ -96,13 +96,6 @@ class AllToAll {
   // too, with options.poison, for what has been lost since it did so last; no call throws that.
   void check();
 
-  // What a combine of this rank has lacked, because a rank was lost between its dispatch and its
-  // end.
-  struct Lost {
-    uint64_t num_tokens = 0;  // of all steps
-    uint64_t step = 0;        // the last
-    int rank = -1;
-  };
   Lost lost() const noexcept;
 
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.

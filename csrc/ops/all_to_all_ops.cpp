@@ -128,8 +128,8 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
   caller->all_to_all.connect(bytes);
 }
 
-// From here on `comm` names the communicator that was made and connected as `epoch`, and `epoch` the
-// one before, to be closed. Between two calls.
+// From here on `comm` names the communicator that was made and connected as `epoch`, and that names
+// the one before, to be closed. Between two calls.
 void all_to_all_enter(int64_t comm, int64_t epoch) {
   const Caller before(comm), next(epoch);
   if (before->releases_oldest) {

@@ -2,7 +2,6 @@
 // done, with a wait between.
 #pragma once
 
-#include "moe/all_to_all.h"
 #include "moe/backend.h"
 #include "moe/host/calls.h"
 #include "moe/host/kernels.h"
@@ -27,8 +26,8 @@ class HostBackend final : public Backend {
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
-  AllToAll::Lost lost() const noexcept {
-    const HostKernels::Lost& lost = kernels_.lost();
+  Lost lost() const noexcept {
+    const HostKernels::Losses& lost = kernels_.lost();
     return {lost.num_tokens.load(std::memory_order_relaxed),
             lost.step.load(std::memory_order_relaxed), lost.rank.load(std::memory_order_relaxed)};
   }

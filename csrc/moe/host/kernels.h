@@ -47,11 +47,11 @@ class HostKernels {
   // From now on sums that lack what a masked rank had to send are NaN.
   void poison() noexcept { poisons_ = true; }
   // See AllToAll::lost(). Any thread.
-  struct Lost {
+  struct Losses {
     std::atomic<uint64_t> num_tokens{0}, step{0};
     std::atomic<int> rank{-1};
   };
-  const Lost& lost() const noexcept { return lost_; }
+  const Losses& lost() const noexcept { return lost_; }
 
   // Reads which ranks are masked; all kernels use that until the next call of this. Nothing is
   // written for masked ranks; they count as arrived, and empty.
@@ -143,7 +143,7 @@ class HostKernels {
   std::vector<bool> silent_;  // [W] masked at the last look
   bool any_silent_ = false;
   bool poisons_ = false;
-  Lost lost_;
+  Losses lost_;
   std::vector<uint64_t> empty_;  // dispatch of a masked rank: a header and counts, all zero
   platform::ThreadPool pool_;
 };
