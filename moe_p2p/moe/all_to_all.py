@@ -337,11 +337,11 @@ class AllToAll(Owner):
             first = (self._comm, options, max_tokens, handle)
             if out is not None:
                 with_scalars = row_scalars is not None
-                made = beside_sums(y, self._shape, out.shape[0], with_scalars, with_wait_ticks)
+                also = beside_sums(y, self._shape, out.shape[0], with_scalars, with_wait_ticks)
                 inputs = (y, row_weights, row_scalars, topk_weights, terms, handle)
-                _COMBINE_OUT(self._comm, *inputs, max_tokens, out, *made, partials_from(number))
+                _COMBINE_OUT(self._comm, *inputs, max_tokens, out, *also, partials_from(number))
                 arguments.count_versions(out)
-                return with_more(out, *made)
+                return with_more(out, *also)
             usual = (*first, y, topk_idx, row_weights)
             if out_dtype is None and row_scalars is None and not (terms or with_wait_ticks or grad):
                 late = () if topk_weights is None else (topk_weights,)
