@@ -230,7 +230,7 @@ class AllToAll(Owner):
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
         first = (self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights)
-        checked = [] if others is None or watched() else others
+        checked = arguments.checked_first(others)
         last: tuple[Any, ...] = (scales, checked, [*extras], count, count_on_host)
         if not (grad or extras or counted or watched()):  # what is not given takes as long
             last = last[: 2 if others else scales is not None]

