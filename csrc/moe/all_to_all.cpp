@@ -97,6 +97,7 @@ struct AllToAll::State final : engine::ImmSink {
   bool has_signals;  // kernels know the signals' addresses, where there are kernels
   bool closed = false;
   uint64_t num_cleans = 0;  // clean_masks()
+  uint64_t num_lost = 0;    // Lost::num_tokens that check() has thrown
 };
 
 AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* with_proxy,
@@ -106,7 +107,7 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       options(with_options),
       plan(make_plan(with_options.plan)),
       absent(static_cast<size_t>(plan.shape.world_size)),
-      masks(checked_masks(), absent.data()),
+      masks(checked_masks(), absent.data(), with_options.fixed_masks),
       memory(plan, checked_rank(), !with_options.device),
       waits(plan, options, memory, masks, engine),
       gather(plan, memory, with_engine, with_options.communicator),
@@ -125,7 +126,8 @@ void AllToAll::State::set_backend(std::unique_ptr<Backend> made) {
 void AllToAll::State::use_flags(const std::vector<RankAddress>& ranks) {
   if (plan.shape.num_nodes() == 1) return;
   std::vector<FlagOffer> offers;
-  for (const RankAddress& rank : ranks) offers.push_back(rank.flags);
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (!absent[rank]) offers.push_back(ranks[rank].flags);
   flags = choose_flags(options, offers);
   if (flags != ArrivalFlags::kGdrCopy) mapped_flags.reset();
   const auto words = flags == ArrivalFlags::kWrite     ? static_cast<int>(offers[0].num_nics)
@@ -144,6 +146,7 @@ int AllToAll::State::checked_rank() const {
 
 int32_t* AllToAll::State::checked_masks() const {
   if (!options.masks) return nullptr;
+  if (options.fixed_masks) return options.masks;
   MOE_P2P_CHECK(plan.shape.num_nodes() == 1 || plan.shape.ranks_per_node == 1,
                 Code::kInvalidArgument, "masks are for ranks of one node, or of one rank a node; ",
                 plan.shape.num_nodes(), " nodes of ", plan.shape.ranks_per_node,
@@ -192,31 +195,33 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<RankAddress> ranks;
   for (size_t rank = 0; rank < addresses.size(); ++rank) {
     s.absent[rank] = addresses[rank].empty();
-    MOE_P2P_CHECK(!s.absent[rank] || (s.masks.enabled() && s.plan.shape.ranks_per_node == 1 &&
-                                      rank != static_cast<size_t>(s.options.rank)),
-                  Code::kInvalidArgument, "address ", rank,
-                  " is empty: only masks, with one rank "
-                  "a node, can do without another rank");
-    // The own one in place of an absent rank's: its offer of flags is no obstacle.
-    ranks.push_back(
-        RankAddress::parse(addresses[s.absent[rank] ? static_cast<size_t>(s.options.rank) : rank]));
+    MOE_P2P_CHECK(
+        !s.absent[rank] || (s.masks.enabled() && rank != static_cast<size_t>(s.options.rank)),
+        Code::kInvalidArgument, "address ", rank,
+        " is empty: only masks can do without another rank");
+    ranks.push_back(s.absent[rank] ? RankAddress{} : RankAddress::parse(addresses[rank]));
   }
   s.use_flags(ranks);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
     const RankAddress& address = ranks[static_cast<size_t>(rank)];
-    if (s.absent[static_cast<size_t>(rank)]) {  // a place among the partners, and never used
-      remotes.push_back({rank, nullptr, nullptr, 1});
-      boards.push_back({rank, nullptr, 1});
+    const int node = rank / s.plan.shape.ranks_per_node;
+    const bool partner = rank % s.plan.shape.ranks_per_node == s.memory.local();
+    if (s.absent[static_cast<size_t>(rank)]) {  // a place among neighbours or partners, unused
+      if (node == s.memory.node()) {
+        neighbours.push_back({});
+      } else if (partner) {
+        remotes.push_back({node, nullptr, nullptr, 1});
+        boards.push_back({node, nullptr, 1});
+      }
       continue;
     }
     MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
                   address.rank);
-    const int node = rank / s.plan.shape.ranks_per_node;
     if (node != s.memory.node() && !s.options.device && s.engine.writes_in_place())
       s.memory.attach_far(rank, address.memory.memory_name);
     if (node == s.memory.node()) {
       neighbours.push_back(address.memory);
-    } else if (rank % s.plan.shape.ranks_per_node == s.memory.local()) {
+    } else if (partner) {
       const engine::Peer* peer = base::with_context(base::concat("connecting to rank ", rank), [&] {
         return s.engine.connect(address.engine);
       });
@@ -385,6 +390,17 @@ void AllToAll::check() {
   s.require_usable();
   s.waits.latching([&s] { s.backend->check(); }, Waits::always);
   s.waits.latching([&s] { s.waits.check_abort([] { return ""; }); });
+  if (!s.options.poison) return;
+  const Lost now = lost();
+  const uint64_t num_new = now.num_tokens - std::exchange(s.num_lost, now.num_tokens);
+  MOE_P2P_CHECK(num_new == 0, Code::kPeerDead, "rank ", s.options.rank, ": step ", now.step,
+                " lost rank ", now.rank, ": the sums of ", num_new,
+                " tokens lack what it had to send, and are NaN");
+}
+
+Lost AllToAll::lost() const noexcept {
+  const auto* const host = dynamic_cast<const HostBackend*>(state_->backend.get());
+  return host ? host->lost() : Lost{};
 }
 
 void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {

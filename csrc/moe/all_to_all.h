@@ -41,7 +41,8 @@ class AllToAll {
   const Plan& plan() const noexcept;
   // What every other rank's connect() needs.
   base::Bytes address() const;
-  // Takes the addresses of all ranks, in rank order. Every rank may call dispatch once all ranks
+  // Takes the addresses of all ranks, in rank order; empty: no process has that rank, and it is
+  // masked. Every rank may call dispatch once all ranks
   // have returned from connect() (the bootstrap's barrier).
   void connect(std::span<const base::Bytes> addresses);
   // Waits until all that this rank has sent arrived, reports it to its partners and neighbours, and
@@ -91,8 +92,11 @@ class AllToAll {
 
   // Empty while the object is usable; else the error text.
   std::string broken() const;
-  // Throws that error, as the next call would. Neither waits nor launches anything.
+  // Throws that error, as the next call would. Neither waits nor launches anything. Throws once,
+  // too, with options.poison, for what has been lost since it did so last; no call throws that.
   void check();
+
+  Lost lost() const noexcept;
 
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.
   HostBackend& host();

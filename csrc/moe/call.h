@@ -112,4 +112,11 @@ struct CombineRecv {
   platform::Stream stream{};
 };
 
+// What combines of this rank have lacked, because a rank was lost between a dispatch and its end.
+struct Lost {
+  uint64_t num_tokens = 0;  // of all steps
+  uint64_t step = 0;        // the last
+  int rank = -1;
+};
+
 }  // namespace moe_p2p::moe

@@ -30,6 +30,9 @@ struct AllToAllOptions {
   // [W] words of moe/node/masks.h in host memory, which outlive the object. A rank that is late or
   // gone is then masked instead of breaking this one. null: no masks.
   int32_t* masks = nullptr;
+  bool fixed_masks = false;  // only those that are set before connect(): ranks that are not there
+  // Sums that lack what a lost rank had to send are NaN; else they go without it.
+  bool poison = false;
   ArrivalFlags arrival_flags = ArrivalFlags::kAuto;  // equal on all ranks
 };
 

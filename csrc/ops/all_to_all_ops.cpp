@@ -128,6 +128,26 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
   caller->all_to_all.connect(bytes);
 }
 
+// From here on `comm` names the communicator that was made and connected as `epoch`, and that names
+// the one before, to be closed. Between two calls.
+void all_to_all_enter(int64_t comm, int64_t epoch) {
+  const Caller before(comm), next(epoch);
+  if (before->releases_oldest) {
+    next->all_to_all.release_oldest();
+    next->releases_oldest = true;
+  }
+  communicators().swap(comm, epoch);
+}
+
+// Tokens of this rank whose sums have lacked something, of all steps.
+int64_t all_to_all_lost(int64_t comm) {
+  const auto object = communicators().get(comm);
+  MOE_P2P_CHECK(
+      object->device < 0, Code::kUnavailable,
+      "lost tokens are counted on CPUs so far; on a GPU read masked before and after a step");
+  return static_cast<int64_t>(object->all_to_all.lost().num_tokens);
+}
+
 // Throws where a rank was lost or came between two dispatches of one routing, so that the rows of
 // the second are not those of the first. On hosts.
 void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& second) {
@@ -282,6 +302,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));
   m.impl("all_to_all_address", TORCH_BOX(&all_to_all_address));
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
+  m.impl("all_to_all_enter", TORCH_BOX(&all_to_all_enter));
+  m.impl("all_to_all_lost", TORCH_BOX(&all_to_all_lost));
   m.impl("all_to_all_check_again", TORCH_BOX(&all_to_all_check_again));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));

@@ -58,7 +58,9 @@ provider::Settings parse(const std::string& text) {
            "wait",
            "num_threads",
            "on_device",
-           "arrival_flags"}};
+           "arrival_flags",
+           "fixed_masks",
+           "poison"}};
 }
 
 moe::PlanInput plan_input(const provider::Settings& settings) {
@@ -95,6 +97,8 @@ moe::AllToAllOptions communicator_options_from(const std::string& text) {
           .num_threads = static_cast<int>(settings.integer("num_threads", 1, 1, 1024)),
           .device = settings.integer("on_device", 0, 0, 1) != 0,
           .masks = nullptr,
+          .fixed_masks = settings.integer("fixed_masks", 0, 0, 1) != 0,
+          .poison = settings.integer("poison", 0, 0, 1) != 0,
           .arrival_flags = way == "write"     ? moe::ArrivalFlags::kWrite
                            : way == "gdrcopy" ? moe::ArrivalFlags::kGdrCopy
                            : way == "relay"   ? moe::ArrivalFlags::kRelay

@@ -43,6 +43,11 @@ class ObjectTable {
                   why(id));
     return found->second;
   }
+  // Each of the two numbers then names the other object.
+  void swap(int64_t one, int64_t other) {
+    const std::lock_guard lock(state_->mutex);
+    state_->objects.at(one).swap(state_->objects.at(other));
+  }
   // Returns null when it was closed before, or belongs to another process.
   std::shared_ptr<Object> take(int64_t id) {
     const std::lock_guard lock(state_->mutex);

@@ -144,6 +144,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "str kernel, bool by_topk=False, int partials=0, bool plain=False) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
+  m.def("all_to_all_enter(int comm, int epoch) -> ()");
+  m.def("all_to_all_lost(int comm) -> int");
   m.def("all_to_all_check_again(int comm, Tensor first, Tensor second) -> ()");
   m.def("all_to_all_close(int comm) -> ()");
   m.def("all_to_all_broken(int comm) -> str");

@@ -153,6 +153,17 @@ SharedMemory SharedMemory::open(const std::string& name) {
   return shm;
 }
 
+SharedMemory SharedMemory::blank(size_t bytes) {
+  SharedMemory shm;
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  MOE_P2P_CHECK(p != MAP_FAILED, Code::kResourceExhausted, "mapping ", bytes,
+                " blank bytes: ", std::strerror(errno));
+  shm.data_ = static_cast<std::byte*>(p);
+  shm.size_ = bytes;
+  return shm;
+}
+
 void SharedMemory::reserve(size_t offset, size_t bytes) {
   const int error =
       posix_fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes));
@@ -164,6 +175,7 @@ void SharedMemory::reserve(size_t offset, size_t bytes) {
 
 // A second open file description of the same object: the owner's lock excludes ours while it lives.
 bool SharedMemory::owner_alive() const noexcept {
+  if (!fd_) return false;
   if (flock(fd_.get(), LOCK_SH | LOCK_NB) != 0) return true;
   flock(fd_.get(), LOCK_UN);
   return false;

@@ -30,6 +30,9 @@ class SharedMemory {
   // Maps an object made by create(). Throws Error{kPeerDead} when it does not exist.
   static SharedMemory open(const std::string& name);
 
+  // Zero pages of this process alone, without a name, which cost nothing until they are written.
+  static SharedMemory blank(size_t bytes);
+
   SharedMemory() = default;
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;
@@ -42,8 +45,8 @@ class SharedMemory {
 
   // Reserves pages of [offset, offset + bytes); throws as create() does.
   void reserve(size_t offset, size_t bytes);
-  // For a mapping made by open(): false once the creator's process has ended or closed its end.
-  // One system call; not for the data path.
+  // For a mapping made by open(): false once the creator's process has ended or closed its end; of
+  // blank() always false. One system call; not for the data path.
   bool owner_alive() const noexcept;
   // The same check for an object that is not mapped here. Does not allocate.
   static bool owner_alive(const char* name) noexcept;

@@ -19,7 +19,6 @@ Requests of a lower number go first; docs/transfer_engine.md says how long they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.engine.awaiting import Awaiting
 from moe_p2p.engine.config import EngineConfig
-from moe_p2p.engine.lifetime import Closing, NotCopied, close_and_await
+from moe_p2p.engine.lifetime import Closing, Owner, close_and_await
 from moe_p2p.engine.transfers import (
     Gate,
     Grant,
@@ -53,7 +52,7 @@ from moe_p2p.machine import transport
 _ops = torch.ops.moe_p2p
 
 
-class Engine(NotCopied):
+class Engine(Owner):
     """NICs of one GPU or CPU rank, with the thread that owns them.
 
     config: transport, NICs, settings and deadline. label: used in errors.
@@ -519,11 +518,6 @@ class Engine(NotCopied):
         if self.closed:
             raise errors.make(errors.ClosedError, f"{self.label}: the engine is closed")
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = self._closing.why_closed or f"{self.num_nics} NICs"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
 
 # Seconds until close() goes on without threads that wait. Too short: the end of a busy program may
@@ -55,8 +57,23 @@ class Closing:
         return "" if self._finalizer.alive else "closed"
 
 
-class NotCopied:
-    """Base of objects that refuse copy, deepcopy, pickle and torch.save."""
+class Owner:
+    """Base of objects that end with a `with` block, and refuse copy, deepcopy, pickle and
+    torch.save."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            # An ExitStack on the way has cut off `error`, the first failure.
+            warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         name = type(self).__name__

@@ -39,6 +39,7 @@ class Called(NamedTuple):
     ids: dict[int, str] = {}  # noqa: RUF012
     processes: dict[int, str] = {}  # noqa: RUF012
     staying: tuple[int, ...] = ()  # seats whose process is in the epoch before
+    removed: tuple[str, ...] = ()  # ids that no later epoch calls
 
     @property
     def seats(self) -> list[int]:
@@ -72,7 +73,7 @@ class _Look:
         if found is None:
             return None
         ids, processes = ({int(s): v for s, v in each.items()} for each in found[:2])
-        return Called(epoch, ids, processes, tuple(found[2]))
+        return Called(epoch, ids, processes, *map(tuple, found[2:]))
 
     def _take(self, epoch: int) -> None:
         called = self.called(epoch)
@@ -131,11 +132,12 @@ class World:
         return self.call(add=seats)
 
     def call(self, add: Iterable[int] = (), remove: Iterable[int] = ()) -> Called:
-        """Calls the next epoch, or returns how another process has called it.
+        """Calls the next epoch, or returns how another process has called it: where it has been
+        decided meanwhile, too, and goes on without this process.
 
         Its seats are those of the epoch that is, with `add` and without `remove`. Waits until each
-        seat of `add` has a process that is not in that epoch. Raises TimeoutError naming seats that
-        nobody claims.
+        seat of `add` has a process that is not in that epoch and was not removed. Raises
+        TimeoutError naming seats that nobody claims.
         """
         add, remove = set(add), set(remove)
         deadline, pause = Deadline(self.timeout_s), _FIRST_PAUSE_S
@@ -147,8 +149,11 @@ class World:
                 called = self._look.called(epoch)
                 if called is not None:
                     return called
+                if 0 < self.epoch < now.epoch and not self.is_in(now):
+                    return now
                 there = self._there()
-                missing = [s for s in add if s not in there or there[s][0] == now.ids.get(s)]
+                old = {*now.ids.values(), *now.removed}
+                missing = [s for s in add if s not in there or there[s][0] in old]
                 if not missing:
                     return self._propose(epoch, now, there, add, remove)
                 if not deadline.left:
@@ -180,7 +185,9 @@ class World:
         ]
         staying = [seat for seat in seats if there[seat][0] == now.ids.get(seat)]
         ids, processes = ({s: there[s][i] for s in seats} for i in range(2))
-        self._words.decide(f"world/{epoch}/calls", [ids, processes, staying])
+        going = {now.ids[seat] for seat in remove & now.ids.keys()}
+        removed = sorted(going | (set(now.removed) & {who for who, _ in there.values()}))
+        self._words.decide(f"world/{epoch}/calls", [ids, processes, staying, removed])
         called = self._look.called(epoch)
         assert called is not None
         return called
@@ -239,6 +246,10 @@ class World:
                 verdict = self._words.get(f"world/{called.epoch}/is")
                 if verdict is not None:
                     return str(verdict)
+                if not self.is_in(called):  # nobody waits for it, so the word may be swept
+                    self._look.again()
+                    if self._look.yes.epoch >= called.epoch:
+                        return YES
                 for key in wanted.keys() - found.keys():
                     if (who := self._words.get(key)) == wanted[key]:
                         found[key] = who

@@ -16,9 +16,7 @@ P scales of a token, R rows received (padded: E_local * capacity, else capacity)
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -29,14 +27,13 @@ from torch.autograd import forward_ad
 
 from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.lifetime import NotCopied
+from moe_p2p.engine.lifetime import Owner
 from moe_p2p.engine.transfers import NicCounters
 from moe_p2p.library import (
     call,
     num_modes,
     raise_typed,
     refusal,
-    refuse_lazy,
     unaffected,
     watched,
     without_default_device,
@@ -54,6 +51,7 @@ from moe_p2p.moe.dispatched import (
     new_outputs,
     with_more,
 )
+from moe_p2p.moe.elastic import Joining
 from moe_p2p.moe.gpu.prepared import combines_of, dispatches_of
 from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT
@@ -81,12 +79,7 @@ _COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.defa
 _COMBINE_OUT = _ops.combine_out.default
 
 
-def _checked(others: list[int] | None) -> list[int]:
-    """Which communicators an op checks first: none where somebody watches."""
-    return [] if others is None or watched() else others
-
-
-class AllToAll(NotCopied):
+class AllToAll(Owner):
     """Dispatch and combine of one rank. Making one is collective: every rank of the group does.
 
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
@@ -99,6 +92,10 @@ class AllToAll(NotCopied):
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: makes one.
     gone: with mask_lost_ranks, whether a rank is known to have left, so that nobody waits for it.
+    members: the ranks of world_size that begin, in a world that changes (docs/calls.md), on CPUs:
+        the others have no process yet. update_members() adds and removes ranks.
+    join: this process comes later, or takes the place of one that is gone. Returns once members
+        have added it; its calls are theirs from there on.
 
     On a GPU, calls run one after the other in the order in which they are made, also on different
     streams: a call on another stream than the one before waits for it. Any part may be captured
@@ -121,9 +118,18 @@ class AllToAll(NotCopied):
         engine: Engine | None = None,
         masked: Tensor | None = None,
         gone: Callable[[int], bool] = lambda _: False,
+        members: Iterable[int] | None = None,
+        join: bool = False,
     ) -> None:
         self._communicator = made = Communicator(
-            group_or_store, config, rank, world_size, engine=engine, masked=masked, gone=gone
+            group_or_store,
+            config,
+            rank,
+            world_size,
+            engine=engine,
+            masked=masked,
+            gone=gone,
+            joining=Joining.of(members, join),
         )
         # What calls look at, which stays as it is:
         self.config, self.engine, self.rank = made.config, made.engine, made.rank
@@ -177,10 +183,8 @@ class AllToAll(NotCopied):
             made = bare.dispatch(self._comm, open_form, x, topk_idx, topk_weights, scales)
             if made is not None:
                 return made  # type: ignore[no-any-return]
-        form = self._form(given, max_tokens, capacity)
-        count, count_on_host = None, arguments.ALL_ROWS
-        if num_tokens is not None:
-            count, count_on_host = arguments.split_count(num_tokens)
+        form = arguments.dispatch_form(self.config, self._shape, given, max_tokens, capacity)
+        count, count_on_host = arguments.split_count(num_tokens)
         run = without_default_device(self.dispatch_with) if num_modes() else self.dispatch_with
         return run(form, x, topk_idx, topk_weights, scales, extras, count, count_on_host)
 
@@ -226,7 +230,8 @@ class AllToAll(NotCopied):
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
         first = (self._comm, options, max_tokens, capacity, x, topk_idx, topk_weights)
-        last: tuple[Any, ...] = (scales, _checked(others), [*extras], count, count_on_host)
+        checked = arguments.checked_first(others)
+        last: tuple[Any, ...] = (scales, checked, [*extras], count, count_on_host)
         if not (grad or extras or counted or watched()):  # what is not given takes as long
             last = last[: 2 if others else scales is not None]
         try:
@@ -312,9 +317,7 @@ class AllToAll(NotCopied):
             arguments.refuse_tangents(y=y, row_weights=row_weights, out=out, **beside)
         out_dtype, with_wait_ticks, number = given.out_dtype, given.with_wait_ticks, given.number
         if out is not None:
-            arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
-            in_order = not sum_order_of(number)
-            errors.require(in_order, "out is given, which takes sums in order='ranks' only")
+            arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad, number)
             out_dtype = out.dtype
         dtype = y.dtype
         sum_dtype = dtype if out_dtype is None else out_dtype
@@ -329,20 +332,16 @@ class AllToAll(NotCopied):
             self._communicator.prepare_combine(dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
-        if out is not None:
-            scalars, ticks = beside_sums(
-                y, self._shape, out.shape[0], row_scalars is not None, with_wait_ticks
-            )
         topk_idx = dispatched.topk_idx
         try:
             first = (self._comm, options, max_tokens, handle)
             if out is not None:
+                with_scalars = row_scalars is not None
+                also = beside_sums(y, self._shape, out.shape[0], with_scalars, with_wait_ticks)
                 inputs = (y, row_weights, row_scalars, topk_weights, terms, handle)
-                _COMBINE_OUT(
-                    self._comm, *inputs, max_tokens, out, scalars, ticks, partials_from(number)
-                )
+                _COMBINE_OUT(self._comm, *inputs, max_tokens, out, *also, partials_from(number))
                 arguments.count_versions(out)
-                return with_more(out, scalars, ticks)
+                return with_more(out, *also)
             usual = (*first, y, topk_idx, row_weights)
             if out_dtype is None and row_scalars is None and not (terms or with_wait_ticks or grad):
                 late = () if topk_weights is None else (topk_weights,)
@@ -382,10 +381,8 @@ class AllToAll(NotCopied):
             refuse(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
         arguments.refuse_tensor(extras)
         given = arguments.dispatch_options(options, layout, quantize, moved)
-        form = self._form(given, max_tokens, capacity)
-        count, count_on_host = None, arguments.ALL_ROWS
-        if num_tokens is not None:
-            count, count_on_host = arguments.split_count(num_tokens)
+        form = arguments.dispatch_form(self.config, self._shape, given, max_tokens, capacity)
+        count, count_on_host = arguments.split_count(num_tokens)
         return without_default_device(self.dispatch_send_with)(
             form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
         )
@@ -430,12 +427,6 @@ class AllToAll(NotCopied):
             self._shape.scales_of(scales, options) if has_scales else None,
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
-
-    def _form(
-        self, options: DispatchOptions, max_tokens: int | None, capacity: int | None
-    ) -> tuple[DispatchOptions, int, int]:
-        most = self.config.max_tokens if max_tokens is None else max_tokens
-        return arguments.dispatch_form(self._shape, options, most, capacity)
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Returns what dispatch_recv fills, before it is filled."""
@@ -523,14 +514,10 @@ class AllToAll(NotCopied):
         errors.require_type("pending", pending, PendingCombine, "the result of a combine_send")
         num_rows = pending.num_rows
         if out is None:
-            out = pending.handle.new_empty(
-                (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
-            )
+            shape = num_rows, self.config.hidden_dim
+            out = pending.handle.new_empty(shape, dtype=pending.out_dtype)
         else:
-            errors.require_type("out", out, Tensor)
-            refuse_lazy(out=out)
-            if torch.is_grad_enabled():
-                arguments.refuse_gradient(arguments.OUT_HAS_GRADIENT, out=out)
+            arguments.check_received_sums(out)
         scalars, ticks = beside_sums(
             pending.handle, self._shape, num_rows, pending.with_scalars, with_wait_ticks
         )
@@ -595,9 +582,12 @@ class AllToAll(NotCopied):
         step of an engine that replays graphs. It reads one word of pinned memory, waits for nothing
         and launches nothing, so it finds what kernels have reported so far; what a kernel leaves
         out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
-        waiting for this one. Raises as calls do, and ClosedError once it is closed.
+        waiting for this one. Raises as calls do, ClosedError once it is closed, PeerDeadError once
+        naming step and rank where sums are NaN because a rank was lost (`lost` of the
+        configuration), and AbortedError where the world goes on without this rank.
         """
         call(_ops.all_to_all_check.default, [self._comm])
+        self._communicator.check_member()
 
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
@@ -615,35 +605,67 @@ class AllToAll(NotCopied):
         """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
 
         The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
-        order, which waits for nothing). Each rank masks others by itself, so masks may differ
-        for as long as a deadline. clean_masks() takes ranks back. Raises InvalidArgumentError
-        without mask_lost_ranks.
+        order). Each rank masks others by itself, so masks may differ for as long as a deadline.
+        clean_masks() takes ranks back. Raises InvalidArgumentError without mask_lost_ranks.
         """
         return self._communicator.masked
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Masks these ranks at once; on a GPU in stream order. Call it on all ranks: a rank that
         does not waits for the masked ranks, and masked ranks wait for the callers. Data under way
-        to a masked rank need not arrive.
-
-        Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
+        to them need not arrive. Raises InvalidArgumentError for this rank and for unknown ones.
         """
         self._communicator.mask_ranks(ranks)
 
     def clean_masks(self) -> None:
         """Takes masked ranks back, where all ranks are of one node; on a GPU in stream order.
 
-        Every rank calls it, equally often, also a rank that has masked none: others may have
-        masked it. It waits for nobody. A rank that makes its next call before another one has
-        cleaned waits for it there, and masks it at the deadline. The memory stays, so captured
-        CUDA graphs stay valid. Calls that are open end: what was dispatched before is not combined.
+        Every rank calls it, equally often, also one that has masked none: others may have masked
+        it. It waits for nobody. Who makes its next call before another one has cleaned waits for it
+        there, and masks it at the deadline. Captured CUDA graphs stay valid. Open calls end: what
+        was dispatched before is not combined.
 
         On this rank no call may run meanwhile: replays of graphs on other streams have ended.
-        Objects that share one mask all clean it. Raises UnavailableError between nodes: make a new
-        object there; InvalidArgumentError without mask_lost_ranks or in a capture; and the error
-        of an object that is broken, which stays so.
+        Objects that share one mask all clean it. Raises UnavailableError between nodes,
+        InvalidArgumentError without mask_lost_ranks or in a capture, and what broke the object.
         """
         call(_ops.all_to_all_clean_masks.default, self._comm)
+
+    @property
+    def lost_tokens(self) -> int:
+        """How many tokens of this rank lacked rows of a rank that was lost after their dispatch
+        (`lost` of the configuration), in the epoch that is. UnavailableError on GPUs."""
+        return int(call(_ops.all_to_all_lost.default, self._comm))
+
+    def stage_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:
+        """Begins to make the next epoch of the world, beside steps: of this one's ranks but for
+        `remove` and those that are gone, and of new processes of `add`, also in place of lost ones.
+
+        Returns at once. Ranks that stay or are removed all call it alike; new ones pass join=True.
+        Raises InvalidArgumentError for seats that are not there, and where members are staged.
+        """
+        self._communicator.stage_members(add, remove)
+
+    def members_staged(self) -> bool:
+        """Whether commit_members() waits for nobody. Asks no store, and never waits."""
+        return self._communicator.staged()
+
+    def commit_members(self) -> None:
+        """Enters the epoch that was staged, once all its ranks have staged it. All ranks call it
+        between the same two steps. Open calls, and handles, masks and errors of the epoch before,
+        end; the object stays, unless this rank was removed: then it is closed.
+
+        Raises AbortedError, naming whom, where a rank was lost or late (timeout_s) or raised: this
+        epoch goes on. Also where others go on without this rank, which was not removed: the object
+        waits for an epoch with its whole node of several ranks, else it is closed. Raises
+        StoreError where the store is gone, and closes the object if others may have gone on.
+        """
+        self._communicator.commit_members()
+
+    def update_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:
+        """stage_members() and commit_members(), for ranks that may wait between two steps."""
+        self.stage_members(add=add, remove=remove)
+        self.commit_members()
 
     def gather_counts(self, values: Tensor) -> Tensor:
         """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.
@@ -667,17 +689,6 @@ class AllToAll(NotCopied):
             text = f"rank {self.rank}: the communicator is closed, and cannot be entered again"
             raise errors.make(errors.ClosedError, text)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failed:
-            if error is None:
-                raise
-            # An ExitStack on the way has cut off `error`, the first failure.
-            warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         broken = self.broken

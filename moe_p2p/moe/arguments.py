@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_p2p import errors
-from moe_p2p.library import refuse_lazy
+from moe_p2p.library import refuse_lazy, watched
+from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.ops import NO_SCALAR_GRADIENT
@@ -23,6 +24,7 @@ from moe_p2p.moe.options import (
     DispatchOptions,
     refuse_moved,
     shorthand,
+    sum_order_of,
 )
 from moe_p2p.moe.shape import CommunicatorShape
 
@@ -87,8 +89,18 @@ def refuse_lazy_rows(out: Dispatched) -> None:
                 refuse_lazy(**{f"out.{name}": each})
 
 
-def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
+def check_received_sums(out: Tensor) -> None:
+    """Of combine_recv."""
+    errors.require_type("out", out, Tensor)
+    refuse_lazy(out=out)
+    if torch.is_grad_enabled():
+        refuse_gradient(OUT_HAS_GRADIENT, out=out)
+
+
+def split_count(num_tokens: int | Tensor | None) -> tuple[Tensor | None, int]:
     """Returns the count as a tensor, and as the number that is used without a tensor."""
+    if num_tokens is None:
+        return None, ALL_ROWS
     if isinstance(num_tokens, Tensor):
         return num_tokens, ALL_ROWS
     errors.require_type("num_tokens", num_tokens, int, "an int, or a torch.Tensor of one")
@@ -115,9 +127,15 @@ def dispatch_options(
 
 
 def dispatch_form(
-    shape: CommunicatorShape, options: DispatchOptions, max_tokens: int, capacity: int | None
+    config: AllToAllConfig,
+    shape: CommunicatorShape,
+    options: DispatchOptions,
+    max_tokens: int | None,
+    capacity: int | None,
 ) -> tuple[DispatchOptions, int, int]:
     """Fields of a DispatchForm."""
+    if max_tokens is None:
+        max_tokens = config.max_tokens
     try:
         if max_tokens < 0:
             text = f"max_tokens is {max_tokens}, must be at least 0"
@@ -141,6 +159,11 @@ def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOption
 def bytes_of_rows(x: Tensor) -> int:
     """Row size in bytes if x is raw uint8, else 0."""
     return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
+
+
+def checked_first(others: list[int] | None) -> list[int]:
+    """Which communicators an op checks first: none where somebody watches."""
+    return [] if others is None or watched() else others
 
 
 def refuse_tensor(extras: object) -> None:
@@ -173,7 +196,9 @@ def bias_list(bias: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
     return list(bias)
 
 
-def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
+def check_out(
+    out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool, options: int
+) -> None:
     """Raises unless a combine of num_rows tokens may write into `out`."""
     errors.require_type("out", out, Tensor)
     if grad:
@@ -186,6 +211,8 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
         text = f"out has {out.shape[0]} rows, must have {num_rows}, as the dispatched x"
     elif out_dtype not in (None, out.dtype):
         text = f"out_dtype is {out_dtype}, but out is of {out.dtype}"
+    elif sum_order_of(options):
+        text = "out is given, which takes sums in order='ranks' only"
     else:
         refuse_lazy(out=out)
         return

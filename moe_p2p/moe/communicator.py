@@ -1,19 +1,17 @@
 """A communicator: how ranks become one, and how it ends. AllToAll holds one, and makes the calls.
 
-It owns the engine unless it was given, the C++ object (by number), the GPU's side and the masks.
+It is the face: what stays while ranks come and go. It owns the engine unless it was given, the
+GPU's side, and the epoch that is entered (epoch.py), whose C++ object its number names; of a world
+that changes also that world (elastic.py).
 Control path only. Symbols: W ranks, L ranks per node, E_local experts of this rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import os
-import platform
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -23,28 +21,34 @@ from torch._C._distributed_c10d import Store
 from moe_p2p import env, errors, library
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import Closing
-from moe_p2p.engine.transfers import bytes_from, tensor_from
 from moe_p2p.fleet.bootstrap import Bootstrap, store_of
+from moe_p2p.fleet.client import StoreError
 from moe_p2p.fleet.roll_call import roll_call
-from moe_p2p.library import call, refuse_lazy
+from moe_p2p.library import refuse_lazy
 from moe_p2p.machine import driver, transport, tuned
 from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.elastic import Changes, Joining
+from moe_p2p.moe.epoch import Epoch, Masks, make_epoch, own_host
 from moe_p2p.moe.gpu.kernels import DeviceSide
 from moe_p2p.moe.gpu.partners import partners_of
 from moe_p2p.moe.gpu.prepared import Combines, Dispatches, refuse_capture, usual_calls, when_traced
 from moe_p2p.moe.options import QUANTIZE, gradient_of, partials_from, sum_order_of
 from moe_p2p.moe.rendezvous import mirror, shared_memory
-from moe_p2p.moe.rendezvous.agreement import Facts, Host, Offer, agree_on_transport, conclude
+from moe_p2p.moe.rendezvous.agreement import Offer, agree_on_transport
 from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
 from moe_p2p.moe.tuned import Shared
 
 _ops = torch.ops.moe_p2p
 
 
-def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
+def _close(
+    comm: int, engine: Engine | None, device: DeviceSide | None, changes: Changes | None
+) -> None:
     with ExitStack() as undo:
         if engine is not None:
             undo.callback(engine.close)
+        if changes is not None:
+            undo.callback(changes.close)
         if device is not None:
             undo.callback(device.close)  # NICs read its memory until the communicator is closed
         undo.callback(forget_shape, comm)
@@ -54,11 +58,6 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
         finally:
             _ops.all_to_all_close.default(comm)
             library.raise_interrupt()  # of a signal that ended the wait for partners early
-
-
-def own_host() -> Host:
-    """Where this rank is, for ranks that conclude who share memory."""
-    return Host(call(_ops.host_identity.default), platform.node())
 
 
 class Communicator:
@@ -74,6 +73,7 @@ class Communicator:
         engine: Engine | None,
         masked: Tensor | None,
         gone: Callable[[int], bool],
+        joining: Joining | None = None,
     ) -> None:
         errors.require_type("config", config, AllToAllConfig, "an AllToAllConfig")
         self.config = config
@@ -83,44 +83,71 @@ class Communicator:
             config.check_beside_engine()
         if config.on_gpu:
             refuse_capture("a communicator of this shape is not made: make it, or a call,")
-        meeting = self._meet(group_or_store, rank, world_size, gone)
-        self.rank = meeting.rank
-        self.world_size = meeting.world_size
-        self._masks = self._make_masks(masked, meeting.absent)
         self._tuned = tuned.find()
+        self._changes: Changes | None = None
+        self.device: DeviceSide | None = None
+        self.num_refused = 0
+        self._engine, self._own_engine = engine, engine is None
+        if joining is not None:
+            self._join(group_or_store, rank, world_size, joining, masked)
+            return
+        meeting = self._meet(group_or_store, rank, world_size, gone)
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        masks = self._make_masks(masked, meeting.absent)
         with meeting, shared_memory.explained(self._shared_memory):
-            own_engine = engine is None
-            self.engine = self._choose_engine(meeting, engine)
             try:
-                self.number = self._create(meeting)
+                epoch = self._create(meeting, masks)
             except BaseException:
-                if own_engine:
-                    self.engine.close()
+                self._close_own_engine()
                 raise
+            self._face(epoch)
             try:
                 self.device = self._make_device(meeting)
                 self.num_refused = meeting.num_refused
             except BaseException:
-                _close(self.number, self.engine if own_engine else None, None)
+                _close(self.number, self._engine if self._own_engine else None, None, None)
                 raise
-            self._closing = Closing(
-                self, _close, self.number, self.engine if own_engine else None, self.device
-            )
+            self._closes()
             try:
-                with self._stand_ins(meeting) as addresses:
-                    call(
-                        _ops.all_to_all_connect.default,
-                        self.number,
-                        [tensor_from(data, "address") for data in addresses],
-                    )
-                    if self.device is not None:
-                        self.device.use_signals()
-                        self.device.prepare(*usual_calls(config))
-                        self.device.prepare_clean()
-                    meeting.exchange(b"", "all ranks to be connected")
+                epoch.connect(meeting)
+                if self.device is not None:
+                    self.device.use_signals()
+                    self.device.prepare(*usual_calls(config))
+                    self.device.prepare_clean()
+                meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "made with the first epoch"
+        return self._engine
+
+    def _close_own_engine(self) -> None:
+        if self._own_engine and self._engine is not None:
+            self._engine.close()
+
+    def _face(self, epoch: Epoch) -> None:
+        """What calls look at, of the first epoch; all later ones are alike."""
+        self.number, self.ranks_per_node, self._masks = epoch
+        config = self.config
+        self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
+        self.shape = CommunicatorShape(
+            world_size=self.world_size,
+            ranks_per_node=self.ranks_per_node,
+            num_local_experts=self.num_local_experts,
+            hidden_dim=config.hidden_dim,
+            topk=config.topk,
+            chunk_tokens=config.step_tokens,
+            masks=config.mask_lost_ranks or self._changes is not None,
+            poisons=self.poisons(),
+        )
+        remember_shape(self.number, self.shape)
+
+    def _closes(self) -> None:
+        engine = self._engine if self._own_engine else None
+        self._closing = Closing(self, _close, self.number, engine, self.device, self._changes)
 
     def _meet(
         self,
@@ -140,33 +167,99 @@ class Communicator:
             return mirror.meet(store, own, size, timeout_s=timeout_s)
         return Bootstrap(among, rank=own, world_size=size, timeout_s=timeout_s, present=present)
 
-    @contextmanager
-    def _stand_ins(self, meeting: Bootstrap) -> Iterator[list[bytes]]:
-        """Yields the addresses of all ranks. An absent one of another node has none; of the
-        own node, that of a communicator which the first rank makes and closes again, so that its
-        shared memory is of a rank that is gone."""
-        own = bytes_from(call(_ops.all_to_all_address.default, self.number))
-        if not meeting.absent or self.ranks_per_node < self.world_size:
-            of_ranks = meeting.exchange(own, mirror.ADDRESSES)
-            yield [b"" if r in meeting.absent else each for r, each in enumerate(of_ranks)]
-            return
-        with ExitStack() as undo:
-            addresses = {self.rank: own.hex()}
-            for rank in meeting.absent if self.rank == meeting.ranks[0] else ():
-                settings, masks = self._settings(rank=rank), self._masks and self._masks[1]
-                made = int(
-                    call(_ops.all_to_all_create.default, self.engine.number, settings, masks)
-                )
-                undo.callback(_ops.all_to_all_close.default, made)
-                addresses[rank] = bytes_from(call(_ops.all_to_all_address.default, made)).hex()
-            of_all = dict[str, str]()
-            for said in meeting.exchange(json.dumps(addresses).encode(), mirror.ADDRESSES):
-                of_all |= json.loads(said)
-            yield [bytes.fromhex(of_all[str(rank)]) for rank in range(self.world_size)]
+    # --- a world that changes ---
+
+    def _join(
+        self,
+        group_or_store: dist.ProcessGroup | Store | None,
+        rank: int | None,
+        world_size: int | None,
+        joining: Joining,
+        masked: Tensor | None,
+    ) -> None:
+        """Makes this face of the first epoch that calls this process."""
+        if self.config.on_gpu:
+            text = (
+                "worlds that change are for CPU tensors so far; make one without members and join"
+            )
+            raise errors.make(errors.UnavailableError, text)
+        text = "masked is given, and a world that changes has masks for each epoch: read .masked"
+        errors.require(masked is None, text)
+        store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
+        self._changes = changes = Changes(store, self.rank, self.world_size, self.config)
+        try:
+            with shared_memory.explained(self._shared_memory):
+                self._face(changes.begin(joining, self._stage))
+        except BaseException:
+            self._close_own_engine()
+            changes.close()
+            raise
+        self._closes()
+
+    def _stage(self, meeting: Bootstrap, lead: int) -> Epoch:
+        """Makes an epoch of the ranks that meet, beside steps. lead: the rank whose figures count
+        where ranks have measured different ones."""
+        masks = self._make_masks(None, meeting.absent, always=True)
+        epoch = self._create(meeting, masks, lead)
+        try:
+            known = getattr(self, "ranks_per_node", epoch.ranks_per_node)
+            errors.require(
+                epoch.ranks_per_node == known,
+                f"nodes have {epoch.ranks_per_node} ranks with those that come, and {known} before;"
+                " pass ranks_per_node",
+            )
+            epoch.connect(meeting)
+            meeting.exchange(b"", "all ranks to be connected")
+        except BaseException:
+            epoch.close()
+            raise
+        return epoch
+
+    def stage_members(self, add: Iterable[int], remove: Iterable[int]) -> None:
+        self._changing().stage(add, remove, self._stage)
+
+    def staged(self) -> bool:
+        return self._changing().staged()
+
+    def commit_members(self) -> None:
+        changes = self._changing()
+        try:
+            epoch = changes.commit(self.number)
+        except StoreError:
+            if changes.in_doubt:  # it cannot know whether to stay
+                self.close()
+            raise
+        except errors.AbortedError:
+            if changes.is_out and not changes.may_return:
+                self.close()
+            raise
+        if epoch is None:
+            self.close()
+        else:
+            self._masks = epoch.masks
+
+    def _changing(self) -> Changes:
+        if self._changes is None:
+            text = "this world is fixed; make it with members= (its first ranks) or join=True"
+            raise errors.make(errors.InvalidArgumentError, text)
+        if self.why_closed:
+            raise errors.make(errors.ClosedError, f"rank {self.rank}: the communicator is closed")
+        return self._changes
+
+    def check_member(self) -> None:
+        """Raises where the world goes on without this rank."""
+        if self._changes is not None:
+            self._changes.world.check()
+
+    def poisons(self) -> bool:
+        """Whether sums that lack what a lost rank had to send are NaN."""
+        return self.config.lost == "poison" or (
+            self.config.lost is None and self._changes is not None
+        )
 
     def _shared_memory(self) -> str:
         """Returns what the communicator needs of /dev/shm, in a sentence."""
-        made = getattr(self, "engine", None)  # an engine that is not yet made has software NICs
+        made = self._engine  # an engine that is not yet made has software NICs
         software = made is None or made.provider in transport.SOFTWARE
         num_nics = (self.config.nics_per_rank or 2) if made is None else made.num_nics
         local = getattr(self, "ranks_per_node", self.config.ranks_per_node or self.world_size)
@@ -181,9 +274,11 @@ class Communicator:
         need = f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all"
         return f"{need} (python -m moe_p2p plan); chunk_tokens and steps_in_flight lower that"
 
-    def _make_masks(self, given: Tensor | None, absent: list[int]) -> tuple[Tensor, Tensor] | None:
-        """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
-        if not self.config.mask_lost_ranks:
+    def _make_masks(
+        self, given: Tensor | None, absent: list[int], *, always: bool = False
+    ) -> Masks | None:
+        """always: also where lost ranks are not masked, for those that are absent."""
+        if not (self.config.mask_lost_ranks or always):
             errors.require(given is None, "masked is given, and mask_lost_ranks is False; set it")
             return None
         with torch.inference_mode(False):  # calls and users write to it in any mode
@@ -234,32 +329,60 @@ class Communicator:
             chosen=self._shared.chosen(self._tuned),
         )
 
-    def _choose_engine(self, meeting: Bootstrap, given: Engine | None) -> Engine:
-        """Returns the given engine, or makes one over the transport that all ranks agree on."""
-        config = self.config
-        if given is None:
-            mine = transport.choose(config.transport, nics=config.nics)
-        else:
-            mine = transport.Choice(given.provider, "an engine was given", automatic=False)
-        name = tuned.transport_name(
-            mine.provider, config.provider_settings if given is None else given.opening.settings
-        )
-        shared = self._tuned.shared(name, str(config.device))
-        offer = Offer(own_host().key, mine, shared)
+    def _create(self, meeting: Bootstrap, masks: Masks | None, lead: int = 0) -> Epoch:
+        """Agrees on the transport, with an engine of it, and makes the C++ object."""
+        if not hasattr(self, "_mine"):
+            self._mine = self._preferred()
+        offer = Offer(own_host().key, self._mine, self._measured())
         offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
         errors.require(
-            not meeting.absent
-            or config.ranks_per_node == 1
+            self._changes is not None
+            or not meeting.absent
+            or self.config.ranks_per_node == 1
             or len({other.host for other in offers}) == 1,
             f"ranks {meeting.absent} did not come, and ranks of several hosts are only connected "
             "without a rank where each is a node of its own: pass ranks_per_node=1, or see what "
             "they printed last and start all of them again",
         )
-        self._shared = Shared.of(offers[0].tuned)
-        choice = agree_on_transport(offers, config.ranks_per_node)
-        if given is not None:
-            return given
-        neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
+        choice = agree_on_transport(offers, self.config.ranks_per_node)
+        if not hasattr(self, "_shared"):
+            self._shared = Shared.of(offers[lead].tuned)
+        if self._engine is None:
+            neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
+            self._engine = self._make_engine(choice, neighbours)
+        errors.require(
+            choice.provider == self._engine.provider or not hasattr(self, "ranks_per_node"),
+            f"the transport is {choice.provider} with the ranks that come, and "
+            f"{self._engine.provider} before; name one with transport=",
+        )
+        return make_epoch(
+            meeting,
+            self.config,
+            self._engine,
+            self._shared,
+            masks,
+            fixed_masks=int(masks is not None and not self.config.mask_lost_ranks),
+            poison=int(self.poisons()),
+        )
+
+    def _preferred(self) -> transport.Choice:
+        if self._engine is None:
+            return transport.choose(self.config.transport, nics=self.config.nics)
+        return transport.Choice(self._engine.provider, "an engine was given", automatic=False)
+
+    def _measured(self) -> tuple[int, ...]:
+        given, provider = self._engine, self._mine.provider
+        name = tuned.transport_name(
+            provider,
+            self.config.provider_settings
+            if given is None or self._own_engine
+            else given.opening.settings,
+        )
+        return self._tuned.shared(name, str(self.config.device))
+
+    def _make_engine(self, choice: transport.Choice, neighbours: list[int]) -> Engine:
+        """neighbours: ranks of this host, itself included."""
+        config = self.config
         gpu = driver.current_gpu() if config.on_gpu else None
         settings = config.transport_settings or env.transport_settings()
         if gpu is not None and (config.ranks_per_node or self.world_size) < self.world_size:
@@ -273,52 +396,6 @@ class Communicator:
         if choice.automatic:
             transport.announce(engine.label, choice, engine.opening)
         return engine
-
-    def _create(self, meeting: Bootstrap) -> int:
-        config = self._shared.with_parts(self.config, self.engine.provider)
-        host = own_host()
-        facts = Facts(
-            fields=config.agreed(self._shared.bulk)
-            | {"world_size": str(self.world_size), "arrival_flags": self.engine.arrivals},
-            host=host.key,
-            host_name=host.name,
-            next_communicator=self.engine.next_communicator,
-        )
-        facts_of_all = [
-            Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")
-        ]
-        agreed = conclude(facts_of_all, self.rank, config.ranks_per_node)
-        self.engine.use_communicators(agreed.communicator + 1)
-        self.ranks_per_node = agreed.ranks_per_node
-        self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
-        num_threads = config.num_threads
-        if num_threads is None:
-            num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
-        self._settings = functools.partial(
-            config.settings,
-            self.world_size,
-            self.ranks_per_node,
-            communicator=agreed.communicator,
-            timeout_s=float(config.timeout_s),
-            wait=config.wait,
-            num_threads=num_threads,
-            on_device=int(self._on_gpu),
-            arrival_flags=self.engine.arrivals,
-        )
-        settings = self._settings(rank=self.rank)
-        masks = self._masks[1] if self._masks is not None else None
-        comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
-        self.shape = CommunicatorShape(
-            world_size=self.world_size,
-            ranks_per_node=self.ranks_per_node,
-            num_local_experts=self.num_local_experts,
-            hidden_dim=config.hidden_dim,
-            topk=config.topk,
-            chunk_tokens=config.step_tokens,
-            masks=config.mask_lost_ranks,
-        )
-        remember_shape(comm, self.shape)
-        return comm
 
     @property
     def _on_gpu(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -52,6 +53,7 @@ LOCAL_FIELDS = frozenset(
         "transport",
         "nics_per_rank",
         "nics",
+        "lost",
     }
 )
 
@@ -95,6 +97,10 @@ class AllToAllConfig(EngineConfig):
         "auto": the first of them that can be. `AllToAll.arrival_flags` says which.
     mask_lost_ranks: a rank that is gone, or does not arrive within timeout_s, is masked: calls go
         on without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
+    lost: what a combine returns of a token whose rank was lost after its dispatch. "drop": the sum
+        of what the other ranks sent. "poison": NaN; check() then raises once, naming step and rank,
+        as calls do that autograd records. On CPUs. None: "poison" in worlds that change, else
+        "drop". `AllToAll.lost_tokens` counts either.
 
     Raises InvalidArgumentError naming the field, its value and the limit.
     """
@@ -117,6 +123,7 @@ class AllToAllConfig(EngineConfig):
     num_sms: int | None = None
     arrival_flags: dataclasses.InitVar[ArrivalFlags | None] = None
     mask_lost_ranks: bool = False
+    lost: Literal["poison", "drop"] | None = None
 
     def __post_init__(self, arrival_flags: ArrivalFlags | None) -> None:
         if arrival_flags is not None:
@@ -150,6 +157,10 @@ class AllToAllConfig(EngineConfig):
         )
         object.__setattr__(self, "device", torch.device(self.device))
         self._check_choice("mask_lost_ranks", (False, True))
+        self._check_choice("lost", (None, "poison", "drop"))
+        if self.lost == "poison" and self.on_gpu:
+            text = "lost='poison' is for CPU tensors so far; pass None or 'drop'"
+            raise errors.make(errors.UnavailableError, text)
         errors.require(
             self.topk <= self.num_experts,
             f"topk is {self.topk}, must be at most num_experts {self.num_experts}",

@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
-from moe_p2p.engine.lifetime import NotCopied
+from moe_p2p.engine.lifetime import Owner
 from moe_p2p.engine.transfers import Memory, Peer, Region, Request, Slice
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.fleet.neighbours import has_ended, own_identity
@@ -112,7 +111,7 @@ class _UnderWay:
     step: int = 0  # of the vote under way
 
 
-class ExpertMover(NotCopied):
+class ExpertMover(Owner):
     """One rank's end of moves between the slots of a group. Making one is collective.
 
     group_or_store, rank, world_size: as of AllToAll; used during construction only.
@@ -592,11 +591,6 @@ class ExpertMover(NotCopied):
     def __enter__(self) -> ExpertMover:
         self._require_usable()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self._broken or ("moving" if self.moving else "idle")

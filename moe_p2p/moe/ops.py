@@ -197,6 +197,8 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         ctx.capacity,
         False,
     )
+    if shape_of(ctx.comm).poisons:
+        call(_ops.all_to_all_check.default, [ctx.comm])
     weights = scalars[0] if ctx.with_weights else None  # [T, K]
     no_extras = [None] * ctx.num_extras
     no_others = [None] * ctx.num_others
@@ -205,6 +207,8 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     comm, options, max_tokens, handle, y, topk_idx, row_weights, topk_weights, *more = inputs
+    if shape_of(comm).poisons:
+        call(_ops.all_to_all_check.default, [comm])
     row_scalars, bias, _, capacity, _ = more
     if row_scalars is not None and row_scalars.requires_grad:
         raise errors.make(errors.InvalidArgumentError, NO_SCALAR_GRADIENT.format("row_scalars"))

@@ -30,9 +30,9 @@ from moe_p2p.fleet.neighbours import has_ended, own_identity
 from moe_p2p.library import call, raise_typed, register_fake, watched, without_default_device
 from moe_p2p.moe import arguments, direct
 from moe_p2p.moe.all_to_all import AllToAll
-from moe_p2p.moe.communicator import own_host
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.dispatched import Dispatched, dispatched_of, new_tuple
+from moe_p2p.moe.epoch import own_host
 from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.rendezvous.agreement import Host, find_ranks_per_node
 from moe_p2p.moe.rendezvous.mirror import meet

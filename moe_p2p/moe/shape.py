@@ -59,7 +59,8 @@ class CommunicatorShape:
     hidden_dim: int
     topk: int
     chunk_tokens: int
-    masks: bool = False  # it may lose ranks
+    masks: bool = False  # it may lose ranks, or change them
+    poisons: bool = False  # check() raises where a sum lacks what a lost rank had
 
     def handle_words(self, num_rows: int, max_tokens: int) -> int:
         """Returns a handle's size in int32 words; num_rows may be symbolic."""

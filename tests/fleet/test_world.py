@@ -252,8 +252,26 @@ def test_who_is_not_called_stops(made: Processes) -> None:
     first.check()
     with pytest.raises(moe_p2p.InvalidArgumentError, match="does not call it"):
         second.enter(called)
-    enter_all([first, second], first.call(add=[1]))  # as a newcomer
-    second.check()
+    with beside(first.call, add=[1]) as call:  # not second, although it has its lease still
+        again = made.world(1)
+        called = call.result()
+    assert called.ids[1] == again.id
+    enter_all([first, again], called)
+
+
+def test_who_is_removed_may_come_late(made: Processes) -> None:
+    """It called an epoch of its own then, which nobody staged."""
+    first, second, third = begin(made, 0, 1, 2)
+    removing = first.call(remove=[1, 2])
+    assert third.call(remove=[1, 2]) == removing
+    enter_all([first], removing)
+    assert second.call(remove=[1, 2]) == removing
+    enter_all([first], first.call())
+    first.sweep(first.look())
+    for late in (second, third):
+        assert late.settle(removing, Deadline(LONG_S)) == YES
+        assert late.id in removing.removed
+        assert late.id in late.call(remove=[1, 2]).removed
 
 
 def test_whole_nodes_only(made: Processes) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig, library
-from moe_p2p.moe import communicator
+from moe_p2p.moe import epoch
 from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.rendezvous import agreement
 from moe_p2p.moe.rendezvous.agreement import Host, find_ranks_per_node
@@ -291,7 +291,7 @@ def run_connect(rank: Rank, ranks_per_node: int) -> str:
                 left.unlink(missing_ok=True)
         return library.call(op, *arguments)
 
-    communicator.call = call  # type: ignore[attr-defined]  # in this process only
+    epoch.call = call  # type: ignore[attr-defined]  # in this process only
     with pytest.raises(moe_p2p.PeerDeadError) as caught:
         make(rank, ranks_per_node=ranks_per_node, timeout_s=20.0)
     return str(caught.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -96,8 +96,19 @@ def check_sums(comm: AllToAll, live: Any, wanted: Wanted, seed: int) -> None:
     assert torch.equal(out.cpu(), wanted.out[comm.rank])
 
 
-def last_step(comm: AllToAll, seed: int, gone: Iterable[int], dying: Iterable[int]) -> None:
-    """Ranks `dying` end between dispatch and combine; their dispatch arrives whole or not."""
+def last_step(
+    comm: AllToAll,
+    seed: int,
+    gone: Iterable[int],
+    dying: Iterable[int],
+    then: Callable[[], None] = lambda: None,
+    *,
+    poisoned: bool = False,
+) -> int:
+    """Ranks `dying` end between dispatch and combine; their dispatch arrives whole or not.
+
+    then: called between the two. poisoned: sums that lack something are NaN. Returns how many do.
+    """
     gone, dying = list(gone), list(dying)
     mine = expect_without(comm, seed, [*gone, *dying])
     live = comm.dispatch(**given_by(comm, seed))
@@ -106,11 +117,20 @@ def last_step(comm: AllToAll, seed: int, gone: Iterable[int], dying: Iterable[in
     came = set(got.source[:, 0].tolist()) & set(dying) if got.source is not None else set()
     here = expect_without(comm, seed, [*gone, *(set(dying) - came)])
     cases.assert_received(got, here.received[comm.rank])
+    then()
     out = comm.combine(
         dispatched=live, y=cases.on_device(comm, here.y[comm.rank]), out_dtype=here.out_dtype
     )
     cases.finish(comm)
-    assert torch.equal(out.cpu(), mine.out[comm.rank])
+    topology, sums = cases.topology_of(comm), mine.out[comm.rank].clone()
+    owned = torch.cat([topology.local_experts(rank) for rank in dying])
+    lacking = torch.isin(tokens_by(comm, seed).topk_idx, owned).any(1)
+    if poisoned:
+        assert out.cpu()[lacking].isnan().all()
+    else:
+        assert torch.equal(out.cpu(), sums)
+    assert torch.equal(out.cpu()[~lacking], sums[~lacking])
+    return int(lacking.sum())
 
 
 def masks_of(comm: AllToAll) -> list[int]:

@@ -32,7 +32,9 @@ HostBackend::HostBackend(const Plan& plan, const AllToAllOptions& options, NodeM
       kernels_(plan, memory, options.num_threads, masks),
       ring_(plan, kernels_),
       ledger_(plan.shape.steps_in_flight),
-      context_{plan, options.communicator, kernels_, ring_, ledger_} {}
+      context_{plan, options.communicator, kernels_, ring_, ledger_} {
+  if (options.poison) kernels_.poison();
+}
 
 std::optional<provider::MemorySpan> HostBackend::regions() const {
   return provider::MemorySpan{

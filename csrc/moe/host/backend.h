@@ -26,6 +26,12 @@ class HostBackend final : public Backend {
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
+  Lost lost() const noexcept {
+    const HostKernels::Losses& lost = kernels_.lost();
+    return {lost.num_tokens.load(std::memory_order_relaxed),
+            lost.step.load(std::memory_order_relaxed), lost.rank.load(std::memory_order_relaxed)};
+  }
+
   // For a simulation, which advances calls one by one.
   const HostContext& context() const noexcept { return context_; }
   // Throws when something ends the wait of a call for `pending`.

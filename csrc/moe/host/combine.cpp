@@ -282,10 +282,26 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
     }
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
     sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, false, hidden);
-    if (scalars)
-      sum_scalars(call.out_scalars + token * shape_.topk,
-                  {found.partials.data(), found.num_partials}, 0, shape_.topk);
+    float* const sums = scalars ? call.out_scalars + token * shape_.topk : nullptr;
+    if (scalars) sum_scalars(sums, {found.partials.data(), found.num_partials}, 0, shape_.topk);
+    const int lost = any_silent_ ? lost_of(handle.send_slots(token)) : -1;
+    if (lost < 0) return;
+    lost_.num_tokens.fetch_add(1, std::memory_order_relaxed);
+    lost_.step.store(step.index, std::memory_order_relaxed);
+    lost_.rank.store(lost, std::memory_order_relaxed);
+    if (!poisons_) return;
+    std::memset(out, 0xff, row_bytes);  // NaN in each type
+    if (scalars) std::memset(sums, 0xff, sizeof(float) * static_cast<size_t>(shape_.topk));
   });
+}
+
+// No token was given to ranks that were masked when it was dispatched (route()).
+int HostKernels::lost_of(const int32_t* slots) const noexcept {
+  for (int c = 0; c < shape_.ranks_per_node + shape_.num_nodes(); ++c) {
+    if (c == shape_.ranks_per_node + memory_.node() || slots[c] < 0) continue;
+    if (const int rank = rank_of_column(c); silent(rank)) return rank;
+  }
+  return -1;
 }
 
 // Nodes ascending; of the own one each rank.

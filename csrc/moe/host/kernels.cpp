@@ -43,8 +43,12 @@ HostKernels::HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, 
       pool_(num_threads) {}
 
 void HostKernels::look_at_masks() {
-  for (int rank = 0; masks_.enabled() && rank < shape_.world_size; ++rank)
-    silent_[static_cast<size_t>(rank)] = rank != memory_.rank() && masks_.has(rank);
+  any_silent_ = false;
+  for (int rank = 0; masks_.enabled() && rank < shape_.world_size; ++rank) {
+    const bool is = rank != memory_.rank() && masks_.has(rank);
+    silent_[static_cast<size_t>(rank)] = is;
+    any_silent_ |= is;
+  }
 }
 
 void HostKernels::begin_round(uint64_t round) noexcept {

@@ -3,6 +3,7 @@
 // has arrived. They throw only on wrong data from peers (Error{kProtocol}, naming the rank).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -43,6 +44,14 @@ class HostKernels {
  public:
   HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks);
   int rank() const noexcept { return memory_.rank(); }
+  // From now on sums that lack what a masked rank had to send are NaN.
+  void poison() noexcept { poisons_ = true; }
+  // See AllToAll::lost(). Any thread.
+  struct Losses {
+    std::atomic<uint64_t> num_tokens{0}, step{0};
+    std::atomic<int> rank{-1};
+  };
+  const Losses& lost() const noexcept { return lost_; }
 
   // Reads which ranks are masked; all kernels use that until the next call of this. Nothing is
   // written for masked ranks; they count as arrived, and empty.
@@ -116,6 +125,8 @@ class HostKernels {
                           Addends& found) const noexcept;
   void find_in_topk_order(Step step, const CombineRecv& call, int64_t token, const int32_t* slots,
                           Addends& found) const noexcept;
+  // A masked rank that has this token, so that its sum lacks something; -1: none.
+  int lost_of(const int32_t* slots) const noexcept;
   // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
   void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,
@@ -129,7 +140,10 @@ class HostKernels {
   const abi::Shape& shape_;
   NodeMemory& memory_;
   const Masks masks_;
-  std::vector<bool> silent_;     // [W] masked at the last look
+  std::vector<bool> silent_;  // [W] masked at the last look
+  bool any_silent_ = false;
+  bool poisons_ = false;
+  Losses lost_;
   std::vector<uint64_t> empty_;  // dispatch of a masked rank: a header and counts, all zero
   platform::ThreadPool pool_;
 };

@@ -191,7 +191,7 @@ void Exchange::finish(Lane& lane, Part& part) noexcept {
 }
 
 void Exchange::fail(const Failure& failure) noexcept {
-  if (masks_.enabled()) {
+  if (masks_.grow()) {
     masks_.add(rank_of(failure.node));
     platform::notify_all(memory_.bell(memory_.local()));
     return;
@@ -210,7 +210,7 @@ void Exchange::stop(const Failure& failure) noexcept {
   failure_ = failure;
   failed_.store(true, std::memory_order_release);  // pairs with failure()
   for (int l = 0; l < memory_.num_local(); ++l) {
-    if (masks_.enabled() && l != memory_.local()) continue;  // they mask this rank
+    if (masks_.grow() && l != memory_.local()) continue;  // they mask this rank
     // The whole node stops waiting: neighbours will miss the same partner.
     std::atomic_ref(memory_.head(l).abort)
         .store(1 + static_cast<uint64_t>(memory_.rank()), std::memory_order_release);

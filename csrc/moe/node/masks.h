@@ -11,13 +11,15 @@ namespace moe_p2p::moe {
 class Masks {
  public:
   // words: [W]; null: ranks are not masked, a rank that is gone breaks the communicator.
-  // absent: [W], 1 for a rank of another node that did not come to the set-up. It has no memory to
-  // write to, so it stays masked: a caller who resets its word finds it set again. Written before
-  // the first call only.
-  explicit Masks(int32_t* words, const uint8_t* absent = nullptr) noexcept
-      : words_(words), absent_(absent) {}
+  // absent: [W], 1 for a rank that did not come to the set-up. It has no memory to write to, so it
+  // stays masked: a caller who resets its word finds it set again. Written before the first call.
+  // fixed: only absent ranks are masked; another that is gone breaks the communicator.
+  explicit Masks(int32_t* words, const uint8_t* absent = nullptr, bool fixed = false) noexcept
+      : words_(words), absent_(absent), fixed_(fixed) {}
 
   bool enabled() const noexcept { return words_ != nullptr; }
+  // A rank that is gone is masked.
+  bool grow() const noexcept { return words_ && !fixed_; }
   // relaxed, both: a mask means that something will not arrive; no data depends on it.
   bool has(int rank) const noexcept {
     if (!words_) return false;
@@ -36,6 +38,7 @@ class Masks {
  private:
   int32_t* words_;
   const uint8_t* absent_;
+  bool fixed_;
 };
 
 }  // namespace moe_p2p::moe

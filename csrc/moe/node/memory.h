@@ -26,7 +26,8 @@ class NodeMemory {
     std::string memory_name;  // of its shared memory
     std::string waker_name;   // of its proxy's event count
   };
-  // [L] in local order; this rank's own entry is used for its waker only.
+  // [L] in local order; this rank's own entry is used for its waker only. Of a rank that is not
+  // there both names are empty: its memory is blank, and it counts as closed.
   void attach(const std::vector<Neighbour>& neighbours);
   // Maps a rank of another node on this host, where NICs write in place: this node's outboxes for
   // it then are its landings. Called for all ranks of other nodes, or none.

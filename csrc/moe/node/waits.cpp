@@ -19,7 +19,7 @@ void Waits::fail(Code code, const std::string& message) const {
 void Waits::latch(const Error& error) {
   broken_ = error;
   for (int l = 0; l < memory_.num_local(); ++l) {
-    if (masks_.enabled() && l != memory_.local()) continue;  // they mask this rank: see gone()
+    if (masks_.grow() && l != memory_.local()) continue;  // they mask this rank: see gone()
     uint64_t none = 0;
     // release: pairs with the acquire in check_abort() of the neighbours.
     std::atomic_ref(memory_.head(l).abort)
@@ -64,7 +64,7 @@ std::string Waits::gone(int local) const {
   const auto rank = rank_of(memory_.node(), local);
   if (std::atomic_ref(memory_.head(local).closed).load(std::memory_order_acquire) != 0)
     return base::concat("rank ", rank, " has closed its communicator");
-  if (masks_.enabled() &&
+  if (masks_.grow() &&
       std::atomic_ref(memory_.head(local).abort).load(std::memory_order_acquire) != 0)
     return base::concat("rank ", rank, " gave up; see its error");
   return memory_.alive(local) ? "" : base::concat("rank ", rank, "'s process has ended");
@@ -90,7 +90,7 @@ void Waits::check_neighbours(const Arrived& arrived, const Text& text) const {
     const std::string why = silent(source);
     if (why.empty()) continue;
     if (arrived(source)) continue;  // it arrived before the end
-    if (!masks_.enabled()) fail(Code::kPeerDead, base::concat(why, "; ", text()));
+    if (!masks_.grow()) fail(Code::kPeerDead, base::concat(why, "; ", text()));
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", options_.rank, ": rank ", source,
                 " is masked: ", why);
     masks_.add(source);
@@ -114,7 +114,7 @@ void Waits::probe(const Arrived& arrived) const {
 }
 
 bool Waits::mask_missing(const Arrived& arrived, const Text& text) const {
-  if (!masks_.enabled() || !arrived(options_.rank)) return false;
+  if (!masks_.grow() || !arrived(options_.rank)) return false;
   bool masked = false;
   MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", options_.rank, ": masks ranks after ",
               options_.timeout.count(), " ms: ", text());
@@ -157,7 +157,7 @@ void Waits::wait(const std::function<bool()>& ready, const Arrived& arrived,
   auto began = platform::Clock::now();
   auto deadline = began + options_.timeout;
   while (!wait_until(deadline, ready, arrived, text)) {
-    if (masks_.enabled() && began + patience(arrived) > deadline) {
+    if (masks_.grow() && began + patience(arrived) > deadline) {
       deadline = began + patience(arrived);
     } else if (mask_missing(arrived, text)) {
       began = platform::Clock::now();
