@@ -41,6 +41,8 @@ class AllToAll {
   const Plan& plan() const noexcept;
   // What every other rank's connect() needs.
   base::Bytes address() const;
+  // Ranks of this node whose process has ended before they closed. Once connected; any thread.
+  std::vector<int> ended() const;
   // Takes the addresses of all ranks, in rank order; empty: no process has that rank, and it is
   // masked. Every rank may call dispatch once all ranks
   // have returned from connect() (the bootstrap's barrier).

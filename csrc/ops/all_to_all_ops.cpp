@@ -166,6 +166,12 @@ void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& sec
                     "would be those of other tokens; make the step anew");
 }
 
+// Ranks of this node that will not come back. Beside calls; not beside all_to_all_close.
+std::vector<int64_t> all_to_all_ended(int64_t comm) {
+  const std::vector<int> ranks = communicators().get(comm)->all_to_all.ended();
+  return {ranks.begin(), ranks.end()};
+}
+
 // Waits for a running call: at most its deadline.
 void all_to_all_close(int64_t comm) {
   const auto object = communicators().take(comm);
@@ -305,6 +311,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_enter", TORCH_BOX(&all_to_all_enter));
   m.impl("all_to_all_lost", TORCH_BOX(&all_to_all_lost));
   m.impl("all_to_all_check_again", TORCH_BOX(&all_to_all_check_again));
+  m.impl("all_to_all_ended", TORCH_BOX(&all_to_all_ended));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_arrival_flags", TORCH_BOX(&all_to_all_arrival_flags));

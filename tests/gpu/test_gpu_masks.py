@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from moe_p2p import AllToAll, DispatchOptions
+from moe_p2p.moe.gpu import lookout
 from moe_p2p.moe.gpu.kernels import _NO_REGIONS
 from tests.gpu.test_gpu import call
 from tests.support import cases, gpu_ranks
@@ -328,9 +331,32 @@ def test_a_rank_lost_before_a_backward_pass(world: World, by_rank: bool) -> None
     gpu_ranks.run(world, lost_before_backward, by_rank)
 
 
+def seen_to_end(rank: Rank, world: World, gone: list[int]) -> None:
+    """Rank 1 makes no call any more, while the others wait in a kernel: as if its process ended."""
+    with masking(rank, world, timeout_s=10 * DEADLINE_S) as comm:
+        for seed in range(3):
+            step(comm, seed, [])
+        meet(rank, "all writes have come", world.ranks)
+        if rank.rank != 1:
+            threading.Timer(0.3, gone.append, [1]).start()
+            for seed in range(3, 3 + STEPS):
+                step(comm, seed, [1])
+            assert masks_of(comm) == [1]
+        meet(rank, "done", world.ranks)
+
+
+@emulated
+def test_kernels_that_wait_go_on_once_a_neighbours_end_is_seen() -> None:
+    gone: list[int] = []
+    with mock.patch.object(lookout, "call", return_value=gone):
+        gpu_ranks.run(World(3, 3), seen_to_end, gone)
+
+
 def killed(rank: Rank, world: World) -> float:
     lost = world.ranks - 1
-    comm = masking(rank, world, timeout_s=LATER_S)
+    # Neighbours see its end: who waits for the deadline instead fails the test.
+    timeout_s = LATER_S if world.per_node == 1 else 10 * DEADLINE_S
+    comm = masking(rank, world, timeout_s=timeout_s)
     for seed in range(3):
         step(comm, seed, [])
     meet(rank, "all writes have come", world.ranks)  # who is killed takes his with him

@@ -16,6 +16,7 @@ import torch
 
 import moe_p2p
 from moe_p2p import AllToAll
+from moe_p2p.library import call
 from tests.support.cases import make
 from tests.support.mask_cases import (
     check_sums,
@@ -28,6 +29,7 @@ from tests.support.mask_cases import (
 )
 from tests.support.ranks import DiedError, Rank, on_ranks, run_processes, run_threads
 
+ENDED = torch.ops.moe_p2p.all_to_all_ended.default
 STEPS = 21  # after a rank is gone
 
 
@@ -251,3 +253,29 @@ def test_a_rank_lost_before_a_backward_pass(ranks_per_node: int, by_rank: bool) 
             lose_before_backward(rank, comm, by_rank)
 
     run_threads(3, body)
+
+
+def see_ends(rank: Rank) -> list[list[int]]:
+    """Rank 1 closes and ends, rank 2 is killed."""
+    comm = masking(rank, 4)
+    seen = [call(ENDED, comm._comm)]
+    meet(rank, "made", 4)
+    if rank.rank == 1:
+        comm.close()
+        rank.store.set("closed", "")
+        return []
+    rank.store.wait(["closed"], timedelta(seconds=40))
+    if rank.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 40
+    while not (now := call(ENDED, comm._comm)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    meet(rank, "both have seen it", 2)
+    comm.close()
+    return [*seen, now]
+
+
+def test_only_who_ends_without_closing_has_ended() -> None:
+    results = run_processes(4, see_ends, return_errors=True)
+    assert isinstance(results[2], DiedError)
+    assert [results[0], results[1], results[3]] == [[[], [2]], [], [[], [2]]]

@@ -45,7 +45,6 @@ from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.kernels import _NO_REGIONS, DeviceSide
 from moe_p2p.moe.gpu.launch_shape import Chosen
 from moe_p2p.moe.gpu.partners import Partners
-from moe_p2p.moe.gpu.shape_macros import of_arrivals
 from moe_p2p.moe.rendezvous.mirror import sharing_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -340,6 +339,7 @@ class EmulatedDevice(DeviceSide):
         )
         self._shape |= sharing.macros
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
+        self._lookout = None
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
         room = torch.zeros(size + _PAGE, dtype=torch.uint8)
@@ -368,7 +368,7 @@ class EmulatedDevice(DeviceSide):
         for host in hosts:
             self._share_with_host(host, size)
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
-        self._shape |= of_arrivals(self._comm)
+        self._look_out()
 
     def _load(self, kernel: Kernel) -> str:
         half = RESIDENT_BLOCKS // 2

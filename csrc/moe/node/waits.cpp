@@ -70,6 +70,18 @@ std::string Waits::gone(int local) const {
   return memory_.alive(local) ? "" : base::concat("rank ", rank, "'s process has ended");
 }
 
+std::vector<int> Waits::ended() const {
+  std::vector<int> ranks;
+  for (int local = 0; local < plan_.shape.ranks_per_node; ++local) {
+    // Looked at first: who closes ends afterwards.
+    const bool alive = memory_.alive(local);
+    const auto closed = std::atomic_ref(memory_.head(local).closed);
+    if (!alive && closed.load(std::memory_order_acquire) == 0)
+      ranks.push_back(rank_of(memory_.node(), local));
+  }
+  return ranks;
+}
+
 std::string Waits::silent(int source) const {
   const int node = source / plan_.shape.ranks_per_node;
   const int local = source % plan_.shape.ranks_per_node;

@@ -46,6 +46,8 @@ class Waits {
   void check_neighbours(const Arrived& arrived, const Text& text) const;
   // Why a local rank will send nothing more: "rank 3's process has ended"; empty while it may.
   std::string gone(int local) const;
+  // Ranks of this node whose process has ended before they closed: they take their words with them.
+  std::vector<int> ended() const;
   bool aborted() const noexcept;  // some rank of this node gave up
 
   // --- texts ---

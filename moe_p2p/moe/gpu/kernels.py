@@ -33,6 +33,7 @@ from moe_p2p.moe.gpu.launch_shape import (
     goes_in_bulk,
     job_of,
 )
+from moe_p2p.moe.gpu.lookout import Lookout
 from moe_p2p.moe.gpu.memory import PinnedPages, share_memory, share_node_memory
 from moe_p2p.moe.gpu.partners import Partners
 from moe_p2p.moe.gpu.prepared import (
@@ -218,6 +219,7 @@ class DeviceSide:
         self._shape |= sharing.macros
         self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._undo, self._signals = ExitStack(), ExitStack()
+        self._lookout: Lookout | None = None
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         try:
             memory = self._undo.enter_context(
@@ -311,7 +313,13 @@ class DeviceSide:
         pinned = [self._signals.enter_context(PinnedPages(self._device, at, size)) for at in hosts]
         addresses = [pages.device_address for pages in pinned]
         call(_ops.all_to_all_use_signals.default, self._comm, addresses)
+        self._look_out()
+
+    def _look_out(self) -> None:
+        """Begins what needs the node's signal memory."""
         self._shape |= of_arrivals(self._comm)
+        if self._masks is not None and self._shape["MOE_P2P_RANKS_PER_NODE"] > 1:
+            self._lookout = Lookout(self._comm, self._masks[0])
 
     def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
         """Prepares the kernels of all these calls.
@@ -420,7 +428,11 @@ class DeviceSide:
 
     def finish(self) -> None:
         """Waits for the kernels and unregisters the signal memory before it is unmapped."""
-        self._wait()
+        try:
+            self._wait()
+        finally:
+            if self._lookout is not None:
+                self._lookout.close()
         if self._masks is not None:  # the host then does not wait for writes to masked ranks
             self._masks[1].copy_(self._masks[0])
         self._signals.close()
