@@ -162,9 +162,8 @@ def config_and_form(
     x: Tensor, key: LowLatencyKey, world_size: int, *, timeout_s: float, mask_lost_ranks: bool
 ) -> tuple[AllToAllConfig, DispatchForm]:
     """What serves calls of this key: a communicator, and a form of dispatch."""
-    _, _, hidden, topk, (num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed) = key
-    assert use_fp8 or not round_scale, "round_scale needs use_fp8"
-    assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
+    _, _, hidden, topk, (num_tokens, num_experts, *_) = key
+    form = form_of(key, world_size)
     config = AllToAllConfig(
         num_experts=num_experts,
         hidden_dim=hidden,
@@ -176,6 +175,14 @@ def config_and_form(
         timeout_s=timeout_s,
         mask_lost_ranks=mask_lost_ranks,
     )
+    return config, form
+
+
+def form_of(key: LowLatencyKey, num_ranks: int) -> DispatchForm:
+    """num_ranks: whose tokens rows have room for."""
+    num_tokens, _, use_fp8, round_scale, use_ue8m0, timed = key[4]
+    assert use_fp8 or not round_scale, "round_scale needs use_fp8"
+    assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
     options = DispatchOptions(
         quantize=use_fp8,
         scale_format="ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32",
@@ -185,7 +192,7 @@ def config_and_form(
         with_wait_ticks=timed,
         zero_padding=False,
     )
-    return config, DispatchForm(options, num_tokens, world_size * num_tokens)
+    return DispatchForm(options, num_tokens, num_ranks * num_tokens)
 
 
 def size_hint(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
