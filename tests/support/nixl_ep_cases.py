@@ -62,7 +62,7 @@ def step(buffer: Buffer, seed: int, num_experts: int | None, dies: str = "") -> 
     hooked, fp8 = seed % 2 == 1, seed % 3 == 2
     if dies == "dispatch":
         os.kill(os.getpid(), signal.SIGKILL)
-    rows, counts, handle, event, hook = buffer.dispatch(
+    rows, counts, handle, _, hook = buffer.dispatch(
         x, topk_idx, T, num_experts, use_fp8=fp8, return_recv_hook=hooked
     )
     if hook is not None:
