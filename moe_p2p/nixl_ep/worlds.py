@@ -89,7 +89,7 @@ class Worlds:
         self.connected = {rank}
         self._by_hand = set[int]()  # masked by the caller, or connected and not yet active
         self._applied = set[int]()  # those of them that the worlds have masked
-        self._staged = set[int]()
+        self._staged = set[int]()  # connected, and in the worlds once these are committed
         self._meetings = Meetings(rank)
         self._home: Store | None = None  # of the worlds: that of the first connect_ranks
         self._token = ""
@@ -171,6 +171,7 @@ class Worlds:
             self._same_nodes(cards, there[0])
             if self.rank in there:
                 self._stage(set(cards) - set(there), set(cards))
+                self._staged = fresh if self._made else set()
             else:
                 self._join(cards[there[0]], store)
         finally:
@@ -243,7 +244,6 @@ class Worlds:
             made.stage_members(add=new, remove=absent)
         while not all(made.members_staged() for made in self._made.values()):
             time.sleep(_PAUSE_S)
-        self._staged = new if self._made else set()
 
     # --- masking ---
 
