@@ -162,8 +162,8 @@ void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& sec
                     "of other tokens; make the step anew");
 }
 
-// Waits for a running call: at most its deadline. Where a signal's handler closes it in a wait of its
-// own call, the end of that call does.
+// Waits for a running call: at most its deadline. Where a signal's handler closes it in a wait of
+// its own call, the end of that call does.
 void all_to_all_close(int64_t comm) {
   const auto object = communicators().take(comm);
   if (object == nullptr) return;

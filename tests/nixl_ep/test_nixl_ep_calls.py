@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import moe_p2p
 from moe_p2p import deep_ep, nixl_ep
@@ -90,14 +90,14 @@ def test_the_store_may_be_another_one_each_time(rank: Rank) -> None:
     come find by its address."""
     if rank.rank == 0:
         servers = [
-            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)
+            TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)
         ]
         for number, server in enumerate(servers):
             rank.store.set(f"port {number}", str(server.port))
     stores = [
-        dist.PrefixStore(
+        PrefixStore(
             "some",
-            dist.TCPStore("127.0.0.1", int(rank.store.get(f"port {number}")), is_master=False),
+            TCPStore("127.0.0.1", int(rank.store.get(f"port {number}")), is_master=False),
         )
         for number in range(2)
     ]
@@ -354,13 +354,11 @@ def test_high_throughput_calls_are_those_of_deep_ep(rank: Rank) -> None:
     theirs = deep_ep.Buffer(group, 1 << 24, explicitly_destroy=True)
     x, topk_idx, weights = cases.tokens_of(rank.rank, 0, 2 * E)
     results = []
-    for each in (buffer, theirs):
-        is_ours = each is buffer
-        dispatch_, combine = (
-            (buffer.ht_dispatch, buffer.ht_combine)
-            if is_ours
-            else (theirs.dispatch, theirs.combine)
-        )
+    both: list[tuple[Any, ...]] = [
+        (buffer, buffer.ht_dispatch, buffer.ht_combine),
+        (theirs, theirs.dispatch, theirs.combine),
+    ]
+    for each, dispatch_, combine in both:
         per_rank, _, per_expert, in_rank, _ = each.get_dispatch_layout(topk_idx, 2 * E)
         rows, idx, row_weights, counts, handle, _ = dispatch_(
             x,

@@ -110,7 +110,7 @@ def _written(function: ast.FunctionDef, constants: dict[str, ast.Constant]) -> s
 def written(function: Any) -> str:
     texts = []
     for each in inspect.signature(function).parameters.values():
-        star = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        star = "*" * (each.kind is each.VAR_POSITIONAL) + "**" * (each.kind is each.VAR_KEYWORD)
         default = "" if each.default is each.empty else f"={each.default!r}"
         texts.append(f"{star}{each.name}{default}")
     return ", ".join(texts)

@@ -21,7 +21,7 @@ from tests.support.ranks import Rank
 E, T, K, H = 2, 8, 3, 256
 # Partial sums travel as block16 (2^-14.4 of the largest of 8 neighbours, whose values are alike),
 # rows and sums as bfloat16: three roundings of 2^-9, of terms of one sign.
-NEAR = {"rtol": 3 * 2**-8, "atol": 1e-3}
+NEAR: dict[str, Any] = {"rtol": 3 * 2**-8, "atol": 1e-3}
 
 
 class Phase(NamedTuple):
@@ -34,7 +34,6 @@ class Phase(NamedTuple):
 class Process(NamedTuple):
     rank: int
     first: int = 0  # phase
-    fork_of: int | None = None
 
 
 def tokens_of(rank: int, seed: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +76,7 @@ def step(buffer: Buffer, seed: int, num_experts: int | None, dies: str = "") -> 
     y = torch.full(values.shape, float("nan"), dtype=torch.bfloat16)  # past counts nobody looks
     for local in range(E):
         expert = buffer.rank * E + local
-        wanted, places = [], []
+        wanted, places = list[Tensor](), list[int]()
         for source in range(top // E):
             if source in gone:
                 assert int(ranges[local, source]) & 0xFFFFFFFF == 0
@@ -121,7 +120,7 @@ def run_plan(
     rank: Rank, plan: list[Phase], processes: list[Process], options: dict[str, Any]
 ) -> str:
     """One process of the plan; returns how it ended."""
-    seat, first, _ = processes[rank.rank]
+    seat, first = processes[rank.rank]
     num_ranks = 1 + max(r for phase in plan for r in (*phase.active, *phase.killed))
     store = rank.store
     if first:  # the process before it has left
