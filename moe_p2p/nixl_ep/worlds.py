@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -68,6 +69,10 @@ class Calls(LowLatencyCalls):
         self._low_latency_made[key] = made
         return made
 
+    def forget(self) -> None:
+        """The worlds are closed: others are made."""
+        self._low_latency_made.clear()
+
 
 class Worlds:
     """num_ranks: seats. one_rank_nodes: all ranks talk over NICs, and may be on several hosts.
@@ -96,8 +101,9 @@ class Worlds:
         self._local = 0  # ranks of a node
         self._made: dict[Shape, ReleasingAllToAll] = {}
         self._alone_made: dict[Shape, ReleasingAllToAll] = {}
-        self._calls = Calls(self._world_of, experts_per_rank)
-        self._alone = Calls(self._alone_of, experts_per_rank)
+        here = weakref.proxy(self)  # which ends with its buffer, without a collection of cycles
+        self._calls = Calls(lambda *call: here._world_of(*call), experts_per_rank)
+        self._alone = Calls(lambda *call: here._alone_of(*call), experts_per_rank)
 
     # --- who is there ---
 
@@ -141,6 +147,11 @@ class Worlds:
             if any(made.config.on_gpu for made in self._made.values()):
                 raise errors.make(errors.UnavailableError, _ON_CPUS_ONLY)
             self._meet(fresh, store())
+            text = (
+                "connect_ranks(activate=False) is for ranks that come beside calls, and no call "
+                "was made yet: connect them with activate=True, or later"
+            )
+            errors.require(activate or bool(self._made), text)
             self.connected |= fresh
             self._by_hand |= fresh
         if activate:
@@ -269,13 +280,17 @@ class Worlds:
 
     def _commit(self) -> None:
         staged, self._staged = self._staged, set()
-        try:
-            for made in self._made.values():
+        failed: errors.MoeP2pError | None = None
+        for made in self._made.values():
+            try:
                 made.commit_members()
-        except errors.MoeP2pError:
-            self.connected -= staged
-            raise
+            except errors.MoeP2pError as error:
+                failed = error  # no world stays staged
         self._applied.clear()
+        if failed is not None:
+            self.connected -= staged
+            self._by_hand -= staged
+            raise failed
 
     def disconnect(self, ranks: Sequence[int]) -> None:
         given = set(self.check_ranks(ranks, "disconnect_ranks"))
@@ -398,7 +413,7 @@ class Worlds:
             made.close()
         self._made.clear()
         self._applied.clear()
-        self._calls = Calls(self._world_of, self.experts_per_rank)
+        self._calls.forget()
 
     def close(self) -> None:
         self._close_worlds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -392,3 +393,27 @@ def test_what_it_has_besides() -> None:
     Buffer.capture().current_stream_wait()
     tensor = Buffer().get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
     assert (tensor.dtype, tensor.numel()) == (torch.int8, 0)
+
+
+@on_ranks(2)
+def test_ranks_are_not_staged_before_there_are_calls(rank: Rank) -> None:
+    buffer = begin(rank.store, rank.rank, 2)
+    with pytest.raises(BAD, match="no call was made yet: connect them with activate=True"):
+        buffer.connect_ranks([1 - rank.rank], activate=False)
+    buffer.destroy()
+
+
+@on_ranks(2)
+def test_it_ends_with_its_last_reference(rank: Rank) -> None:
+    buffer = connected(rank, explicitly_destroy=False)
+    step(buffer, 0, None)
+    made = next(iter(buffer._worlds._made.values()))  # type: ignore[union-attr]
+    closing = made._communicator._closing
+    del made
+    together(rank, "made")
+    gc.disable()
+    try:
+        del buffer
+        assert closing.why_closed == "closed"
+    finally:
+        gc.enable()

@@ -47,30 +47,33 @@ def tokens_of(rank: int, seed: int, num_experts: int) -> tuple[Tensor, Tensor, T
     return x, topk_idx, torch.rand(topk_idx.shape, generator=generator) + 0.5
 
 
-def masked(buffer: Buffer) -> list[int]:
-    status = torch.full((buffer.group_size,), -1, dtype=torch.int32)
+def masked(buffer: Buffer, device: str = "cpu") -> list[int]:
+    status = torch.full((buffer.group_size,), -1, dtype=torch.int32, device=device)
     buffer.query_mask_buffer(status)
     assert set(status.tolist()) <= {0, 1}
     return status.nonzero().flatten().tolist()
 
 
-def step(buffer: Buffer, seed: int, num_experts: int | None, dies: str = "") -> None:
+def step(
+    buffer: Buffer, seed: int, num_experts: int | None, dies: str = "", device: str = "cpu"
+) -> None:
     """One dispatch and combine, compared. dies: where this process kills itself."""
-    top = num_experts or (max(set(range(buffer.group_size)) - set(masked(buffer))) + 1) * E
+    here = set(range(buffer.group_size)) - set(masked(buffer, device))
+    top = num_experts or (max(here) + 1) * E
     x, topk_idx, weights = tokens_of(buffer.rank, seed, top)
     hooked, fp8 = seed % 2 == 1, seed % 3 == 2
     if dies == "dispatch":
         os.kill(os.getpid(), signal.SIGKILL)
     rows, counts, handle, _, hook = buffer.dispatch(
-        x, topk_idx, T, num_experts, use_fp8=fp8, return_recv_hook=hooked
+        x.to(device), topk_idx.to(device), T, num_experts, use_fp8=fp8, return_recv_hook=hooked
     )
     if hook is not None:
         hook()
-    gone = masked(buffer)
-    values = rows
+    gone = masked(buffer, device)
     if isinstance(rows, tuple):
-        values = (rows[0].float().unflatten(-1, (-1, 128)) * rows[1].unsqueeze(-1)).flatten(-2)
+        rows = (rows[0].float().unflatten(-1, (-1, 128)) * rows[1].unsqueeze(-1)).flatten(-2)
     src_info, ranges, _, _ = handle
+    values, counts, src_info, ranges = (t.cpu() for t in (rows, counts, src_info, ranges))
     assert values.shape == (E, top // E * T, H)
     assert ranges.shape == (E, top // E)
     y = torch.full(values.shape, float("nan"), dtype=torch.bfloat16)  # past counts nobody looks
@@ -95,18 +98,19 @@ def step(buffer: Buffer, seed: int, num_experts: int | None, dies: str = "") -> 
         y[local, :total] = (got * (expert + 1)).to(torch.bfloat16)
     if dies == "combine":
         os.kill(os.getpid(), signal.SIGKILL)
-    out = torch.empty(T, H, dtype=torch.bfloat16)
-    sums, _, hook = buffer.combine(y, topk_idx, weights, handle, return_recv_hook=hooked, out=out)
+    out = torch.empty(T, H, dtype=torch.bfloat16, device=device)
+    given = (y.to(device), topk_idx.to(device), weights.to(device))
+    sums, _, hook = buffer.combine(*given, handle, return_recv_hook=hooked, out=out)
     if hook is not None:
         hook()
     assert sums is out
-    lost = torch.tensor(masked(buffer), dtype=torch.int64)
+    lost = torch.tensor(masked(buffer, device), dtype=torch.int64)
     kept = weights.masked_fill((topk_idx < 0) | torch.isin(topk_idx // E, lost), 0)
     factor = (kept * (topk_idx + 1)).sum(1)
     sent = x.float()
     if fp8:  # as it arrives: of one value in a row
         sent = (x.float() * (448 / x.float())).to(torch.float8_e4m3fn).float() * (x.float() / 448)
-    torch.testing.assert_close(sums.float(), sent * factor.view(T, 1), **NEAR)
+    torch.testing.assert_close(sums.float().cpu(), sent * factor.view(T, 1), **NEAR)
 
 
 def begin(store: Store, rank: int, num_ranks: int, **options: Any) -> Buffer:
