@@ -24,7 +24,6 @@ from moe_p2p.deep_ep.handle import Elements, NormalHandle
 from moe_p2p.deep_ep.low_latency import Hook, LowLatencyHandle, size_hint
 from moe_p2p.deep_ep.mpi import MpiComm, store_over
 from moe_p2p.deep_ep.runtime import Runtime
-from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.fleet.bootstrap import store_of
 from moe_p2p.nixl_ep.worlds import Worlds
 
@@ -94,7 +93,6 @@ class Buffer:
         self.num_nvl_bytes = self.num_rdma_bytes = 0
         self.runtime: Runtime | None = Runtime(rank, 1)
         self._one_rank_nodes = disable_ll_nvlink
-        self._streams = Streams()
         self._worlds: Worlds | None = None
         self._fixed: deep_ep.Buffer | None = None  # of ht_* calls
         self._of_comm: Store | None = None
@@ -153,7 +151,7 @@ class Buffer:
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls."""
-        return self._streams.comm
+        return self._fixed.get_comm_stream() if self._fixed else self._there().comm_stream
 
     def get_local_buffer_tensor(
         self,

@@ -69,6 +69,10 @@ class Calls(LowLatencyCalls):
         self._low_latency_made[key] = made
         return made
 
+    @property
+    def comm_stream(self) -> torch.cuda.Stream:
+        return self._streams.comm
+
     def forget(self) -> None:
         """The worlds are closed: others are made."""
         self._low_latency_made.clear()
@@ -318,6 +322,10 @@ class Worlds:
         self._applied.clear()
 
     # --- calls ---
+
+    @property
+    def comm_stream(self) -> torch.cuda.Stream:
+        return self._calls.comm_stream
 
     def calls(self) -> Calls:
         """What serves calls now: where all others are masked by hand, a world of this rank."""

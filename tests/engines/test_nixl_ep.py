@@ -17,7 +17,6 @@ from tests.support.ranks import DiedError, run_processes
 
 pytestmark = [pytest.mark.engine("nixl"), pytest.mark.timeout(400)]
 
-MORE = pytest.mark.more
 # How many processes begin, and how many come after ranks were released.
 PLANS = {
     "no_expansion": (4, 0),

@@ -25,12 +25,15 @@ pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(400)]
 MOST, EACH, TOKENS, HIDDEN, TOPK = 4, 2, 6, 2048, 3  # ranks, experts of a rank, tokens of a rank
 # Backends that vLLM asks for before this one.
 OTHERS = [
-    f"use_{name}_kernels"
-    for name in (
-        *("deepep_ht", "deepep_ll", "deepep_v2", "mori", "moonep", "fi_nvl_two_sided"),
-        *("fi_nvl_one_sided",),
-    )
-] + ["use_ag_rs_all2all_kernels"]
+    "use_deepep_ht_kernels",
+    "use_deepep_ll_kernels",
+    "use_deepep_v2_kernels",
+    "use_mori_kernels",
+    "use_moonep_kernels",
+    "use_fi_nvl_two_sided_kernels",
+    "use_fi_nvl_one_sided_kernels",
+    "use_ag_rs_all2all_kernels",
+]
 BLOCKS = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
 
 

@@ -39,7 +39,11 @@ def destroyed_in_a_wait(rank: Rank, options: dict[str, Any]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_ll_nvlink": True}], ids=["memory", "NICs"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"disable_ll_nvlink": True}, marks=pytest.mark.more)],
+    ids=["memory", "NICs"],
+)
 def test_a_signals_handler_destroys_it_in_a_wait(options: dict[str, Any]) -> None:
     results = run_processes(3, destroyed_in_a_wait, options, return_errors=True, deadline_s=60)
     assert isinstance(results.pop(), DiedError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.nixl_ep_cases import Phase, Process, run_plan
 from tests.support.ranks import DiedError, run_processes
 
+NICS = {"disable_ll_nvlink": True}
 PLANS: dict[str, tuple[list[Phase], list[Process]]] = {
     "one rank": ([Phase((0,))], [Process(0)]),
     "nobody comes": ([Phase((0, 1, 2))], [Process(0), Process(1), Process(2)]),
@@ -33,8 +35,15 @@ PLANS: dict[str, tuple[list[Phase], list[Process]]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_ll_nvlink": True}], ids=["memory", "NICs"])
-@pytest.mark.parametrize("name", PLANS)
+def cells() -> Iterator[Any]:
+    kept = ("fault and expansion", {}), ("expansion, fault, contraction", NICS)
+    for name in PLANS:
+        for options, how in (({}, "memory"), (NICS, "NICs")):
+            marks = [] if (name, options) in kept else [pytest.mark.more]
+            yield pytest.param(name, options, marks=marks, id=f"{name}, {how}")
+
+
+@pytest.mark.parametrize(("name", "options"), cells())
 def test_each_phase_is_that_of_its_ranks(name: str, options: dict[str, Any]) -> None:
     plan, processes = PLANS[name]
     results = run_processes(len(processes), run_plan, plan, processes, options, return_errors=True)
