@@ -42,7 +42,7 @@ def test_its_driver_finds_nothing_wrong(name: str, tmp_path: Path) -> None:
         "tcp_server": "127.0.0.1",
         "kineto": False,
         "disable_ll_nvlink": False,
-        "timeout_ms": 20_000,
+        "timeout_ms": 60_000,
         "validate_phase_failures": True,
     }
     with driver.rank_server(at) as port:

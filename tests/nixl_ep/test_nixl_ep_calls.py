@@ -181,7 +181,7 @@ def test_masks_by_hand(rank: Rank) -> None:
 
 def test_a_barrier_masks_who_does_not_come_and_cleaning_takes_it_back() -> None:
     def body(rank: Rank) -> list[int]:
-        buffer = connected(rank, timeout_ms=3_000)
+        buffer = connected(rank, timeout_ms=5_000)
         buffer.barrier()  # before there is any shape
         step(buffer, 0, None)
         buffer.barrier()

@@ -45,6 +45,6 @@ def destroyed_in_a_wait(rank: Rank, options: dict[str, Any]) -> list[int]:
     ids=["memory", "NICs"],
 )
 def test_a_signals_handler_destroys_it_in_a_wait(options: dict[str, Any]) -> None:
-    results = run_processes(3, destroyed_in_a_wait, options, return_errors=True, deadline_s=60)
+    results = run_processes(3, destroyed_in_a_wait, options, return_errors=True)
     assert isinstance(results.pop(), DiedError)
     assert results == [[2], [2]]

@@ -43,7 +43,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(name, options, marks=marks, id=f"{name}, {how}")
 
 
-@pytest.mark.parametrize(("name", "options"), cells())
+@pytest.mark.parametrize(("name", "options"), list(cells()))
 def test_each_phase_is_that_of_its_ranks(name: str, options: dict[str, Any]) -> None:
     plan, processes = PLANS[name]
     results = run_processes(len(processes), run_plan, plan, processes, options, return_errors=True)

@@ -114,7 +114,7 @@ def step(
 
 
 def begin(store: Store, rank: int, num_ranks: int, **options: Any) -> Buffer:
-    fields: dict[str, Any] = {"explicitly_destroy": True, "timeout_ms": 20_000} | options
+    fields: dict[str, Any] = {"explicitly_destroy": True, "timeout_ms": 60_000} | options
     buffer = Buffer(rank=rank, tcp_store_group=store, **fields)
     buffer.update_memory_buffers(num_ranks, E, 0)
     return buffer
