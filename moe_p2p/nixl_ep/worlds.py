@@ -249,6 +249,11 @@ class Worlds:
                 return _bare(store)
         finally:
             words.client.close()
+        text = (
+            "the ranks that are there met in another store, which has no address: pass that one, "
+            "or TCPStores"
+        )
+        errors.require(bool(member["home"]), text)
         host, port = addresses.split(member["home"], "the address of the store of the worlds")
         return TCPStore(host, port, is_master=False)
 
