@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 import moe_p2p
 from moe_p2p import deep_ep, nixl_ep
@@ -117,6 +117,28 @@ def test_the_store_may_be_another_one_each_time(rank: Rank) -> None:
         step(buffer, seed, 3 * E)
     together(rank, "end")
     buffer.destroy()
+
+
+def test_a_store_without_an_address_has_to_stay() -> None:
+    other = HashStore()
+
+    def body(rank: Rank) -> None:
+        stores = (rank.store, other)
+        buffer = begin(stores[rank.rank // 2], rank.rank, 3, timeout_ms=2_000)
+        if rank.rank < 2:
+            buffer.connect_ranks([1 - rank.rank])
+            step(buffer, 0, None)
+            buffer.set_tcp_store_group(other)
+            with pytest.raises(moe_p2p.TimeoutError, match="nobody has claimed seat 2"):
+                buffer.connect_ranks([2])
+            step(buffer, 1, 3 * E)  # they go on as they were
+            assert masked(buffer) == [2]
+        else:
+            with pytest.raises(BAD, match="met in another store, which has no address"):
+                buffer.connect_ranks([0, 1])
+        buffer.destroy()
+
+    run_threads(3, body)
 
 
 def test_who_did_not_come_or_named_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
