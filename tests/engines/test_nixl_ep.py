@@ -47,7 +47,11 @@ def test_its_driver_finds_nothing_wrong(name: str, tmp_path: Path) -> None:
     }
     with driver.rank_server(at) as port:
         results = run_processes(
-            begins + later, driver.work, str(at), port, begins, arguments, return_errors=True
+            begins + later,
+            driver.work,
+            *(str(at), port, begins, arguments),
+            return_errors=True,
+            deadline_s=380,
         )
     phases = json.loads((at / f"{name}.json").read_text())
     killed = sum(rank < 0 for phase in phases for rank in phase)
