@@ -57,7 +57,7 @@ TIER_transfer := machine engine fleet package/test_cpp.py package/test_strangers
 TIER_moe := moe layer gpu package/test_cpp.py
 TIER_kv := kv gpu/test_gpu_kv_rows.py gpu/test_gpu_signals.py
 TIER_weights := weights gpu/test_gpu_weights.py
-TIER_adapters := deep_ep mooncake integrations engines
+TIER_adapters := deep_ep nixl_ep mooncake integrations engines
 
 .PHONY: $(addprefix test-,$(TIERS)) bench test test-all test-changed test-again test-engines lint format build wheel sdist clean distclean packages force
 .NOTPARALLEL:

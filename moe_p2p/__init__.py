@@ -1,7 +1,7 @@
 """MoE dispatch and combine over one-sided writes, and a transfer engine for KV pages and weights.
 
 Importing loads the extension and does nothing else, unless MOE_P2P_AS_DEEP_EP=1 asks for
-moe_p2p.deep_ep in the place of deep_ep.
+moe_p2p.deep_ep in the place of deep_ep, or another such switch of env.py for another package.
 """
 
 from moe_p2p.machine import interrupts
@@ -87,4 +87,8 @@ if env.as_mooncake():
     from moe_p2p import mooncake
 
     mooncake.install()
+if env.as_nixl_ep():
+    from moe_p2p import nixl_ep
+
+    nixl_ep.install()
 interrupts.restore()

@@ -18,6 +18,7 @@ MOE_P2P_LOW_LATENCY_PARTIALS
                             low-latency calls travel whose sums are bfloat16 (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
+MOE_P2P_AS_NIXL_EP          1: likewise `import nixl_ep` and moe_p2p.nixl_ep
 MC_TRANSFER_TIMEOUT         Mooncake's: seconds of a transfer of moe_p2p.mooncake (default: 30)
 MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a plugin
 EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
@@ -180,6 +181,11 @@ def as_deep_ep() -> bool:
 def as_mooncake() -> bool:
     """Whether `import mooncake.engine` shall give moe_p2p.mooncake.engine."""
     return _switch("MOE_P2P_AS_MOONCAKE")
+
+
+def as_nixl_ep() -> bool:
+    """Whether `import nixl_ep` shall give moe_p2p.nixl_ep."""
+    return _switch("MOE_P2P_AS_NIXL_EP")
 
 
 def mooncake_timeout_s() -> float:

@@ -38,7 +38,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "csrc/engine/": ("kv/", "weights/", "mooncake/"),
     "csrc/provider/": ("machine/", "fleet/", "kv/"),
     "csrc/ops/": ("deep_ep/", "kv/", "weights/"),
-    "moe_p2p/": ("engine/", "moe/", "deep_ep/", "layer/"),
+    "moe_p2p/": ("engine/", "moe/", "deep_ep/", "nixl_ep/", "layer/"),
     "moe_p2p/machine/": ("machine/", "fleet/", "weights/", *GPU),
     "moe_p2p/engine/": ("kv/", "weights/", "mooncake/"),
     "moe_p2p/fleet/": (
@@ -51,7 +51,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "moe_p2p/kv/": ("kv/", "integrations/", "engines/test_vllm_kv", "engines/test_sglang_kv"),
     "moe_p2p/weights/": ("weights/", "engines/"),
     "moe_p2p/mooncake/": ("mooncake/", "engines/test_mooncake"),
-    "moe_p2p/deep_ep/": ("deep_ep/", "engines/"),
+    "moe_p2p/deep_ep/": ("deep_ep/", "nixl_ep/", "engines/"),
+    "moe_p2p/nixl_ep/": ("nixl_ep/", "engines/test_nixl_ep", "engines/test_vllm_nixl_ep"),
     "moe_p2p/integrations/": ("integrations/", "engines/"),
     "moe_p2p/integrations/serving_steps.py": ("moe/", "deep_ep/"),
     "moe_p2p/tools/": ("tools/",),
@@ -73,7 +74,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tests/support/weights_": ("weights/",),
 }
 # Folders of moe_p2p/ that suites of moe_p2p/ itself do not need.
-PRODUCTS = ("kv", "weights", "mooncake", "deep_ep", "integrations", "tools", "examples")
+PRODUCTS = ("kv", "weights", "mooncake", "deep_ep", "nixl_ep", "integrations", "tools", "examples")
 
 
 class Step(NamedTuple):

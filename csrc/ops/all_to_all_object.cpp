@@ -30,6 +30,7 @@ Caller::Caller(int64_t comm)
       on_device_(object_->device) {
   MOE_P2P_CHECK(lock_.owns_lock(), Code::kInvalidArgument, "communicator ", comm,
                 " is in a call of another thread; all calls must come in one order");
+  object_->caller.store(std::this_thread::get_id(), std::memory_order_relaxed);
 }
 
 namespace {

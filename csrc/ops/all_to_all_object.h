@@ -2,9 +2,11 @@
 // structs of moe/call.h.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "moe/all_to_all.h"
@@ -32,6 +34,7 @@ struct AllToAllObject {
 
   std::shared_ptr<EngineObject> engine;  // outlives all_to_all
   std::mutex in_use;                     // one caller at a time
+  std::atomic<std::thread::id> caller;   // whose call runs; relaxed: only compared with oneself
   const std::optional<Tensor> masks;     // keeps options.masks alive
   moe::AllToAll all_to_all;
   const int rank;
@@ -52,6 +55,9 @@ void check(const std::vector<int64_t>& comms);
 class Caller {
  public:
   explicit Caller(int64_t comm);
+  ~Caller() { object_->caller.store({}, std::memory_order_relaxed); }
+  Caller(const Caller&) = delete;
+  Caller& operator=(const Caller&) = delete;
   AllToAllObject* operator->() const noexcept { return object_.get(); }
   AllToAllObject& operator*() const noexcept { return *object_; }
 

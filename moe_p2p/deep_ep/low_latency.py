@@ -166,9 +166,8 @@ def make_low_latency(
 ) -> tuple[ReleasingAllToAll, DispatchForm]:
     """Returns what serves calls of this key: a communicator, with masks if given some, and a form
     of dispatch. Collective."""
-    _, _, hidden, topk, (num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed) = key
-    assert use_fp8 or not round_scale, "round_scale needs use_fp8"
-    assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
+    _, _, hidden, topk, (num_tokens, num_experts, *_) = key
+    form = form_of(key, pool.world_size)
     config = AllToAllConfig(
         num_experts=num_experts,
         hidden_dim=hidden,
@@ -180,6 +179,16 @@ def make_low_latency(
         timeout_s=timeout_s,
         mask_lost_ranks=masked is not None,
     )
+    tokens = "num_max_dispatch_tokens_per_rank"
+    with named(max_tokens=tokens, chunk_tokens=tokens, mask_lost_ranks="enable_shrink"):
+        return pool.get(config, masked=masked), form
+
+
+def form_of(key: LowLatencyKey, num_ranks: int) -> DispatchForm:
+    """num_ranks: whose tokens rows have room for."""
+    num_tokens, _, use_fp8, round_scale, use_ue8m0, timed = key[4]
+    assert use_fp8 or not round_scale, "round_scale needs use_fp8"
+    assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
     options = DispatchOptions(
         quantize=use_fp8,
         scale_format="ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32",
@@ -189,10 +198,7 @@ def make_low_latency(
         with_wait_ticks=timed,
         zero_padding=False,
     )
-    tokens = "num_max_dispatch_tokens_per_rank"
-    with named(max_tokens=tokens, chunk_tokens=tokens, mask_lost_ranks="enable_shrink"):
-        all_to_all = pool.get(config, masked=masked)
-    return all_to_all, DispatchForm(options, num_tokens, pool.world_size * num_tokens)
+    return DispatchForm(options, num_tokens, num_ranks * num_tokens)
 
 
 def size_hint(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:

@@ -4,8 +4,9 @@
                                                  # in the environment the newest releases
     python -m tests.engines.packages --where     # prints the folder
 
-CollectiveX, a benchmark of other people with an oracle of its own, is a folder of a repository: git
-fetches it, or MOE_P2P_COLLECTIVEX names it. Without both its tests are skipped with that reason.
+CollectiveX, a benchmark of other people with an oracle of its own, and NIXL EP are folders of
+repositories: git fetches them, or MOE_P2P_COLLECTIVEX and MOE_P2P_NIXL name them. Without both
+their tests are skipped with that reason.
 
 Nothing is installed. Of most only .py files are kept: compiled parts need CUDA builds of torch, and
 what tests call needs none. What these files import beyond torch is in requirements.txt, installed
@@ -62,7 +63,14 @@ BY_GIT = {
         "experimental/CollectiveX",
         "MOE_P2P_COLLECTIVEX",
         "bench/ep_backend.py",
-    )
+    ),
+    "nixl": Repository(
+        "https://github.com/ai-dynamo/nixl",
+        "8770b655a6b17b5cdf7d2b56b6e0be5392496df5",
+        "examples/device/ep",
+        "MOE_P2P_NIXL",
+        "tests/elastic/elastic.py",
+    ),
 }
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _DOWNLOAD_S = 500.0

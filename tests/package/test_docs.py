@@ -55,7 +55,15 @@ MOST_ROOM_LINES, WIDEST = 60, 120
 EXAMPLE = "`waits for rank 2 (node 1, 1 of 2 immediates came)`"  # in docs/failure.md, of one text
 
 # Other pages are of their time, or name what other packages have.
-OTHER_PAGES = ("CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake", "weights_frameworks")
+OTHER_PAGES = (
+    "CHANGELOG",
+    "NOTES",
+    "deep_ep",
+    "engines",
+    "mooncake",
+    "nixl_ep",
+    "weights_frameworks",
+)
 OWN_PAGES = [page for page in PAGES if page.stem not in OTHER_PAGES]
 FILE = re.compile(r"[\w*]\.(py|cpp|h|cuh?|md)\b")
 NAME = re.compile(r"[A-Za-z]\w*_\w+|[A-Za-z]*[a-z][A-Z]\w*")  # snake_case or camelCase

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "moe_p2p"
 GIVEN = {
     "aliases.py": {"sys": "a program's arguments, as Python sets them"},
     "deep_ep/buffer.py": {"Buffer": "DeepEP's set_num_sms is static, and of all buffers"},
+    "nixl_ep/buffer.py": {"Buffer": "NIXL EP's set_num_sms is static, and of all buffers"},
     "deep_ep/elastic.py": {"ElasticBuffer": "a method for each call that is not served"},
     "examples/disaggregated.py": {"Handler": "http.server makes the handlers itself"},
     "examples/rl.py": {"mine": "torch's gradients"},
