@@ -359,6 +359,7 @@ class Communicator:
             self._engine,
             self._shared,
             masks,
+            on_device=int(self._on_gpu),
             fixed_masks=int(masks is not None and not self.config.mask_lost_ranks),
             poison=int(self.poisons()),
         )

@@ -88,7 +88,6 @@ def make_epoch(
         timeout_s=float(config.timeout_s),
         wait=config.wait,
         num_threads=num_threads,
-        on_device=int(config.on_gpu),
         arrival_flags=engine.arrivals,
         **more,
     )
