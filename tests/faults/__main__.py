@@ -40,7 +40,9 @@ def table(over: str) -> list[str]:
         name = JOINS if point in JOIN else point
         lines.append([name, *(mark(CELLS[fault, point, over]) for fault in faults)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(f"{text:{w}}" for text, w in zip(line, widths, strict=True)) for line in lines]
+    return [
+        "  ".join(f"{text:{w}}" for text, w in zip(line, widths, strict=True)) for line in lines
+    ]
 
 
 def kind(over: str, cell: Cell) -> str:

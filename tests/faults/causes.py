@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.support.hosts import Place
+
 SLOW_S = 0.5  # more than 100 steps of these sizes take on a quiet machine
 DOWN_S = 0.5  # of a link that comes back
 CONDITIONS = ("full queue", "no locked memory")
@@ -32,6 +34,15 @@ def settings_of(over: str, fault: str, interface: str = "lo") -> dict[str, str]:
     settings = f"provider=tcp,interfaces={interface}"
     settings += {"full queue": ",max_in_flight=1", "NIC error": ",timeout_ms=3000"}.get(fault, "")
     return {"transport": "libfabric", "transport_settings": settings}
+
+
+_entered: list[Place] = []  # the host of this process
+
+
+def enter(place: Place) -> None:
+    """Moves this process, which has one thread, to a network namespace whose links may go down."""
+    place.enter()
+    _entered.append(place)
 
 
 def cause(fault: str, interface: str = "lo") -> None:
@@ -52,6 +63,10 @@ def cause(fault: str, interface: str = "lo") -> None:
 
 
 def _set_link(interface: str, state: str) -> None:
+    """Never of the machine: everything else on it would lose its link too."""
+    assert _entered, "no link of this process may go down"
+    here, own = Path("/proc/self/ns/net"), Path("/run/netns") / _entered[-1].name
+    assert here.stat().st_ino == own.stat().st_ino, "this is not the namespace of the test"
     subprocess.run(["ip", "link", "set", interface, state], check=True)
 
 

@@ -22,7 +22,14 @@ JOIN = tuple(
     f"join: {point}"
     for point in (
         *("claims its seat", "waits for a call", "makes memory", "gives its address"),
-        *("maps and connects", "is staged", "decides", "enters", "first step", "the old one drains"),
+        *(
+            "maps and connects",
+            "is staged",
+            "decides",
+            "enters",
+            "first step",
+            "the old one drains",
+        ),
     )
 )
 POINTS = ("set-up", *HALVES, *JOIN, "KV push", "weight update")
@@ -233,7 +240,10 @@ OTHERS: dict[Key, Cell] = {
     ),
     # GPUs.
     ("kill", "set-up", "gpu"): Elsewhere(
-        NAMED, ("tests/gpu/test_fd_exchange.py::test_a_rank_that_is_killed_before_it_came_is_missed_at_once",)
+        NAMED,
+        (
+            "tests/gpu/test_fd_exchange.py::test_a_rank_that_is_killed_before_it_came_is_missed_at_once",
+        ),
     ),
     ("stop", "set-up", "gpu"): Later("descriptors are passed by the host, as on CPUs"),
     ("kill", "KV push", "gpu"): Elsewhere(
@@ -286,7 +296,9 @@ CELLS: dict[Key, Cell] = {key: _cell(*key) for key in keys()}
 
 def cases() -> dict[Case, str]:
     """All runs of the table, once each, with their outcomes."""
-    return {case: out for cell in CELLS.values() if isinstance(cell, Run) for case, out in cell.cases}
+    return {
+        case: out for cell in CELLS.values() if isinstance(cell, Run) for case, out in cell.cases
+    }
 
 
 def few(every: list[Case]) -> set[Case]:
@@ -294,7 +306,7 @@ def few(every: list[Case]) -> set[Case]:
     and each of the ways to be lost."""
 
     def pairs(case: Case) -> set[tuple[str, ...]]:
-        found = {(case.fault, case.over), (case.point, case.over)}
+        found: set[tuple[str, ...]] = {(case.fault, case.over), (case.point, case.over)}
         if isinstance(case, calls.Case):
             found |= {(case.fault, str(case.masks))}
             found |= {(case.fault, str(case.ranks_per_node))}

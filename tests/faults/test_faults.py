@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.faults.matrix import (
     keys,
 )
 from tests.support import hosts
-from tests.support.ranks import run_processes
+from tests.support.ranks import DiedError, run_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = cases()
@@ -105,7 +106,14 @@ def test_every_outcome_is_a_row_of_the_docs() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted({test for cell in CELLS.values() if isinstance(cell, Run | Elsewhere) for test in cell.tests}),
+    sorted(
+        {
+            test
+            for cell in CELLS.values()
+            if isinstance(cell, Run | Elsewhere)
+            for test in cell.tests
+        }
+    ),
 )
 def test_what_a_cell_names_is_there(name: str) -> None:
     path, _, test = name.partition("::")
@@ -138,9 +146,14 @@ def test_few_have_every_fault_and_point_over_each_transport() -> None:
 
 def test_wrong_reports_are_seen() -> None:
     """What the runs are judged by sees a silent loss, an error without a name, and a late one."""
-    killed = calls.DiedError("killed")
+    killed = DiedError("killed")
     case = calls.Case("kill", "dispatch_send", "tcp")
-    right = {"steps": 3, "seconds": 1.0, "masks": [], "error": "PeerDeadError: rank 1 is gone"}
+    right: dict[str, Any] = {
+        "steps": 3,
+        "seconds": 1.0,
+        "masks": [],
+        "error": "PeerDeadError: rank 1 is gone",
+    }
     right["happened"] = True
     assert not calls.wrong_in(case, "named", [right, killed, right])
     for change in ({"error": ""}, {"error": "lost"}, {"seconds": 50.0}, {"happened": False}):
