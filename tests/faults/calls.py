@@ -7,7 +7,6 @@ the victim cannot be through with it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
@@ -67,7 +66,8 @@ class Case(NamedTuple):
         """Arguments of cases.make."""
         if self.over == "gpu":
             return {}
-        found = causes.settings_of(self.over, self.fault, "eth0" if self.needs_links else "lo")
+        interface = "eth0" if self.needs_links else "lo"
+        found: dict[str, Any] = dict(causes.settings_of(self.over, self.fault, interface))
         if (self.over, self.fault) != ("loopback", "NIC error"):
             return {**found, "nics_per_rank": 1}
         if rank == VICTIM:  # one write for each partner and phase: the first of this one
@@ -130,8 +130,12 @@ def right(comm: AllToAll, before: set[int], check: Callable[[tuple[int, ...]], N
 
 def step(comm: AllToAll, seed: int, reach: Callable[[str], None]) -> None:
     before = set(masks_of(comm)) if comm.config.mask_lost_ranks else set()
-    options, me = HOLDING[seed % 3], comm.rank
-    wanted = functools.partial(expect_without, comm, seed, **options)
+    options: dict[str, Any] = HOLDING[seed % 3]
+    me = comm.rank
+
+    def wanted(gone: tuple[int, ...]) -> cases.Wanted:
+        return expect_without(comm, seed, gone, **options)
+
     reach("dispatch_send")
     sent = comm.dispatch_send(**given_by(comm, seed, **options))
     reach("dispatch_recv")
@@ -194,6 +198,8 @@ def run_rank(rank: Rank, case: Case, places: list[Place]) -> dict[str, Any]:
     except MoeP2pError as error:
         fault.wake()
         return _report(fault, 0, time.monotonic() - began, [], _text(error))
+    if case.point == "set-up":
+        seconds.append(time.monotonic() - began)
     try:
         for seed in range(STEPS):
             if seed == AWAKE:
@@ -253,6 +259,7 @@ def wrong_in(case: Case, outcome: str, results: list[Any]) -> list[str]:
     ]
     if found:
         return found
+    gone = [VICTIM] if outcome == "masked" else []
     for rank in case.survivors:
         each = reports[rank]
         if not each["happened"]:
@@ -268,9 +275,7 @@ def wrong_in(case: Case, outcome: str, results: list[Any]) -> list[str]:
             found += [] if of_step else [f"rank {rank}, of another step: {each}"]
         elif each["error"] or each["steps"] != STEPS:
             found.append(f"rank {rank} did not go on: {each}")
-        elif (outcome == "unharmed" and each["masks"]) or (
-            outcome == "masked" and case.fault != "NIC error" and each["masks"] != [VICTIM]
-        ):
+        elif case.fault != "NIC error" and each["masks"] != gone:
             found.append(f"rank {rank} has masked {each['masks']}")
     others = [reports[r] for r in case.survivors if r != VICTIM]
     if outcome == "named" and not any(f"rank {VICTIM}" in each["error"] for each in others):

@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """tests: of pytest by id, or FILE::TEST_CASE of C++. over soft-RoCE and GPUs: by its command."""
+    """tests: of pytest by id, or FILE::TEST_CASE of C++. soft-RoCE and GPUs have COMMANDS."""
 
     outcome: str
     tests: tuple[str, ...]
@@ -155,7 +155,8 @@ OTHERS: dict[Key, Cell] = {
         REFUSED,
         (
             "tests/moe/test_lost_ranks.py::test_a_rank_that_fails_reports_to_the_others",
-            "tests/cpp/loopback_test.cpp::loopback: a full /dev/shm is an error with the size in it",
+            "tests/cpp/loopback_test.cpp::"
+            "loopback: a full /dev/shm is an error with the size in it",
         ),
     ),
     ("wrong handshake", "set-up", "loopback"): Elsewhere(

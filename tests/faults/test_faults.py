@@ -148,20 +148,18 @@ def test_wrong_reports_are_seen() -> None:
     """What the runs are judged by sees a silent loss, an error without a name, and a late one."""
     killed = DiedError("killed")
     case = calls.Case("kill", "dispatch_send", "tcp")
-    right: dict[str, Any] = {
-        "steps": 3,
-        "seconds": 1.0,
-        "masks": [],
-        "error": "PeerDeadError: rank 1 is gone",
-    }
+    text = "PeerDeadError: rank 1 is gone"
+    right: dict[str, Any] = {"steps": 3, "seconds": 1.0, "masks": [], "error": text}
     right["happened"] = True
     assert not calls.wrong_in(case, "named", [right, killed, right])
     for change in ({"error": ""}, {"error": "lost"}, {"seconds": 50.0}, {"happened": False}):
-        assert calls.wrong_in(case, "named", [{**right, **change}, killed, right])
+        changed: dict[str, Any] = {**right, **change}
+        assert calls.wrong_in(case, "named", [changed, killed, right])
     assert calls.wrong_in(case, "named", [right, right, right])
     assert calls.wrong_in(case, "named", [right, killed, killed])
     masks = case._replace(masks=True)
     right |= {"steps": calls.STEPS, "masks": [1], "error": ""}
     assert not calls.wrong_in(masks, "masked", [right, killed, right])
     for change in ({"masks": []}, {"masks": [0, 1]}, {"steps": 5}, {"error": "rank 1"}):
-        assert calls.wrong_in(masks, "masked", [{**right, **change}, killed, right])
+        changed = {**right, **change}
+        assert calls.wrong_in(masks, "masked", [changed, killed, right])

@@ -139,7 +139,6 @@ class Kills(stopped.Stops):
         began = time.monotonic()
         with pytest.raises(MoeP2pError) as caught:
             reservation.wait(60)
-            raise AssertionError(f"complete, cut in two: {half}")
         self.texts.append(f"{type(caught.value).__name__}: {caught.value}")
         reservation.wait_reusable(60)
         assert time.monotonic() - began < stopped.TIMEOUTS.lease_s + 30
