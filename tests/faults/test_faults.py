@@ -152,14 +152,17 @@ def test_wrong_reports_are_seen() -> None:
     right: dict[str, Any] = {"steps": 3, "seconds": 1.0, "masks": [], "error": text}
     right["happened"] = True
     assert not calls.wrong_in(case, "named", [right, killed, right])
-    for change in ({"error": ""}, {"error": "lost"}, {"seconds": 50.0}, {"happened": False}):
-        changed: dict[str, Any] = {**right, **change}
+    changes: tuple[dict[str, Any], ...]
+    changes = ({"error": ""}, {"error": "lost"}, {"seconds": 50.0}, {"happened": False})
+    for change in changes:
+        changed = {**right, **change}
         assert calls.wrong_in(case, "named", [changed, killed, right])
     assert calls.wrong_in(case, "named", [right, right, right])
     assert calls.wrong_in(case, "named", [right, killed, killed])
     masks = case._replace(masks=True)
     right |= {"steps": calls.STEPS, "masks": [1], "error": ""}
     assert not calls.wrong_in(masks, "masked", [right, killed, right])
-    for change in ({"masks": []}, {"masks": [0, 1]}, {"steps": 5}, {"error": "rank 1"}):
+    changes = ({"masks": []}, {"masks": [0, 1]}, {"steps": 5}, {"error": "rank 1"})
+    for change in changes:
         changed = {**right, **change}
         assert calls.wrong_in(masks, "masked", [changed, killed, right])

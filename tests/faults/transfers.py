@@ -179,8 +179,18 @@ def killed_senders(over: str) -> list[str]:
 
 
 def update(case: Case) -> list[str]:
+    texts: list[str] = []
+    try:
+        _update(case, texts)
+    except MoeP2pError as error:  # at close nobody answers over a link that is gone
+        if not (case.needs_links and "may have sent half a write" in str(error)):
+            raise
+        assert any(texts), "nothing failed"
+    return texts
+
+
+def _update(case: Case, texts: list[str]) -> None:
     weights_fleet.OVER.update(case.settings())
-    texts = []
     with weights_fleet.fleet(MODELS["fused"]) as fleet:
         writer = fleet.trainers[1]._buffers.writer
         write, left = writer.write, [1] if case.happens else []
@@ -200,7 +210,6 @@ def update(case: Case) -> list[str]:
             except MoeP2pError as error:
                 texts.append(f"{type(error).__name__}: {error}")
         assert not left, "nothing happened"
-    return texts
 
 
 def lost_ranks(case: Case) -> list[str]:
