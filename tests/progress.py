@@ -20,6 +20,7 @@ LONG = (
     "test_cpp.py",
     "test_emulated_gpu.py",
     "test_rdma.py",
+    "test_faults.py",
     "test_lint.py",
     "test_triton_kernels.py",
     "test_jit.py::test_a_sample_of_all",

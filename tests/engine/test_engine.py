@@ -168,25 +168,28 @@ def test_ranges_are_checked_before_anything_is_sent(change: dict[str, int], matc
         sender.write(source, region).wait()  # still usable
 
 
-def proxy_cores() -> set[int]:
-    """The cores of the one engine's thread in this process."""
-    (thread,) = (
-        int(task.name)
-        for task in Path("/proc/self/task").iterdir()
-        if (task / "comm").read_text().strip() == "moe_p2p.proxy"
-    )
-    return os.sched_getaffinity(thread)
+def proxies() -> set[int]:
+    """The threads of engines in this process."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # it ended
+            if (task / "comm").read_text().strip() == "moe_p2p.proxy":
+                found.add(int(task.name))
+    return found
 
 
 def test_settings_pin_the_thread_to_a_core() -> None:
     core = max(os.sched_getaffinity(0))
     settings = f"latency_us=5,proxy_cpu={core},gbps=400"
     config = EngineConfig(transport="loopback", transport_settings=settings)
+    before = proxies()  # of engines that nobody holds any more
     with Engine(config) as engine:
         engine.register(torch.zeros(4))  # by the thread, which has run since
-        assert proxy_cores() == {core}
+        (thread,) = proxies() - before
+        assert os.sched_getaffinity(thread) == {core}
     with Engine(EngineConfig(transport="loopback")):
-        assert proxy_cores() == os.sched_getaffinity(0)
+        (thread,) = proxies() - before
+        assert os.sched_getaffinity(thread) == os.sched_getaffinity(0)
     for cpu in ("-1", "65536", "first"):
         with pytest.raises(moe_p2p.InvalidArgumentError, match=f"proxy_cpu={cpu} is refused"):
             EngineConfig(transport_settings=f"proxy_cpu={cpu}")

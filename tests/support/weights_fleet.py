@@ -172,9 +172,12 @@ MODELS: dict[str, Model] = {
 }
 
 
+OVER: dict[str, str] = {}  # another transport and its settings, for the whole process
+
+
 def engine_of(label: str, seed: int) -> Engine:
-    config = EngineConfig(transport="loopback", transport_settings=f"seed={seed}")
-    return Engine(config, label=label)
+    given = {"transport": "loopback", "transport_settings": f"seed={seed}"} | OVER
+    return Engine(EngineConfig(**given), label=label)
 
 
 @dataclass

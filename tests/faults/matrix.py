@@ -1,0 +1,322 @@
+"""The matrix of faults: fault x point x transport, each with what runs it and what has to come out.
+
+    python -m tests.faults                  # prints the table and its counts
+    python -m tests.faults --cell kill      # what the cells of a fault, a point or a transport are
+
+An outcome is a row of docs/failure.md ("Outcomes"). A cell is one of five kinds: `Run` (here),
+`Elsewhere` (tests that are there anyway, by name), `Never` (cannot be), `Pair` (left to pairs, over
+soft-RoCE) and `Later`. A join's point, once joins are there, is one entry of JOIN with its cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from tests.faults import calls, transfers
+from tests.faults.calls import HALVES, WORLD
+from tests.faults.causes import CONDITIONS
+
+FAULTS = ("kill", "stop", "slow", "NIC error", "link flap", "wrong handshake", *CONDITIONS)
+JOIN = tuple(
+    f"join: {point}"
+    for point in (
+        *("claims its seat", "waits for a call", "makes memory", "gives its address"),
+        *(
+            "maps and connects",
+            "is staged",
+            "decides",
+            "enters",
+            "first step",
+            "the old one drains",
+        ),
+    )
+)
+POINTS = ("set-up", *HALVES, *JOIN, "KV push", "weight update")
+LOCAL = ("loopback", "tcp")
+OVER = (*LOCAL, "soft-RoCE", "gpu")
+OF_GPUS = ("kill", "stop")
+
+UNHARMED, NAMED, MASKED = "unharmed", "named", "masked"
+REFUSED, GIVEN_BACK, LEFT_OUT = "refused", "given back", "left out"
+
+Key = tuple[str, str, str]
+Case = calls.Case | transfers.Case
+
+
+class Run(NamedTuple):
+    """cases: each with its outcome; test_faults.py runs them. tests: as in Elsewhere, beside."""
+
+    cases: tuple[tuple[Case, str], ...]
+    tests: tuple[str, ...] = ()
+
+    @property
+    def outcomes(self) -> set[str]:
+        return {outcome for _, outcome in self.cases}
+
+
+class Elsewhere(NamedTuple):
+    """tests: of pytest by id, or FILE::TEST_CASE of C++. soft-RoCE and GPUs have COMMANDS."""
+
+    outcome: str
+    tests: tuple[str, ...]
+
+    @property
+    def outcomes(self) -> set[str]:
+        return {self.outcome}
+
+
+class Never(NamedTuple):
+    reason: str
+
+
+class Pair(NamedTuple):
+    """The fault is run at another point of this transport, and this pair over another one."""
+
+
+class Later(NamedTuple):
+    reason: str
+
+
+Cell = Run | Elsewhere | Never | Pair | Later
+COMMANDS = {
+    "soft-RoCE": "python -m pytest --all-cells tests/engine/test_rdma.py",
+    "gpu": "python -m pytest --all-cells tests/faults tests/gpu/test_gpu_driver.py "
+    "tests/gpu/test_fd_exchange.py -m gpu",
+}
+
+# --- calls ---------------------------------------------------------------------------------------
+
+NO_LINK = Never("the software NIC is memory of one host and has no link")
+NO_DOOR = Never("ranks have mapped each other's memory; nothing listens in a call")
+NO_RECEIVER = Never("writes are one-sided: the NIC of who receives posts nothing")
+RDMA = "tests/engine/test_rdma.py::"
+
+
+def _lost(fault: str, point: str, over: str, *nodes: int) -> Run:
+    """In both modes."""
+    modes = itertools.product(nodes, (False, True))
+    masks_it = NAMED if (fault, point) == ("NIC error", "set-up") else MASKED  # no NIC to open
+    return Run(
+        tuple(
+            (calls.Case(fault, point, over, masks, per_node), masks_it if masks else NAMED)
+            for per_node, masks in modes
+        )
+    )
+
+
+def _unharmed(fault: str, point: str, over: str) -> Run:
+    """The mode changes from point to point."""
+    at = ("set-up", *HALVES).index(point)
+    per_node = WORLD if over == "loopback" and at // 2 % 2 else 1
+    return Run(((calls.Case(fault, point, over, at % 2 == 1, per_node), UNHARMED),))
+
+
+def _through(fault: str, over: str) -> Run:
+    """A condition that holds at all points: one run, or two."""
+    nodes = (1, WORLD) if over == "loopback" else (1,)
+    return Run(
+        tuple((calls.Case(fault, "set-up", over, each > 1, each), UNHARMED) for each in nodes)
+    )
+
+
+def _call(fault: str, point: str, over: str) -> Cell:
+    nodes = (WORLD, 1) if over == "loopback" and point != "set-up" else (1,)
+    if fault in CONDITIONS:
+        return _through(fault, over)
+    if fault in ("kill", "stop"):
+        return _lost(fault, point, over, *nodes)
+    if fault == "slow":
+        return _unharmed(fault, point, over)
+    if over == "tcp":
+        return (_lost if fault == "NIC error" else _unharmed)(fault, point, over, *_one(fault))
+    if fault == "NIC error":
+        return _lost(fault, point, over, 1) if point.endswith("send") else NO_RECEIVER
+    return NO_LINK if fault == "link flap" else NO_DOOR
+
+
+def _one(fault: str) -> tuple[int, ...]:
+    return (1,) if fault == "NIC error" else ()
+
+
+def _transfer(fault: str, point: str, over: str) -> Cell:
+    outcome = UNHARMED
+    if fault in ("kill", "stop", "NIC error"):
+        outcome = GIVEN_BACK if point == "KV push" else LEFT_OUT
+    if fault == "link flap" and over == "loopback":
+        return NO_LINK
+    if (fault, point, over) == ("wrong handshake", "weight update", "loopback"):
+        return Never("trainers and engine ranks meet in the store; nothing of theirs listens")
+    return Run(((transfers.Case(fault, point, over), outcome),))
+
+
+OTHERS: dict[Key, Cell] = {
+    # Tests that are there anyway.
+    ("NIC error", "set-up", "loopback"): Elsewhere(
+        REFUSED,
+        (
+            "tests/moe/test_lost_ranks.py::test_a_rank_that_fails_reports_to_the_others",
+            "tests/cpp/loopback_test.cpp::"
+            "loopback: a full /dev/shm is an error with the size in it",
+        ),
+    ),
+    ("wrong handshake", "set-up", "loopback"): Elsewhere(
+        REFUSED,
+        (
+            "tests/fleet/test_bootstrap.py::test_a_mix_of_versions_is_refused_by_name",
+            "tests/cpp/provider_contract_lifetime_test.cpp::"
+            "provider contract: an address of another version is refused by name",
+        ),
+    ),
+    ("kill", "weight update", "loopback"): Elsewhere(
+        LEFT_OUT, ("tests/weights/test_weights_killed.py::test_what_is_left_tells_the_truth",)
+    ),
+    ("stop", "weight update", "loopback"): Elsewhere(
+        LEFT_OUT,
+        (
+            "tests/weights/test_weights_killed.py::"
+            "test_an_engine_rank_that_is_stopped_is_left_out_and_comes_back",
+        ),
+    ),
+    **{
+        ("stop", "KV push", over): Elsewhere(
+            GIVEN_BACK,
+            (
+                "tests/kv/test_kv_stopped_sender.py::"
+                f"test_a_stopped_sender_writes_nothing_later[{over}-3]",
+            ),
+        )
+        for over in LOCAL
+    },
+    # soft-RoCE.
+    ("kill", "dispatch_send", "soft-RoCE"): Elsewhere(
+        NAMED,
+        (
+            "tests/cpp/verbs_device_test.cpp::"
+            "verbs devices: a process that is killed fails what it owes, soon",
+        ),
+    ),
+    ("kill", "dispatch_recv", "soft-RoCE"): Elsewhere(
+        NAMED, (f"{RDMA}test_exchange_equals_the_reference_and_survivors_report",)
+    ),
+    ("stop", "KV push", "soft-RoCE"): Elsewhere(
+        GIVEN_BACK, (f"{RDMA}test_stopped_senders_write_nothing_later",)
+    ),
+    ("NIC error", "dispatch_send", "soft-RoCE"): Elsewhere(
+        NAMED,
+        (
+            "tests/cpp/verbs_device_test.cpp::"
+            "verbs devices: a link that stays down fails what is under way, and says so",
+        ),
+    ),
+    ("link flap", "dispatch_send", "soft-RoCE"): Elsewhere(
+        UNHARMED,
+        (
+            "tests/cpp/verbs_device_test.cpp::"
+            "verbs devices: a link that is down for a moment loses nothing",
+        ),
+    ),
+    ("wrong handshake", "set-up", "soft-RoCE"): Elsewhere(
+        REFUSED,
+        (
+            "tests/cpp/provider_contract_lifetime_test.cpp::"
+            "provider contract: an address of another version is refused by name",
+        ),
+    ),
+    ("wrong handshake", "dispatch_send", "soft-RoCE"): Elsewhere(
+        UNHARMED, (f"{RDMA}test_exchange_equals_the_reference_and_survivors_report",)
+    ),
+    ("full queue", "combine_send", "soft-RoCE"): Elsewhere(
+        UNHARMED,
+        (
+            "tests/cpp/provider_contract_test.cpp::"
+            "provider contract: a full queue takes fewer, and all of them later",
+        ),
+    ),
+    ("no locked memory", "set-up", "soft-RoCE"): Elsewhere(
+        REFUSED,
+        (
+            "tests/cpp/verbs_device_test.cpp::"
+            "verbs devices: memory beyond the limit on locked memory is refused with the limit",
+        ),
+    ),
+    # GPUs.
+    ("kill", "set-up", "gpu"): Elsewhere(
+        NAMED,
+        (
+            "tests/gpu/test_fd_exchange.py::test_a_rank_that_is_killed_before_it_came_is_missed_at_once",
+        ),
+    ),
+    ("stop", "set-up", "gpu"): Later("descriptors are passed by the host, as on CPUs"),
+    ("kill", "KV push", "gpu"): Elsewhere(
+        GIVEN_BACK,
+        (
+            "tests/gpu/test_gpu_driver.py::"
+            "test_a_killed_process_writes_no_more_soon_after_its_lock_is_gone",
+        ),
+    ),
+    ("stop", "KV push", "gpu"): Later("workers of GPUs are threads of one process in all tests"),
+    **{
+        (fault, "weight update", "gpu"): Later("trainers of GPUs are threads in all tests")
+        for fault in OF_GPUS
+    },
+}
+
+
+def _over_roce(fault: str, point: str) -> Cell:
+    if fault == "slow":
+        return Later("no program of the machine has a rank that sleeps")
+    if fault == "no locked memory" and point in HALVES:
+        return Never("memory is registered at set-up, which is refused")
+    return Pair()
+
+
+def _cell(fault: str, point: str, over: str) -> Cell:
+    if point in JOIN:
+        return Later("worlds that grow are not on this branch")
+    if (fault, point, over) in OTHERS:
+        return OTHERS[fault, point, over]
+    if over == "soft-RoCE":
+        return _over_roce(fault, point)
+    if over == "gpu":
+        return _lost(fault, point, over, WORLD)
+    return (_call if point in ("set-up", *HALVES) else _transfer)(fault, point, over)
+
+
+def keys() -> list[Key]:
+    """The whole product."""
+    return [
+        (fault, point, over)
+        for over in OVER
+        for fault in (OF_GPUS if over == "gpu" else FAULTS)
+        for point in POINTS
+    ]
+
+
+CELLS: dict[Key, Cell] = {key: _cell(*key) for key in keys()}
+
+
+def cases() -> dict[Case, str]:
+    """All runs of the table, once each, with their outcomes."""
+    return {
+        case: out for cell in CELLS.values() if isinstance(cell, Run) for case, out in cell.cases
+    }
+
+
+def few(every: list[Case]) -> set[Case]:
+    """Returns runs in which each fault meets each transport and mode, and each point each transport
+    and each of the ways to be lost."""
+
+    def pairs(case: Case) -> set[tuple[str, ...]]:
+        found: set[tuple[str, ...]] = {(case.fault, case.over), (case.point, case.over)}
+        if isinstance(case, calls.Case):
+            found |= {(case.fault, str(case.masks))}
+            found |= {(case.fault, str(case.ranks_per_node))}
+        return found
+
+    wanted, taken = set[tuple[str, ...]]().union(*map(pairs, every)), set[Case]()
+    while wanted:
+        best = max(every, key=lambda case: len(pairs(case) & wanted))
+        taken.add(best)
+        wanted -= pairs(best)
+    return taken
