@@ -270,7 +270,7 @@ def room_for_sums(out: Tensor | None, num_rows: int, y: Tensor) -> Tensor:
     a hook would refuse it when they have, and nothing could receive their sums."""
     if out is None:
         return y.new_empty((num_rows, y.shape[-1]))
-    check_out(out, y.dtype, num_rows, False)
+    check_out(out, y.dtype, num_rows, grad=False, options=0)
     refuse_freed(out=out)
     return out
 

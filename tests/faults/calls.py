@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_p2p import AllToAll, Engine, EngineConfig, MoeP2pError, library
-from moe_p2p.moe import communicator
+from moe_p2p.moe import epoch
 from tests.faults import causes
 from tests.support import cases
 from tests.support.hosts import Place
@@ -164,11 +164,11 @@ def before_connecting(reach: Callable[[], None]) -> Iterator[None]:
             reach()
         return library.call(op, *arguments)
 
-    communicator.call = call  # type: ignore[attr-defined]
+    epoch.call = call  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        communicator.call = library.call  # type: ignore[attr-defined]
+        epoch.call = library.call  # type: ignore[attr-defined]
 
 
 def open_rank(rank: Rank, case: Case, fault: Fault) -> AllToAll:

@@ -24,10 +24,10 @@ class Lookout:
 
     def __init__(self, comm: int, masks: Tensor) -> None:
         self._comm, self._masks = comm, masks
-        self._stream = self._one = None
+        self._copies: tuple[torch.cuda.Stream, Tensor] | None = None
         if masks.is_cuda:  # a copy engine is free while kernels that wait have all multiprocessors
-            self._stream = torch.cuda.Stream(masks.device)  # type: ignore[no-untyped-call]
-            self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
+            stream = torch.cuda.Stream(masks.device)  # type: ignore[no-untyped-call]
+            self._copies = stream, torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moe_p2p.lookout", daemon=True)
         self._thread.start()
@@ -42,15 +42,16 @@ class Lookout:
                 self._mask(rank)  # again each time: clean_masks may have taken it back
 
     def _mask(self, rank: int) -> None:
-        if self._stream is None:
+        if self._copies is None:
             self._masks[rank] = 1
             return
-        with torch.cuda.stream(self._stream):
-            self._masks[rank : rank + 1].copy_(self._one, non_blocking=True)
+        stream, one = self._copies
+        with torch.cuda.stream(stream):
+            self._masks[rank : rank + 1].copy_(one, non_blocking=True)
 
     def close(self) -> None:
         """No mask is written afterwards."""
         self._stop.set()
         self._thread.join()
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._copies is not None:
+            self._copies[0].synchronize()
