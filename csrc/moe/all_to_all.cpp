@@ -347,9 +347,7 @@ DeviceBackend& AllToAll::device() {
   return *device;
 }
 
-std::vector<int> AllToAll::ended() const {
-  return state_->waits.ended();
-}
+std::vector<int> AllToAll::ended() const { return state_->waits.ended(); }
 
 std::vector<std::span<std::byte>> AllToAll::signals() const {
   MOE_P2P_CHECK(state_->exchange, Code::kInvalidArgument, "connect() has not been called");
