@@ -70,14 +70,14 @@ def immediate(keys: Keys) -> int:
 
 def refusal(why: str, **how: Any) -> dict[str, Any]:
     """A decision against an attempt. again: trainers go on with the next one, without the trainers
-    in `lost`."""
+    in `lost`. whole: of all parameters."""
     return {"why": why, **how}
 
 
 def not_partial(who: str, runs: list[int] | None, base: int | None) -> str:
     return (
         f"{name_of(who)} is at version {runs[1] if runs else None}, and some parameters alone make "
-        f"a version only from what this job sent as version {base}; update in full"
+        f"a version only from what this job sent as version {base}; all are sent"
     )
 
 

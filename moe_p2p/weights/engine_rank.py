@@ -547,8 +547,8 @@ class WeightEngineRank:
         elif names is not None:
             why = self._buffers.keep_others(names, self._stamp)
         if why:
-            text = f"{self.name}: some parameters alone make no version here, {why}; update in full"
-            self._words.decide(keys.decision, refusal(text))
+            text = f"{self.name}: some parameters alone make no version here, {why}; all are sent"
+            self._words.decide(keys.decision, refusal(text, again=True, whole=True))
 
     def _receive(self, keys: Keys) -> None:
         assert self._update is not None

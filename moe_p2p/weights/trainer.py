@@ -192,8 +192,9 @@ class WeightTrainer:
 
         tensors: new values, copied into the registered ones; None: these are as they should be.
         They must be left alone until it returns. verify: 64-bit checksums of all that is written.
-        only: names of parameters; others are as in the version before, which every engine rank must
-        have. changed: for one release; all are sent, as without it.
+        only: names of parameters; the others are as in the version before. If an engine rank has
+        another one, all parameters are sent to all engine ranks. changed: for one release; all are
+        sent, as without it.
 
         Raises AbortedError, with the name of the rank where it failed, and TimeoutError with the
         ranks that are missing. No engine rank switches to the version then; it may be called again.
@@ -246,6 +247,7 @@ class WeightTrainer:
         checks.check_seconds("update: timeout_s", timeout_s)
         checks.check_tensors("update: tensors", tensors or {})
         with checks.alone(self._under_way, f"trainer {self.rank}: update"):
+            self._whole = False  # an engine rank has no use for some parameters alone
             while not self._begin(wish, tensors, timeout_s):
                 tensors = None  # they have been taken
 
@@ -405,8 +407,10 @@ class WeightTrainer:
             members = {who: members[who] for who in others}
         only = wish["only"]
         others = others if self._stamp else list(members)
-        if only is not None and others:
-            raise make(ProtocolError, attempt.not_partial(others[0], runs[others[0]], self.version))
+        if only is not None and (others or self._whole):
+            if others:
+                log.warning(attempt.not_partial(others[0], runs[others[0]], self.version))
+            only = None
         # After a success all trainers have met in its era; after a failure some may not have.
         shares = self._shared(each["digest"] for each in members.values())
         goes_on = shares == self._era_of and self._succeeded == keys.attempt - 1
@@ -536,6 +540,7 @@ class WeightTrainer:
         if self.rank in decision.get("lost", ()):
             raise make(AbortedError, f"trainer {self.rank} was taken for lost: {decision['why']}")
         log.warning(f"trainer {self.rank}: the weight update begins again: {decision['why']}")
+        self._whole = self._whole or decision.get("whole", False)
         self._lost = self._lost | frozenset(decision.get("lost", ()))
         return True
 

@@ -152,8 +152,8 @@ def test_what_changed_is_all_for_one_release() -> None:
             found.trainers[0].update(3, only={"b"}, changed=True)
 
 
-def test_an_engine_rank_at_another_version_refuses_a_part_and_takes_all() -> None:
-    """One that joined, and could not read from a peer, has no version yet."""
+def test_a_part_is_sent_whole_where_an_engine_rank_has_no_version() -> None:
+    """One that joined, and could not read from a peer. The leader knows it from the store."""
     with fleet(MODELS["fused"]) as found:
         update(found, 1, found.model.values(1))
         for each in found.engine_ranks:
@@ -161,32 +161,32 @@ def test_an_engine_rank_at_another_version_refuses_a_part_and_takes_all() -> Non
         late = found.join("late", 0)
         assert late.version is None
         values = mixed(found, 1, 2, {"q"})
-        running = begin(found, 2, values, only={"q"})
-        fail(found, running, r"generator late/0 is at version None.*in full")
-        update(found, 3, values)
-        check(found, 3, values)
+        update(found, 2, values, only={"q"})
+        check(found, 2, values)
+        assert found.trainers[0].totals["failed"] == 0
 
 
 def refuse_a_part(found: Fleet) -> Values:
-    """An update of a part fails, as will the next one; returns its values."""
+    """Returns values of which the next update of a part is refused by an engine rank."""
     update(found, 1, found.model.values(1))
     found.engine_ranks[1]._stamp = 0
-    values = mixed(found, 1, 2, {"q"})
-    running = begin(found, 2, values, only={"q"})
-    fail(found, running, r"generator 1: some .* at version 1, and not what they are a part of")
-    return values
+    return mixed(found, 1, 2, {"q"})
 
 
-def test_an_engine_rank_that_missed_a_version_refuses_a_part() -> None:
+def test_a_part_is_sent_whole_where_an_engine_rank_missed_a_version() -> None:
     """The leader believes the store; the engine rank knows what it has."""
     with fleet(MODELS["fused"]) as found:
         values = refuse_a_part(found)
-        update(found, 3, values)
+        update(found, 2, values, only={"q"})
+        check(found, 2, values)
+        assert [each.totals["failed"] for each in found.trainers] == [1] * len(found.trainers)
+        values = mixed(found, 1, 3, {"q"})
+        update(found, 3, values, only={"q"})  # the next one is of a part again
         check(found, 3, values)
         assert found.trainers[0].totals["failed"] == 1
 
 
-def test_a_trainer_that_connects_after_a_refusal_fails_at_once() -> None:
+def test_a_trainer_that_connects_after_a_refusal_goes_on_at_once() -> None:
     """What it was told is lent has been taken back: what it waits for would never come."""
     with fleet(MODELS["fused"]) as found:
         values, late = refuse_a_part(found), found.trainers[1]
@@ -195,8 +195,8 @@ def test_a_trainer_that_connects_after_a_refusal_fails_at_once() -> None:
 
         def late_look(engine_rank: str) -> str:
             """Between what is ready and what is lent."""
-            ready = words.get(Keys(late._job.number, 3).ready(engine_rank))
-            while late.totals["attempts"] == 3 and lent(engine_rank) == ready:
+            ready = words.get(Keys(late._job.number, 2).ready(engine_rank))
+            while late.totals["attempts"] == 2 and lent(engine_rank) == ready:
                 time.sleep(0.001)
             return generation(engine_rank)
 
@@ -204,12 +204,11 @@ def test_a_trainer_that_connects_after_a_refusal_fails_at_once() -> None:
             return str(words.get(late._job.key(f"lends/{engine_rank}"))["generation"])
 
         late._buffers.writer.generation = late_look  # type: ignore[method-assign]
-        began, running = time.monotonic(), begin(found, 3, values, only={"q"})
-        fail(found, running, r"generator 1: some .* at version 1, and not what they are a part of")
+        began = time.monotonic()
+        update(found, 2, values, only={"q"})
         assert time.monotonic() - began < late.timeout_s / 2
-        update(found, 4, values)
-        check(found, 4, values)
-        assert late.totals["failed"] == 2
+        check(found, 2, values)
+        assert late.totals["failed"] == 1
 
 
 def test_an_engine_rank_that_begins_anew_within_an_attempt_is_named() -> None:
@@ -252,16 +251,20 @@ def test_a_part_after_a_failed_update_has_nothing_of_that_one(name: str) -> None
         check(found, 3, values)
 
 
-def test_a_part_is_refused_where_what_finalize_needs_is_lost() -> None:
-    with fleet(MODELS["derived"], poison=True) as found:
+@pytest.mark.parametrize(
+    ("name", "part", "how"), [("derived", "w", {}), ("fused", "q", {"mode": "in_place"})]
+)
+def test_a_part_is_sent_whole_where_the_others_are_lost(
+    name: str, part: str, how: dict[str, Any]
+) -> None:
+    """What finalize needs of them, or the tensors themselves, which poison has overwritten."""
+    with fleet(MODELS[name], poison=True, **how) as found:
         update(found, 1, found.model.values(1))
-        with pytest.raises(MoeP2pError, match=r"checkpoint layout was lost.*: d; update in full"):
-            update(found, 2, mixed(found, 1, 2, {"w"}), only={"w"})
-        check(found, 1, found.model.values(1))
-    with fleet(MODELS["fused"], poison=True, mode="in_place") as found:
-        update(found, 1, found.model.values(1))
-        with pytest.raises(MoeP2pError, match="its tensors were poisoned; update in full"):
-            update(found, 2, mixed(found, 1, 2, {"q"}), only={"q"})
+        values = mixed(found, 1, 2, {part})
+        update(found, 2, values, only={part})
+        check(found, 2, values)
+        for each in found.trainers:
+            assert each.attempts_failed == 1
 
 
 # --- the ring ---
