@@ -327,7 +327,8 @@ def misses(found: World, missing: int, version: int, *, by_engine_rank: bool = F
     while not alone.done() or engine_rank.totals["failed"] == failed:
         engine_rank.step()
     engine_rank.timeout_s = patience
-    with pytest.raises(MoeP2pError, match=f"(no word from|not done:) trainer {missing}|writing w to"):
+    text = f"(no word from|not done:) trainer {missing}|writing w to"
+    with pytest.raises(MoeP2pError, match=text):
         alone.result(60)
 
 
