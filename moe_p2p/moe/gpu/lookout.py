@@ -27,7 +27,7 @@ class Lookout:
         self._copies: tuple[torch.cuda.Stream, Tensor] | None = None
         if masks.is_cuda:  # a copy engine is free while kernels that wait have all multiprocessors
             stream = torch.cuda.Stream(masks.device)  # type: ignore[no-untyped-call]
-            self._copies = stream, torch.ones(1, dtype=torch.int32, pin_memory=True)
+            self._copies = stream, torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moe_p2p.lookout", daemon=True)
         self._thread.start()
