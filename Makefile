@@ -54,7 +54,7 @@ PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(T
 TIERS := transfer moe kv weights adapters
 TIER_transfer := machine engine fleet package/test_cpp.py package/test_strangers.py gpu/test_gpu_engine.py \
                  gpu/test_gpu_driver.py
-TIER_moe := moe layer gpu package/test_cpp.py
+TIER_moe := moe layer gpu faults package/test_cpp.py
 TIER_kv := kv gpu/test_gpu_kv_rows.py gpu/test_gpu_signals.py
 TIER_weights := weights gpu/test_gpu_weights.py
 TIER_adapters := deep_ep nixl_ep mooncake integrations engines
