@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import re
+from collections.abc import Iterable
 
 
 class MoeP2pError(RuntimeError):
@@ -131,6 +132,15 @@ def require_type(
     """Raises InvalidArgumentError unless `value` is an instance of one of `kinds`."""
     if not isinstance(value, kinds):
         raise wrong_type(name, value, wanted)
+
+
+def ranks_of(name: str, given: object) -> list[int]:
+    """Returns `given` as a list. Raises InvalidArgumentError unless it is an iterable of ints."""
+    require_type(name, given, Iterable, "ranks, as [2, 3]")
+    ranks: list[int] = list(given)  # type: ignore[call-overload]
+    for rank in ranks:
+        require_type(f"a rank of {name}", rank, int, "an int")
+    return ranks
 
 
 def make(kind: type[MoeP2pError], message: str) -> MoeP2pError:

@@ -426,7 +426,7 @@ class Communicator:
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         self.require_open()
-        masked, chosen = self.masked, list(ranks)
+        masked, chosen = self.masked, errors.ranks_of("ranks", ranks)
         for rank in chosen:
             errors.require(
                 0 <= rank < self.world_size and rank != self.rank,

@@ -45,7 +45,7 @@ class Joining(NamedTuple):
         errors.require(
             not join, "members is given with join=True; members make the world, others join it"
         )
-        return Joining(tuple(sorted(set(members))))
+        return Joining(tuple(sorted(set(errors.ranks_of("members", members)))))
 
 
 class _Outcome(NamedTuple):
@@ -156,7 +156,10 @@ class Changes:
     # --- later ones: staged beside steps, entered between two ---
 
     def stage(self, add: Iterable[int], remove: Iterable[int], make: MakeEpoch) -> None:
-        added, removed = sorted(set(add)), sorted(set(remove))
+        added, removed = (
+            sorted(set(errors.ranks_of(name, given)))
+            for name, given in (("add", add), ("remove", remove))
+        )
         for seat in (*added, *removed):
             errors.require(
                 0 <= seat < self.world_size,

@@ -388,6 +388,10 @@ def test_what_is_refused() -> None:
             made(members=[0], join=True)
         with pytest.raises(bad, match=r"members is \[1\], must have rank 0"):
             made(members=[1])
+        with pytest.raises(bad, match="members is .*, must be ranks, as"):
+            made(members=0)
+        with pytest.raises(bad, match="a rank of members is .*, must be an int"):
+            made(members="ab")
         with pytest.raises(bad, match="lost ranks are masked in one node"):
             made(members=[0], config={"ranks_per_node": 2})
         with pytest.raises(bad, match="masked is given, and a world that changes"):
@@ -399,6 +403,11 @@ def test_what_is_refused() -> None:
             assert comm.closed is False
             with pytest.raises(bad, match="seat 4 cannot be added or removed"):
                 comm.update_members(add=[4])
+            for odd in (4, ["x"], [[1]]):
+                for change in (comm.stage_members, comm.update_members):
+                    for name in ("add", "remove"):
+                        with pytest.raises(bad, match=rf"{name} is .*must be (ranks|an int)"):
+                            change(**{name: odd})
             with pytest.raises(bad, match=r"seats \[1\] are both added and removed"):
                 comm.update_members(add=[1], remove=[1])
             with pytest.raises(bad, match="nothing is staged; call stage_members"):

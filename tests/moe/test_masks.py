@@ -255,6 +255,18 @@ def test_a_rank_lost_before_a_backward_pass(ranks_per_node: int, by_rank: bool) 
     run_threads(3, body)
 
 
+@pytest.mark.parametrize("odd", [1, ["x"], [1.0], None])
+def test_who_is_masked_is_given_as_ranks(odd: Any) -> None:
+    def body(rank: Rank) -> None:
+        with (
+            masking(rank, 1) as comm,
+            pytest.raises(moe_p2p.InvalidArgumentError, match=r"ranks is .*must be (ranks|an int)"),
+        ):
+            comm.mask_ranks(odd)
+
+    run_threads(1, body)
+
+
 def see_ends(rank: Rank) -> list[list[int]]:
     """Rank 1 closes and ends, rank 2 is killed."""
     comm = masking(rank, 4)
