@@ -388,9 +388,9 @@ def test_what_is_refused() -> None:
             made(members=[0], join=True)
         with pytest.raises(bad, match=r"members is \[1\], must have rank 0"):
             made(members=[1])
-        with pytest.raises(bad, match="members is .*, must be ranks, as"):
+        with pytest.raises(bad, match=r"members is .*, must be ranks, as"):
             made(members=0)
-        with pytest.raises(bad, match="a rank of members is .*, must be an int"):
+        with pytest.raises(bad, match=r"a rank of members is .*, must be an int"):
             made(members="ab")
         with pytest.raises(bad, match="lost ranks are masked in one node"):
             made(members=[0], config={"ranks_per_node": 2})
