@@ -316,9 +316,14 @@ def rounds(rank: Rank, count: int, overrides: dict[str, Any]) -> list[dict[str, 
 
 
 @pytest.mark.parametrize(
-    "overrides", [*NODES[:2], pytest.param(NETWORK, marks=pytest.mark.more)], ids=str
+    ("count", "overrides"),
+    [
+        *((30, each) for each in NODES[:2]),
+        *(pytest.param(200, each, marks=pytest.mark.more) for each in NODES[:2]),
+        pytest.param(30, NETWORK, marks=pytest.mark.more),  # 2.4 s a round
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.more)])
 def test_rounds_leave_nothing_behind(count: int, overrides: dict[str, Any]) -> None:
     given = overrides | {"lost": "drop"}
     for found in run_processes(3, rounds, count, given, deadline_s=count + 60.0)[:2]:
