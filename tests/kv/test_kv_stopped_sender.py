@@ -168,6 +168,7 @@ STOPS = [
     for over in OVER
     for stops in (3, 50)
 ]
+UNTIL_LATE = 60, 80  # over shm a missing fence shows in every third round
 OVER_ROCE = [pytest.mark.more, pytest.mark.timeout(600)]
 STOPS.append(pytest.param("roce", 20, marks=OVER_ROCE))
 
@@ -204,7 +205,7 @@ def test_a_fence_that_is_missing_is_seen(over: str, fault: str) -> None:
     need(over)
     with mutated(fault):
         found = Stops(over)
-        found.run(10, 20, until_late=True)
+        found.run(*UNTIL_LATE, until_late=True)
     assert found.late, f"none of {found.rounds} rounds, of which {found.halves} were cut in two"
 
 
@@ -212,7 +213,7 @@ def test_a_fence_that_is_missing_is_seen(over: str, fault: str) -> None:
 @pytest.mark.parametrize("over", UNFENCED)
 def test_what_has_no_fence_has_late_bytes(over: str) -> None:
     found = Stops(over)
-    found.run(10, 20, until_late=True)
+    found.run(*UNTIL_LATE, until_late=True)
     assert found.late, f"none of {found.rounds} rounds, of which {found.halves} were cut in two"
 
 
