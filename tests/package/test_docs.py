@@ -59,6 +59,7 @@ OTHER_PAGES = (
     "CHANGELOG",
     "NOTES",
     "deep_ep",
+    "doors",
     "engines",
     "mooncake",
     "nixl_ep",
