@@ -161,8 +161,13 @@ class WithPath(build_py):
 class NinjaBuild(build_ext):
     """Compiles what changed. MAX_JOBS limits the number of parallel compilers."""
 
+    def run(self) -> None:
+        if self.inplace and platform.machine() != TARGET:
+            raise PlatformError(f"CXX compiles for {TARGET}: its wheel can be made, not this tree")
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
-        folder = ROOT / "build" / f"extension{'' if TARGET == platform.machine() else f'-{TARGET}'}"
+        folder = ROOT / "build" / f"extension{'' if platform.machine() == TARGET else f'-{TARGET}'}"
         folder.mkdir(parents=True, exist_ok=True)
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """contrib/: what Slurm and Kubernetes would start on each host, and that it runs.
 
-Linters of scripts and of the Dockerfile run in test_lint.py. Cheap tests record what each host would
-run; those marked `more` run it between network namespaces, with torchrun.
+Linters of scripts and of the Dockerfile run in test_lint.py. Cheap tests record what each host
+would run; those marked `more` run it between network namespaces, with torchrun.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support import hosts, slurm
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "contrib/slurm/two_nodes.sh"
 JOBS = sorted((ROOT / "contrib/k8s").glob("*.yaml"))
-# What sbatch gives a script of two hosts (Slurm 23.11): numbers of a task are those of the script's.
+# What sbatch gives a script of two hosts (Slurm 23.11); a task's numbers there are the script's.
 SLURM = {
     "SLURM_CLUSTER_NAME": "gpu",
     "SLURM_GPUS_ON_NODE": "8",
@@ -40,6 +40,7 @@ SLURM = {
     "SLURM_TASKS_PER_NODE": "1(x2)",
     "SLURM_TASK_PID": "2113",
 }
+POD = "moe-p2p-0.moe-p2p"
 NAMES = ["h200-st-p5en-09", "h200-st-p5en-10"]
 # Stands for Python: writes what it was asked for, on which host.
 RECORDER = """#!/usr/bin/env bash
@@ -220,9 +221,8 @@ def test_a_pod_starts_torchrun_with_its_index(job: Path, recorder: dict[str, str
         for host in range(2)
         for command in (
             ["-m", "moe_p2p", "doctor"],
-            torchrun(host, "moe-p2p-0.moe-p2p", "29500", "bench", "--check"),
-            torchrun(host, "moe-p2p-0.moe-p2p", "29500", *"bench --tokens".split())
-            + ["8,32,128,512,4096"],
+            torchrun(host, POD, "29500", "bench", "--check"),
+            torchrun(host, POD, "29500", "bench", "--tokens", "8,32,128,512,4096"),
         )
     ]
     assert records(Path(recorder["TESTS_RECORDS"])) == sorted(wanted)

@@ -93,7 +93,7 @@ def main() -> int:
         return srun(arguments)
     sys.path.insert(0, str(ROOT))
     enter(int(os.environ["SLURM_NODEID"]))
-    os.execvp(arguments[0], arguments)
+    return os.execvp(arguments[0], arguments)
 
 
 if __name__ == "__main__":
