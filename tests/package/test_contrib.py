@@ -264,10 +264,11 @@ def environment_of_hosts(both: hosts.Hosts, folder: Path, names: list[str]) -> d
     }
 
 
-def check_table(output: str) -> None:
-    """Rank 0 prints it, once, of four ranks on two nodes."""
-    assert output.count("4 ranks") == 1, output
-    assert "2 nodes" in output, output
+def check_tables(output: str, *, num: int) -> None:
+    """Rank 0 prints one for each command, of four ranks on two hosts, each of which is a node."""
+    heads = [line for line in output.splitlines() if line.startswith("4 CPU ranks, 2 nodes of 2")]
+    assert len(heads) == num, output
+    assert all(", 2 hosts, " in head for head in heads), heads
 
 
 @pytest.mark.more
@@ -279,7 +280,7 @@ def test_the_script_of_slurm_runs_between_hosts(
     ran = run_script(environment_of_hosts(both, tmp_path, NAMES) | SLURM, *TINY.split())
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert {line[:3] for line in ran.stdout.splitlines() if "Linux" in line} == {"0: ", "1: "}
-    check_table(ran.stdout)
+    check_tables(ran.stdout, num=1)
 
 
 @pytest.mark.more
@@ -296,4 +297,4 @@ def test_pods_of_an_indexed_job_run_between_hosts(both: hosts.Hosts, tmp_path: P
         pods.append(subprocess.Popen(task, env=environment | own, cwd=tmp_path, **pipes))
     outputs = [pod.communicate(timeout=250)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n---\n".join(outputs)[-8000:]
-    assert outputs[0].count("4 ranks") == 2, outputs[0]  # one for each command
+    check_tables(outputs[0], num=2)
