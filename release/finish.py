@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WANTED = {
     "moe_p2p-{}-cp310-abi3-manylinux_2_34_x86_64.whl": 2,
     "moe_p2p-{}-cp310-abi3-manylinux_2_34_aarch64.whl": 2,
-    "moe_p2p_kernels-{}-py3-none-any.whl": 24,
+    "moe_p2p_kernels-{}-py3-none-any.whl": 16,
     "moe_p2p-{}.tar.gz": 8,
 }
 
