@@ -10,6 +10,7 @@
 #               TIMES=FILE: wall and CPU seconds of each test (python -m tests.times FILE)
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` fixes what tools can fix
 # make wheel    dist/*.whl, for systems as old as its tag says, or newer; make sdist: dist/*.tar.gz
+# make release  both kinds of host, compiled kernels, an sdist, checksums, notes (docs/release.md)
 # make clean    removes everything that was built; `make distclean` removes .venv too
 #
 # Without PYTHON, an environment is made in .venv once; pip uses this machine's configuration. With
@@ -59,7 +60,7 @@ TIER_kv := kv gpu/test_gpu_kv_rows.py gpu/test_gpu_signals.py
 TIER_weights := weights gpu/test_gpu_weights.py
 TIER_adapters := deep_ep nixl_ep mooncake integrations engines
 
-.PHONY: $(addprefix test-,$(TIERS)) bench test test-all test-changed test-again test-engines lint format build wheel sdist clean distclean packages force
+.PHONY: $(addprefix test-,$(TIERS)) bench test test-all test-changed test-again test-engines lint format build wheel kernels sdist release clean distclean packages force
 .NOTPARALLEL:
 
 bench: build
@@ -71,6 +72,7 @@ test: build packages
 
 test-all: build packages
 	$(PY) -m tests.engines.packages
+	$(PY) -m tests.support.aarch64
 	$(PYTEST) --all-cells $(PYTEST_ARGS)
 	$(PY) -m tests.changed --green
 
@@ -99,24 +101,33 @@ format: $(ENVIRONMENT)
 
 build: $(STAMPS)/extension
 
-# Kernels of usual shapes come along where NVRTC is installed: used where its build is the same.
-WHEEL_SHAPES ?= deepseek-v3:128,256,512 kimi-k2:128,256,512 qwen3-235b-a22b:128,256 \
-  deepseek-v4-pro:128,256 deepseek-v4-flash:128,256 kimi-k3:128 glm-5:128
-WHEEL_MIB ?= 5
-
-# auditwheel tags the wheel with the oldest systems that it runs on. torch is not included.
-wheel: build
-	@rm -rf build/wheel build/compiled build/lib* build/bdist.* && mkdir -p dist build/compiled
-	@for shape in $(WHEEL_SHAPES); do \
-	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize \
-	    --combine-dtype block16 --arch sm_90a --into build/compiled || { echo "without compiled kernels: they take seconds at first use"; \
-	    rm -f build/compiled/*; break; }; \
-	done
-	MOE_P2P_COMPILED=$(CURDIR)/build/compiled $(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
+# auditwheel tags the wheel with the oldest systems that it runs on. torch is not included. With
+# CXX=aarch64-linux-gnu-g++ it is one for hosts of that kind.
+wheel: $(ENVIRONMENT)
+	@rm -rf build/wheel build/lib* build/bdist.* && mkdir -p dist
+	$(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@if $(PY) -c 'import auditwheel' 2> /dev/null; then \
 	  PATH="$$(dirname $(PY)):$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl; \
 	else cp build/wheel/*.whl dist; echo "auditwheel is missing: the wheel is for systems like this one"; fi
-	@! find dist -name '*.whl' -size +$(WHEEL_MIB)M | grep . || { echo "above $(WHEEL_MIB) MiB: fewer WHEEL_SHAPES"; exit 1; }
+
+# The wheel moe_p2p_kernels: kernels of usual shapes, compiled by the NVRTC that is installed.
+WHEEL_SHAPES ?= deepseek-v3:128,256,512 kimi-k2:128,256,512 qwen3-235b-a22b:128,256 \
+  deepseek-v4-pro:128,256 deepseek-v4-flash:128,256 kimi-k3:128 glm-5:128
+WHEEL_ARCHS ?= sm_90a sm_100a sm_103a
+kernels: build
+	@rm -rf build/compiled && mkdir -p dist build/compiled
+	@for arch in $(WHEEL_ARCHS); do for shape in $(WHEEL_SHAPES); do \
+	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize \
+	    --combine-dtype block16 --arch $$arch --into build/compiled || exit 1; \
+	done; done
+	@$(PY) release/kernels.py build/compiled dist
+
+release: packages
+	@rm -rf dist
+	+@$(MAKE) --no-print-directory wheel
+	+@CXX=aarch64-linux-gnu-g++ $(MAKE) --no-print-directory wheel
+	+@$(MAKE) --no-print-directory kernels sdist
+	@$(PY) release/finish.py dist
 
 sdist: $(ENVIRONMENT)
 	@rm -rf moe_p2p.egg-info && mkdir -p dist
@@ -157,12 +168,12 @@ $(VENV)/.ready: requirements-dev.txt
 	@touch $@
 
 # The C++ tests need doctest's header, tests of the libfabric provider its library, namespaces as
-# hosts iproute2, test_aarch64.py a compiler, and test_models.py spin. All are installed where apt-get runs without
-# questions; elsewhere their tests are skipped with a reason.
-PACKAGES := doctest-dev libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu spin
+# hosts iproute2, test_aarch64.py a compiler, test_aarch64_wheel.py an emulator, and test_models.py spin. All are
+# installed where apt-get runs without questions; elsewhere their tests are skipped with a reason.
+PACKAGES := doctest-dev libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu qemu-user spin
 packages: $(ENVIRONMENT)
 	@{ $(PY) -c '$(HAS_DOCTEST)' && $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null \
-	  && command -v ip > /dev/null && command -v aarch64-linux-gnu-g++ > /dev/null && command -v spin > /dev/null; } || { \
+	  && command -v ip > /dev/null && command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null && command -v spin > /dev/null; } || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "installing $(PACKAGES)"; export DEBIAN_FRONTEND=noninteractive; \
 	    install="apt-get install -qq -y --no-install-recommends $(PACKAGES)"; \

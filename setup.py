@@ -3,14 +3,15 @@
 One binary serves every Python from 3.10 and every torch from 2.10 on, CPU and CUDA builds alike:
 it needs only C symbols of torch, none of Python, and no libstdc++ or libgcc newer than GCC 11's
 (tests/package/test_wheel.py looks). torch is found, not imported, so a build with nothing to do
-takes half a second. CXX chooses the compiler. One sentence names what is missing, before anything
-is copied.
+takes half a second. CXX chooses the compiler; one for another machine (aarch64-linux-gnu-g++) makes
+that machine's wheel. One sentence names what is missing, before anything is copied.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import runpy
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
+TORCH_LIBRARY = "libtorch_cpu.so"
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that can load this
 # The order of floating-point operations is part of the specification: no contraction to fma.
 CXX_FLAGS = [
@@ -64,6 +66,16 @@ def find_cxx() -> str:
     return cxx
 
 
+def target_of(cxx: str) -> str:
+    """Returns the machine that a compiler compiles for, as platform.machine() names it."""
+    command = [*shlex.split(cxx), "-dumpmachine"]
+    try:
+        reported = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:  # no compiler: find_cxx() says so where one is needed
+        reported = ""
+    return reported.strip().partition("-")[0] or platform.machine()
+
+
 def shared_cxx_library(cxx: str) -> list[str]:
     """Returns linker flags for compilers that come with a static libstdc++ only.
 
@@ -87,7 +99,7 @@ def build_file(folder: Path, sources: list[Path], output: Path) -> str:
     ]
     cxx = find_cxx()
     edge = runpy.run_path(str(ROOT / "csrc" / "letter.py"))["compile_edge"]
-    libraries = [*shared_cxx_library(cxx), f"-L{torch / 'lib'}", "-ltorch_cpu"]
+    libraries = [*shared_cxx_library(cxx), "-Wl,--no-as-needed", TORCH_LIBRARY]
     units = runpy.run_path(str(ROOT / "csrc" / "units.py"))
     compiled = units["units"](folder / "units", sources)
     lines = [
@@ -98,11 +110,16 @@ def build_file(folder: Path, sources: list[Path], output: Path) -> str:
         "  description = $in",
         "  depfile = $out.d",
         "  deps = gcc",
+        # Stands for torch's library, of which only the name goes into ours: torch is loaded first,
+        # and a build for another machine has none of that machine.
+        "rule name",
+        f"  command = $cxx -shared -nostdlib -Wl,-soname,{TORCH_LIBRARY} -x c++ /dev/null -o $out",
+        f"build {TORCH_LIBRARY}: name",
         "rule link",
         # libgcc.a first: its 16-bit float routines are not in libgcc_s of GCC 11 and older.
         f"  command = $cxx -shared -o $out $in -lgcc {' '.join(libraries)} -lrt -ldl -lpthread",
         *(edge(o, s) for o, s in compiled.items()),
-        f"build {output}: link {' '.join(compiled)}",
+        f"build {output}: link {' '.join(compiled)} | {TORCH_LIBRARY}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -132,20 +149,9 @@ class WithPath(build_py):
         if self.editable_mode:
             return
         self._file.write_text(self._lines)
-        for source, target in self._kernels().items():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        kernels = map(str, self._kernels().values())
-        return [*super().get_outputs(include_bytecode), str(self._file), *kernels]
-
-    def _kernels(self) -> dict[Path, Path]:
-        """Compiled kernels to ship (`make wheel` names their folder), each with its place."""
-        folder = os.environ.get("MOE_P2P_COMPILED")
-        files = sorted(Path(folder).glob("*.*")) if folder else []
-        place = Path(self.build_lib, "moe_p2p", "machine", "compiled")
-        return {file: place / file.name for file in files if file.suffix != ".lock"}
+        return [*super().get_outputs(include_bytecode), str(self._file)]
 
     @property
     def _file(self) -> Path:
@@ -155,8 +161,13 @@ class WithPath(build_py):
 class NinjaBuild(build_ext):
     """Compiles what changed. MAX_JOBS limits the number of parallel compilers."""
 
+    def run(self) -> None:
+        if self.inplace and platform.machine() != TARGET:
+            raise PlatformError(f"CXX compiles for {TARGET}: its wheel can be made, not this tree")
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
-        folder = ROOT / "build" / "extension"
+        folder = ROOT / "build" / f"extension{'' if platform.machine() == TARGET else f'-{TARGET}'}"
         folder.mkdir(parents=True, exist_ok=True)
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +179,10 @@ class NinjaBuild(build_ext):
         if done.returncode:
             raise CompileError("the extension did not compile, see above")
 
+
+TARGET = target_of(os.environ.get("CXX") or "g++")
+if platform.machine() != TARGET:  # names build/lib.* and the wheel (sysconfig.get_platform)
+    os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{TARGET}"
 
 setup(
     license="Apache-2.0",

@@ -51,7 +51,7 @@ from pathlib import Path
 
 from moe_p2p.errors import InvalidArgumentError, make
 
-_PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # of a wheel
+_PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # moe_p2p_kernels
 _one_folder = False  # use_cache_folder() was called
 
 
@@ -151,7 +151,7 @@ def tuned_file() -> str:
 
 
 def packaged_kernels() -> Path | None:
-    """The folder of kernels that came with the package (`make wheel`); None: it is not used."""
+    """The folder of the wheel moe_p2p_kernels (release/kernels.py); None: it is not used."""
     return None if _one_folder else _PACKAGED
 
 

@@ -1,7 +1,8 @@
 """Formatters and checkers over the whole tree, for `make lint`, `make format` and pre-commit.
 
-    python tests/lint.py [--fix] [--changed] [--only ruff|mypy|clang-format|clang-tidy]
+    python tests/lint.py [--fix] [--changed] [--only STEP]
 
+STEP: one of STEPS.
 --changed: clang-tidy looks at what changed since the last green commit (tests/changed.py) alone.
 Runs everything and reports everything before it fails. A tool that is not installed is skipped with
 a line that says so; so is a clang-format of another version, which would only disagree with the
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tests.changed import base, files  # noqa: E402
 
+STEPS = ("ruff", "mypy", "clang-format", "clang-tidy", "shellcheck", "hadolint")
 NATIVE_FOLDERS = ("csrc", "kernels", "tests/cpp", "tests/emulation")
 
 
@@ -139,6 +141,9 @@ def steps(fix: bool, only_changed: bool = False) -> Iterator[Step]:
     mypy = tool("mypy")
     mypy_commands = [[mypy, "--strict", "moe_p2p"]]
     yield Step("mypy", "", mypy_commands) if mypy else Step("mypy", "not installed", [])
+    for name, pattern in (("shellcheck", "*.sh"), ("hadolint", "Dockerfile")):
+        program, found = tool(name), sorted(map(str, (ROOT / "contrib").rglob(pattern)))
+        yield Step(name, "", [[program, *found]]) if program else Step(name, "not installed", [])
     yield clang_tidy_step(only_changed)
 
 
@@ -165,7 +170,7 @@ def run(step: Step) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fix", action="store_true", help="write what ruff and clang-format mend")
-    parser.add_argument("--only", choices=["ruff", "mypy", "clang-format", "clang-tidy"])
+    parser.add_argument("--only", choices=STEPS)
     parser.add_argument("--changed", action="store_true", help="clang-tidy: what changed alone")
     arguments = parser.parse_args()
     verdicts = [

@@ -41,9 +41,9 @@ LONG = (
     "test_readme.py",
     "test_wheel.py::test_commands",
 )
-# Tests of one group are one worker's, in turns: tests of test_rdma.py share a machine, and the last
-# two files build in the same folder.
-ALONE = (("test_rdma.py",), ("test_wheel.py", "test_readme.py"))
+# Tests of one group are one worker's, in turns: tests of test_rdma.py share a machine, and those
+# of the other build in the same folder.
+ALONE = (("test_rdma.py",), ("test_wheel.py", "test_readme.py", "test_aarch64_wheel.py"))
 WORTH_A_LINE_S = 20.0
 
 

@@ -227,13 +227,13 @@ def _cuda_headers() -> tuple[Path, ...]:
 
 
 def cache_key(source: Path, options: list[str]) -> str:
-    """Hash of the source, all files it includes with quotes, the options and the compiler.
+    """Hash of the source, all files it includes with quotes and the options; "-"; the compiler's.
 
     Not of the folders that are searched: an installation at another place has the same kernels.
     """
     root = kernels_root()
     given = [option for option in options if not option.startswith("-I")]
-    digest = hashlib.sha256(repr((_nvrtc_build(), source.name, given)).encode())
+    digest = hashlib.sha256(repr((source.name, given)).encode())
     queue, seen = [source], {source}
     while queue:
         path = queue.pop()
@@ -247,7 +247,7 @@ def cache_key(source: Path, options: list[str]) -> str:
                         seen.add(included)
                         queue.append(included)
                     break
-    return digest.hexdigest()
+    return f"{digest.hexdigest()}-{hashlib.sha256(_nvrtc_build().encode()).hexdigest()[:16]}"
 
 
 def parse_usage(log: str) -> dict[str, Usage]:
@@ -338,7 +338,7 @@ def _nvrtc_version() -> tuple[int, int]:
 def _nvrtc_build() -> str:
     """Returns the full version, "V13.0.48 CL-36037853", which NVRTC writes in PTX only. 20 ms.
 
-    Updates within 13.0 fix the compiler too, so kernels of an older build must not be reused.
+    Updates within 13.0 fix the compiler too, so kernels of an older build are not reused.
     """
     program = _nvrtc("nvrtcCreateProgram", b"", b"version.cu", 0, [], [])
     try:

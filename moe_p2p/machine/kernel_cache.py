@@ -7,8 +7,9 @@ on disk, not an attack.
 
 A folder that is refused or not writable is no error: kernels are then not cached. A kernel that is
 not in it is looked up in two other folders, which are only read: MOE_P2P_KERNELS, for example in a
-container's image, and the folder that came with the package (`make wheel`). Keys name the sources
-and the compiler (jit.cache_key), so a stale file is never found.
+container's image, and the folder of the wheel moe_p2p_kernels. Keys name the sources and the
+compiler (jit.cache_key), so a stale file is never found; names of that wheel are of the sources
+alone, whose kernels are tested as the release's compiler made them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def read(key: str) -> tuple[bytes, str] | None:
         if path is not None and (found := _read(path, key, _folder)):
             return found
     packaged = env.packaged_kernels()
-    return None if packaged is None else _read(packaged, key, _trusted)
+    return None if packaged is None else _read(packaged, key.partition("-")[0], _trusted)
 
 
 def _read(

@@ -41,7 +41,7 @@ PAGES = [
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A path in backticks: below a folder of the tree, or a file of the root.
-FOLDERS = "csrc|kernels|moe_p2p|tests|docs|benchmarks"
+FOLDERS = "csrc|kernels|moe_p2p|tests|docs|benchmarks|contrib|release"
 PATH = re.compile(rf"^(?:(?:{FOLDERS})(?:/[\w.*{{}},-]+)*/?|[A-Z]\w+\.md)$")
 MOST_README_LINES = 200
 HEADINGS = [
@@ -285,7 +285,7 @@ def test_every_error_text_of_a_wait_is_in_the_code() -> None:
 
 def sources() -> dict[Path, str]:
     files = (path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.*"))
-    ends = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
+    ends = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh", ".yaml"}
     return {
         path: path.read_text() for path in files if path.suffix in ends and path != Path(__file__)
     }

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("--only=ruff",),
         ("--only=clang-format",),
         ("--only=mypy",),
+        ("--only=shellcheck",),
+        ("--only=hadolint",),
         ("--only=clang-tidy", "--changed"),
         pytest.param(("--only=clang-tidy",), marks=pytest.mark.more),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 import moe_p2p.version
-from moe_p2p import env
+from moe_p2p.machine import kernel_cache
+from release import kernels
 from tests.support import cells
-from tests.support.installation import copy_installed, run_installed
+from tests.support.installation import copy_installed, make_environment, run_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(moe_p2p.__file__).with_name("_C.abi3.so")
@@ -115,19 +117,6 @@ def test_auditwheel_finds_it_fit_for_systems_of_2021(wheel: Path, tmp_path: Path
     assert tag, made.name
     assert int(tag[1]) <= 34
     assert not [name for name in zipfile.ZipFile(made).namelist() if ".libs/" in name]
-
-
-def test_compiled_kernels_come_along_where_make_names_them(tmp_path: Path) -> None:
-    """Where moe_p2p.env looks for them; locks of the compiler do not."""
-    made = tmp_path / "made"
-    made.mkdir()
-    for end in ("cubin", "log", "sha256", "lock"):
-        (made / f"key.{end}").write_text(end)
-    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(tmp_path / "lib")]
-    environment = os.environ | {"MOE_P2P_COMPILED": str(made)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=250)
-    place = tmp_path / "lib" / env._PACKAGED.relative_to(ROOT)
-    assert sorted(file.name for file in place.iterdir()) == ["key.cubin", "key.log", "key.sha256"]
 
 
 def test_the_version_has_one_place(wheel: Path) -> None:
@@ -253,7 +242,69 @@ def test_a_script_for_deep_ep_runs_where_the_wheel_is_installed(
     assert ran.stdout.splitlines() == ["done"] * 2
 
 
+@pytest.mark.more
+@pytest.mark.timeout(400)
+def test_pip_installs_from_a_folder_of_wheels_without_a_compiler(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By names, from another folder; pip leaves the Arm host's wheel alone."""
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    shutil.copy(wheel, dist)
+    machine = platform.machine()
+    other = "aarch64" if machine == "x86_64" else "x86_64"
+    (dist / wheel.name.replace(machine, other)).write_text("no wheel")
+    compiled = tmp_path / "compiled"
+    monkeypatch.setenv("MOE_P2P_CACHE", str(compiled))
+    with kernel_cache.exclusive("50c3-0001"):
+        kernel_cache.write("50c3-0001", b"\x7fELF", "")
+    kernels.write(compiled, dist)
+    monkeypatch.delenv("MOE_P2P_CACHE")
+    python = make_environment(tmp_path / "environment")
+    monkeypatch.setenv("PATH", str(tmp_path / "no programs"))
+    options = ["--no-index", "--find-links", str(dist), "--disable-pip-version-check"]
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", *options]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_"))}
+    ran = subprocess.run(
+        [*install, "moe-p2p", "moe-p2p-kernels"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    program = (
+        "import moe_p2p; from moe_p2p.machine import kernel_cache as cache;"
+        "print(cache.read('50c3-9'), moe_p2p.__file__)"
+    )
+    ran = run_installed(python, "python", "-c", program, cwd=tmp_path)
+    assert ran.stdout.startswith(f"(b'\\x7fELF', '') {tmp_path}"), ran.stdout + ran.stderr
+
+
 # --- what is missing is said in one sentence ---
+
+
+def test_another_machines_compiler_builds_nothing_in_place(tmp_path: Path) -> None:
+    """This tree's library stays; its wheel is made (test_aarch64_wheel.py)."""
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho riscv64-linux-gnu\n")
+    compiler.chmod(0o755)
+    before = LIBRARY.stat()
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=ROOT,
+        env=os.environ | {"CXX": str(compiler)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert built.returncode == 1
+    wanted = "error: CXX compiles for riscv64: its wheel can be made, not this tree"
+    assert built.stderr.splitlines()[-1:] == [wanted]
+    assert LIBRARY.stat() == before
 
 
 def test_a_build_without_a_compiler_fails_before_it_begins(tmp_path: Path) -> None:

@@ -67,9 +67,15 @@ def own_shm(of: Path | int) -> None:
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
     if isinstance(of, Path):
-        _call("mount", os.fsencode(of), b"/dev/shm", None, ctypes.c_ulong(_MS_BIND), None)
+        bind(of, "/dev/shm")
     else:
         _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), b"size=%dk" % of)
+
+
+def bind(of: Path, place: str) -> None:
+    """Puts a file or folder in the place of another one, for this process and its children. Behind
+    own_shm: mounts are its own then."""
+    _call("mount", os.fsencode(of), place.encode(), None, ctypes.c_ulong(_MS_BIND), None)
 
 
 class Place(NamedTuple):

@@ -29,8 +29,9 @@ def build_wheel(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def make_environment(folder: Path, wheel: Path) -> Path:
-    """Returns the environment's Python. torch is linked from the one that runs the tests."""
+def make_environment(folder: Path, wheel: Path | None = None) -> Path:
+    """Returns the Python of an environment with that wheel, or none. torch is linked from the one
+    that runs the tests."""
     venv.create(folder, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "lib" / version / "site-packages"
@@ -38,7 +39,8 @@ def make_environment(folder: Path, wheel: Path) -> Path:
         for name in {Path(file).parts[0] for file in distribution.files or ()}:
             if name != "__pycache__" and not (site / name).exists():  # packages may share a folder
                 (site / name).symlink_to(Path(str(distribution.locate_file(name))))
-    _pip("install", "--no-index", "--no-deps", "--quiet", "--target", str(site), str(wheel))
+    if wheel is not None:
+        _pip("install", "--no-index", "--no-deps", "--quiet", "--target", str(site), str(wheel))
     return folder / "bin" / "python"
 
 
