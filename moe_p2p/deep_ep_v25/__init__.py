@@ -9,6 +9,7 @@ the wheel sgl-deep-ep-v25; docs/deep_ep.md has what differs. CPU tensors work to
 
 import torch
 
+from moe_p2p.deep_ep import utils
 from moe_p2p.deep_ep.elastic_handle import EPHandle
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep_v25 import comm
@@ -52,4 +53,5 @@ __all__ = [
     "install",
     "topk_idx_t",
     "uninstall",
+    "utils",
 ]

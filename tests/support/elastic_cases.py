@@ -403,7 +403,8 @@ def graphs(place: Place, call: Call) -> None:
         if idx is not None:
             weights = weights.sum(1)
         y = rows * 2 * weights.bfloat16().unsqueeze(1)
-        out: Tensor = waited(call.mode, place.buffer.combine(y, handle))[0]
+        more = later(place.buffer, call.mode)
+        out: Tensor = waited(call.mode, place.buffer.combine(y, handle, **more))[0]
         return out
 
     deep_ep_oracle.replay(place.rank, f"ElasticBuffer, expanded: {call.do_expand}", SHAPE, pair)
