@@ -37,7 +37,7 @@ _SIZE_ALIGNMENT = 2 << 20
 _USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
 # Of a dispatch: E, T, thread blocks, expert alignment, rows.
 _How = tuple[int, int, int, int, RowForm]
-_Asked = tuple[int | None, int | None, int, int | None, RowForm]  # the same, as the call has it
+Asked = tuple[int | None, int | None, int, int | None, RowForm]  # the same, as the call has it
 # Its key: type, device, (H, P, K), and that.
 _Key = tuple[torch.dtype, int, tuple[int, int, int], _How]
 # Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
@@ -365,7 +365,7 @@ class ElasticBuffer:
         packs: Tensor | None,
         topk_idx: Tensor | None,
         handle: EPHandle | None,
-        how: _Asked,
+        how: Asked,
         sync: bool,
     ) -> Route:
         """What a dispatch with these arguments runs on: a new routing, or the handle's."""
@@ -411,7 +411,7 @@ class ElasticBuffer:
         )
 
     def _key(
-        self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: _Asked
+        self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: Asked
     ) -> _Key:
         num_experts, num_tokens, num_sms, alignment, rows = how
         assert not rows[1] or rows[0], "do_zero_padding needs do_expand"
@@ -433,7 +433,7 @@ class ElasticBuffer:
         packs: Tensor | None,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
-        how: _Asked,
+        how: Asked,
     ) -> _Dispatch | None:
         """A dispatch with nothing around it; None: it is more, or its key is a new one."""
         key = self._key(values, packs, topk_idx, how)

@@ -11,7 +11,6 @@ of the node, S redundant slots of a rank.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.deep_ep.elastic import EXACT, ElasticBuffer, Route
+from moe_p2p.deep_ep.elastic import EXACT, Asked, ElasticBuffer, Route
 from moe_p2p.deep_ep.elastic_handle import EPHandle
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import no_handle
@@ -265,72 +264,98 @@ class EPBuffer(BufferBase):
             "if it will be overwritten",
         )
         self._check_call(num_sms, num_qps, previous_event, allocate_on_comm_stream)
-        how: dict[str, Any] = {
-            "topk_idx": topk_idx,
-            "topk_weights": topk_weights,
-            "cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats,
-            "num_experts": num_experts,
-            "num_max_tokens_per_rank": num_max_tokens_per_rank,
-            "expert_alignment": expert_alignment,
-            "num_sms": num_sms,
-            "previous_event": previous_event,
-            "handle": handle,
-            "do_handle_copy": False,
-            "do_cpu_sync": do_cpu_sync,
-            "do_expand": do_expand,
-            "do_zero_padding": do_zero_padding,
-            "use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf,
-        }
         if defer_epilogue:
             _check_deferred(async_with_compute_stream)
-            return self._dispatch_later(x, how)
-        return self._dispatch_now(x, how, async_with_compute_stream)
-
-    def _dispatch_now(self, x: _Values, how: dict[str, Any], later: bool = False) -> _Dispatch:
-        made = self.elastic.dispatch(x, async_with_compute_stream=later, **how)
-        if how["handle"] is None:
+            sync = handle is None if do_cpu_sync is None else do_cpu_sync
+            rows = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, False)
+            how = num_experts, num_max_tokens_per_rank, num_sms, expert_alignment, rows
+            given = topk_idx, topk_weights, cumulative_local_expert_recv_stats
+            return self._dispatch_later(x, *given, how, previous_event, handle, sync)
+        made = self.elastic.dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            num_sms,
+            0,
+            previous_event,
+            None,
+            async_with_compute_stream,
+            False,
+            handle,
+            False,
+            do_cpu_sync,
+            do_expand,
+            do_zero_padding,
+            use_tma_aligned_col_major_sf,
+        )
+        if handle is None:
             made[3].hold_topk()
         return made
 
-    def _dispatch_later(self, x: _Values, how: dict[str, Any]) -> EventOverlap:
+    def _dispatch_later(
+        self,
+        x: _Values,
+        topk_idx: Tensor | None,
+        weights: Tensor | None,
+        stats: Tensor | None,
+        how: Asked,
+        previous_event: _Event | None,
+        handle: EPHandle | None,
+        sync: bool,
+    ) -> EventOverlap:
         values, packs = x if isinstance(x, tuple) else (x, None)
-        handle, num_sms = how["handle"], how["num_sms"]
-        sync = handle is None if how["do_cpu_sync"] is None else how["do_cpu_sync"]
-        rows = (
-            how["do_expand"],
-            how["do_zero_padding"],
-            how["use_tma_aligned_col_major_sf"],
-            False,
-        )
-        asked = (
-            *(how["num_experts"], how["num_max_tokens_per_rank"], num_sms),
-            *(how["expert_alignment"], rows),
-        )
-        elastic, topk_idx, weights = self.elastic, how["topk_idx"], how["topk_weights"]
-        stats = how["cumulative_local_expert_recv_stats"]
+        elastic = self.elastic
         elastic._pool.check_others()
-        with elastic._streams.turn(values, how["previous_event"], True) as turn:
-            route = elastic.route(values, packs, topk_idx, handle, asked, sync)
+        with elastic._streams.turn(values, previous_event, True) as turn:
+            route = elastic.route(values, packs, topk_idx, handle, how, sync)
+            unchanged = _watch(route.topk)
             if not _fits(route.all_to_all, route.form.max_tokens):
-                return self._whole_at_wait(lambda: self._dispatch_now(x, how)[:4])
+                num_experts, num_tokens, num_sms, alignment, rows = how
+
+                def whole() -> tuple[Any, ...]:
+                    unchanged()
+                    found = self.dispatch(
+                        x,
+                        topk_idx,
+                        weights,
+                        stats,
+                        num_experts,
+                        num_tokens,
+                        alignment,
+                        num_sms,
+                        handle=handle,
+                        do_cpu_sync=sync,
+                        do_expand=rows[0],
+                        do_zero_padding=rows[1],
+                        use_tma_aligned_col_major_sf=rows[2],
+                    )
+                    assert isinstance(found, tuple)
+                    return found[:4]
+
+                return _at_wait(whole, previous_event)
             given = values.contiguous(), route.topk, weights
             scales = None if packs is None else packs.contiguous()
             pending = route.all_to_all.dispatch_send_with(route.form, *given, scales)
             turn.uses((values, packs, topk_idx, *given, scales, stats), (pending.call.handle,))
             stream = current(values)
-        version = None if route.topk.is_inference() else route.topk._version
         sent = _Sent(
-            route, pending, stream, values, weights is not None, stats, handle, num_sms, sync
+            route, pending, stream, values, weights is not None, stats, handle, how[2], sync
         )
+
+        def receive() -> tuple[Any, ...]:
+            unchanged()
+            return self._receive_rows(sent)
+
         event = turn.event
-        event.register_hook_after_wait(lambda: self._receive_rows(sent, version))
+        event.register_hook_after_wait(receive)
         return event
 
-    def _receive_rows(self, sent: _Sent, version: int | None) -> tuple[Any, ...]:
+    def _receive_rows(self, sent: _Sent) -> tuple[Any, ...]:
         route, pending, counts = sent.route, sent.pending, sent.route.counts
-        assert version is None or route.topk._version == version, (
-            "topk_idx was changed between a deferred dispatch and the wait for it"
-        )
         with self.elastic._streams.turn(sent.values):
             use_here(sent.values, (pending.call.handle, route.topk), sent.stream)
             if sent.sync:
@@ -393,8 +418,12 @@ class EPBuffer(BufferBase):
         _check_deferred(async_with_compute_stream)
         options = elastic.sums_of(bool(terms))
         if sum_order_of(options.number) or not _fits(handle.all_to_all, received.call.max_tokens):
-            whole = functools.partial(elastic.combine, previous_event=previous_event)
-            return self._whole_at_wait(lambda: whole(x, handle, topk_weights, bias)[:2])
+
+            def whole() -> tuple[Any, ...]:
+                assert handle.topk_idx is not None
+                return elastic.combine(x, handle, topk_weights, bias)[:2]
+
+            return _at_wait(whole, previous_event)
         with elastic._streams.turn(x, previous_event, True) as turn:
             exact = torch.float32 if options is EXACT else None
             given = x.contiguous()
@@ -424,11 +453,6 @@ class EPBuffer(BufferBase):
             found = all_to_all.combine_recv(pending, bias=bias or None)
             sums, weights = found if pending.with_scalars else (found, None)
             return sums.to(like.dtype) if exact else sums, weights
-
-    def _whole_at_wait(self, run: Callable[[], tuple[Any, ...]]) -> EventOverlap:
-        event = EventOverlap(EventHandle())
-        event.register_hook_after_wait(run)
-        return event
 
     def _check_call(
         self, num_sms: int, num_qps: int, previous_event: object, allocate_on_comm_stream: bool
@@ -586,6 +610,25 @@ def _fits(all_to_all: ReleasingAllToAll, max_tokens: int) -> bool:
     """Whether a call of so many tokens may be cut in halves."""
     config = all_to_all.config
     return max_tokens <= config.step_tokens * config.steps_in_flight
+
+
+def _at_wait(run: Callable[[], tuple[Any, ...]], previous_event: _Event | None) -> EventOverlap:
+    """The event of a call that is made as a whole when it is waited for, behind previous_event."""
+    event = EventOverlap(_after(previous_event))
+    event.register_hook_after_wait(run)
+    return event
+
+
+def _watch(topk_idx: Tensor) -> Callable[[], None]:
+    """Returns what asserts that it is as it was. Tensors of inference mode have no version."""
+    version = None if topk_idx.is_inference() else topk_idx._version
+
+    def unchanged() -> None:
+        assert version is None or topk_idx._version == version, (
+            "topk_idx was changed in place between a deferred dispatch and the wait for it"
+        )
+
+    return unchanged
 
 
 def _after(event: _Event | None) -> EventHandle:

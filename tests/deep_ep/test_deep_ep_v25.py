@@ -164,6 +164,13 @@ def by_reference(place: Place) -> None:
         ):
             with pytest.raises(AssertionError, match="topk_idx was changed in place"):
                 use()
+    for bound in (SHAPE.max_tokens, 2000):  # sent at the call, or as a whole at the wait
+        topk_idx = mine.topk_idx.clone()
+        how = {"num_experts": SHAPE.num_experts, "num_max_tokens_per_rank": bound}
+        event = buffer.dispatch(mine.x, topk_idx, **how, **cases.later(buffer, "deferred"))
+        topk_idx[:1] = -1
+        with pytest.raises(AssertionError, match="in place between a deferred dispatch and the w"):
+            event.wait()
     with torch.inference_mode():  # no versions there
         topk_idx = mine.topk_idx.clone()
         handle = cases.dispatch(buffer, mine._replace(topk_idx=topk_idx), SHAPE, Call())[3]
