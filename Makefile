@@ -48,6 +48,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc' -not -name '*.md') setup.py pyproject.toml \
            moe_p2p/moe/gpu/fd_exchange.py moe_p2p/moe/rendezvous/agreement.py moe_p2p/engine/checksum.py moe_p2p/engine/strides.py \
+           moe_p2p/moe/expert_map.py moe_p2p/moe/expert_mover.py moe_p2p/moe/votes.py moe_p2p/deep_ep_v25/balance.py \
            $(wildcard $(addsuffix /*.py,$(addprefix moe_p2p/,fleet kv weights)))  # csrc/letter.py
 
 PYTEST = $(PY) -m pytest -rfEs --durations=8 --progress $(call workers) $(if $(TIMES),--times=$(TIMES))

@@ -134,14 +134,14 @@ class Build(build):
 
 class WithPath(build_py):
     """Adds lines that Python runs as it starts: with MOE_P2P_AS_DEEP_EP=1 it looks for `deep_ep` in
-    this package first, in processes of any start method too; likewise for `mooncake` and `nixl_ep`.
+    this package first, in processes of any start method too; likewise for the other packages.
     Of a word that is no switch the import of that package raises (env.py)."""
 
     _lines = "".join(
         f'import os, sys; os.environ.get("MOE_P2P_AS_{name.upper()}", "").strip().lower() '
         f'not in ("", "0", "false", "off", "no") and '
         f'sys.path.insert(0, os.path.join(sitedir, "moe_p2p", "{name}", "path"))\n'
-        for name in ("deep_ep", "mooncake", "nixl_ep")
+        for name in ("deep_ep", "deep_ep_v25", "mooncake", "nixl_ep")
     )
 
     def run(self) -> None:

@@ -35,6 +35,7 @@ FILES = (
     "csrc/provider/verbs/proof.cpp",
     "csrc/provider/verbs/queue_pair.h",
     "csrc/provider/verbs/wire.cpp",
+    "moe_p2p/deep_ep_v25/balance.py",
     "moe_p2p/engine/checksum.py",
     "moe_p2p/engine/strides.py",
     "moe_p2p/fleet/[a-z]*.py",
@@ -43,6 +44,7 @@ FILES = (
     "moe_p2p/moe/gpu/fd_exchange.py",
     "moe_p2p/kv/[a-z]*.py",
     "moe_p2p/moe/rendezvous/agreement.py",
+    "moe_p2p/moe/votes.py",
     "moe_p2p/weights/[a-z]*.py",
 )
 

@@ -83,6 +83,10 @@ if env.as_deep_ep():
     from moe_p2p import deep_ep
 
     deep_ep.install()
+if env.as_deep_ep_v25():
+    from moe_p2p import deep_ep_v25
+
+    deep_ep_v25.install()
 if env.as_mooncake():
     from moe_p2p import mooncake
 

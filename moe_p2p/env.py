@@ -17,6 +17,7 @@ MOE_P2P_LOW_LATENCY_PARTIALS
                             bfloat16 or block16 (default): how partial sums of moe_p2p.deep_ep's
                             low-latency calls travel whose sums are bfloat16 (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
+MOE_P2P_AS_DEEP_EP_V25      1: likewise `import deep_ep_v25` and moe_p2p.deep_ep_v25
 MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
 MOE_P2P_AS_NIXL_EP          1: likewise `import nixl_ep` and moe_p2p.nixl_ep
 MC_TRANSFER_TIMEOUT         Mooncake's: seconds of a transfer of moe_p2p.mooncake (default: 30)
@@ -176,6 +177,11 @@ def direct() -> bool:
 def as_deep_ep() -> bool:
     """Whether `import deep_ep` shall give moe_p2p.deep_ep."""
     return _switch("MOE_P2P_AS_DEEP_EP")
+
+
+def as_deep_ep_v25() -> bool:
+    """Whether `import deep_ep_v25` shall give moe_p2p.deep_ep_v25."""
+    return _switch("MOE_P2P_AS_DEEP_EP_V25")
 
 
 def as_mooncake() -> bool:

@@ -55,6 +55,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "moe_p2p/weights/": ("weights/", "faults/", "engines/"),
     "moe_p2p/mooncake/": ("mooncake/", "engines/test_mooncake"),
     "moe_p2p/deep_ep/": ("deep_ep/", "nixl_ep/", "engines/"),
+    "moe_p2p/deep_ep_v25/": ("deep_ep/test_deep_ep_v25", "engines/test_deep_ep_v25"),
     "moe_p2p/nixl_ep/": ("nixl_ep/", "engines/test_nixl_ep", "engines/test_vllm_nixl_ep"),
     "moe_p2p/integrations/": ("integrations/", "engines/"),
     "moe_p2p/integrations/serving_steps.py": ("moe/", "deep_ep/"),
@@ -83,7 +84,10 @@ SUITES: dict[str, tuple[str, ...]] = {
     "tests/support/weights_": ("weights/",),
 }
 # Folders of moe_p2p/ that suites of moe_p2p/ itself do not need.
-PRODUCTS = ("kv", "weights", "mooncake", "deep_ep", "nixl_ep", "integrations", "tools", "examples")
+PRODUCTS = (
+    *("kv", "weights", "mooncake", "deep_ep", "deep_ep_v25", "nixl_ep", "integrations", "tools"),
+    "examples",
+)
 
 
 class Step(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.moe.dispatched import APART, Dispatched, new_tuple, tensors_of, without_rows
 from moe_p2p.moe.options import DEFAULT_COMBINE, CombineOptions, DispatchForm
 from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
-from moe_p2p.moe.row_counts import HostCounts
+from moe_p2p.moe.row_counts import HostCounts, HostSizes
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
@@ -37,7 +37,7 @@ _SIZE_ALIGNMENT = 2 << 20
 _USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
 # Of a dispatch: E, T, thread blocks, expert alignment, rows.
 _How = tuple[int, int, int, int, RowForm]
-_Asked = tuple[int | None, int | None, int, int | None, RowForm]  # the same, as the call has it
+Asked = tuple[int | None, int | None, int, int | None, RowForm]  # the same, as the call has it
 # Its key: type, device, (H, P, K), and that.
 _Key = tuple[torch.dtype, int, tuple[int, int, int], _How]
 # Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
@@ -45,8 +45,20 @@ _Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
 _Dispatch = tuple[_Values, Tensor | None, Tensor | None, EPHandle, EventOverlap]
+
 _BY_ROWS, _BY_TOPK = (CombineOptions(order=order) for order in ("rows", "topk"))
-_EXACT = CombineOptions(out_dtype=torch.float32)
+EXACT = CombineOptions(out_dtype=torch.float32)
+
+
+class Route(NamedTuple):
+    """topk: [t, K]. counts: of the handle, else the most rows that can arrive."""
+
+    all_to_all: ReleasingAllToAll
+    counts: RowCounts
+    form: DispatchForm
+    topk: Tensor
+    num_experts: int
+    alignment: int
 
 
 class ElasticBuffer:
@@ -320,25 +332,8 @@ class ElasticBuffer:
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
                 wait_for(previous_event_before_epilogue, values)
-            if handle is None:
-                key = self._key(values, packs, topk_idx, how)
-                assert topk_idx is not None
-                num_experts, num_tokens, _, alignment, _ = key[3]
-                all_to_all, counts, form = self._made.get(key) or self._make(values, key)
-                topk = topk_idx.contiguous()
-            else:
-                assert topk_idx is None, "a handle was given with topk_idx; give one of them"
-                assert not sync, "a handle brings its counts: there is no CPU sync with it"
-                handle.check_same(
-                    do_expand=do_expand,
-                    num_experts=num_experts,
-                    expert_alignment=expert_alignment,
-                    num_max_tokens_per_rank=num_max_tokens_per_rank,
-                )
-                all_to_all, alignment = handle.all_to_all, handle.expert_alignment
-                topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
-                counts = handle.row_counts
-                form = counts.form(num_tokens, alignment, (*rows[:3], False))
+            route = self.route(values, packs, topk_idx, handle, how, sync)
+            all_to_all, counts, form, topk = route[:4]
             given = (
                 values.contiguous(),
                 topk,
@@ -346,7 +341,7 @@ class ElasticBuffer:
                 None if packs is None else packs.contiguous(),
             )
             if sync:
-                fields, counts = self._dispatch_counted(all_to_all, form, given, alignment)
+                fields, counts = self._dispatch_counted(all_to_all, form, given, route.alignment)
             else:
                 fields = all_to_all.dispatch_with(form, *given, others=all_to_all.others)
             received = without_rows(fields)
@@ -355,30 +350,68 @@ class ElasticBuffer:
             if async_with_compute_stream:
                 stats = cumulative_local_expert_recv_stats
                 turn.uses((values, packs, topk_idx, topk, topk_weights, stats), tensors_of(fields))
-        if handle is None:
-            assert num_experts is not None
-            handle = EPHandle(
-                all_to_all,
-                received,
-                counts,
-                do_expand=do_expand,
-                num_experts=num_experts,
-                expert_alignment=alignment,
-                num_sms=num_sms or self._usual_num_sms,
-            )
-        else:
-            handle.take(received)
         got, scales = fields[:2]
         return (
             got if scales is None else (got, scales),
             received.row_topk,
             None if topk_weights is None else received.row_weights,
-            handle,
+            self.handle_of(route, received, counts, handle, num_sms),
             turn.event,
         )
 
+    def route(
+        self,
+        values: Tensor,
+        packs: Tensor | None,
+        topk_idx: Tensor | None,
+        handle: EPHandle | None,
+        how: Asked,
+        sync: bool,
+    ) -> Route:
+        """What a dispatch with these arguments runs on: a new routing, or the handle's."""
+        if handle is None:
+            key = self._key(values, packs, topk_idx, how)
+            assert topk_idx is not None
+            made = self._made.get(key) or self._make(values, key)
+            return Route(*made, topk_idx.contiguous(), key[3][0], key[3][3])
+        num_experts, num_tokens, _, alignment, rows = how
+        assert topk_idx is None, "a handle was given with topk_idx; give one of them"
+        assert not sync, "a handle brings its counts: there is no CPU sync with it"
+        handle.check_same(
+            do_expand=rows[0],
+            num_experts=num_experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=num_tokens,
+        )
+        alignment, counts = handle.expert_alignment, handle.row_counts
+        form = counts.form(handle.num_max_tokens_per_rank, alignment, (*rows[:3], False))
+        first = handle.all_to_all, counts, form
+        return Route(*first, handle.topk_idx, handle.num_experts, alignment)
+
+    def handle_of(
+        self,
+        route: Route,
+        received: Dispatched,
+        counts: RowCounts,
+        handle: EPHandle | None,
+        num_sms: int,
+    ) -> EPHandle:
+        """Returns a new handle, or the given one, which takes what was received."""
+        if handle is not None:
+            handle.take(received)
+            return handle
+        return EPHandle(
+            route.all_to_all,
+            received,
+            counts,
+            do_expand=route.form.options.layout == "grouped",
+            num_experts=route.num_experts,
+            expert_alignment=route.alignment,
+            num_sms=num_sms or self._usual_num_sms,
+        )
+
     def _key(
-        self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: _Asked
+        self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: Asked
     ) -> _Key:
         num_experts, num_tokens, num_sms, alignment, rows = how
         assert not rows[1] or rows[0], "do_zero_padding needs do_expand"
@@ -400,7 +433,7 @@ class ElasticBuffer:
         packs: Tensor | None,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
-        how: _Asked,
+        how: Asked,
     ) -> _Dispatch | None:
         """A dispatch with nothing around it; None: it is more, or its key is a new one."""
         key = self._key(values, packs, topk_idx, how)
@@ -467,15 +500,8 @@ class ElasticBuffer:
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
                 wait_for(previous_event_before_epilogue, x)
-            # Between nodes, sums on the way travel as float32 where they may not be rounded.
-            exact = not self.allow_multiple_reduction and self.num_rdma_ranks > 1
-            options = DEFAULT_COMBINE  # in DeepEP's order, where it documents what is added when
-            if exact:
-                options = _EXACT
-            elif self.num_rdma_ranks == 1 and not self.allow_multiple_reduction:
-                options = _BY_ROWS
-            elif self.num_rdma_ranks == 1 and terms:
-                options = _BY_TOPK
+            options = self.sums_of(bool(terms))
+            exact = options is EXACT
             result: Any = handle.all_to_all.combine_with(
                 x.contiguous(),
                 received,
@@ -489,6 +515,15 @@ class ElasticBuffer:
             if async_with_compute_stream:
                 turn.uses((x, topk_weights, *terms, received.call.handle), (sums, weights))
         return sums, weights, turn.event
+
+    def sums_of(self, has_bias: bool) -> CombineOptions:
+        """How a combine adds: in DeepEP's order, where it documents what is added when."""
+        if self.num_rdma_ranks == 1:
+            if not self.allow_multiple_reduction:
+                return _BY_ROWS
+            return _BY_TOPK if has_bias else DEFAULT_COMBINE
+        # Between nodes, sums on the way travel as float32 where they may not be rounded.
+        return DEFAULT_COMBINE if self.allow_multiple_reduction else EXACT
 
     def _dispatch_counted(
         self,
@@ -509,8 +544,14 @@ class ElasticBuffer:
             alignment=alignment,
             max_tokens=form.max_tokens,
         )
-        num_tokens, _, num_grouped, per_expert, gathered = sizes
-        return fields, new_tuple(RowCounts, (num_tokens, num_grouped, per_expert, gathered))
+        return fields, _row_counts(sizes)
+
+    def count(self, route: Route) -> RowCounts:
+        """Waits for the counts of all ranks of a dispatch that was sent. Collective."""
+        config = route.all_to_all.config
+        given = self._host_counts.of(route.topk, config.num_experts, self.num_ranks)
+        num_counts = self.num_ranks + config.num_experts + 1
+        return _row_counts(given.sizes(route.all_to_all, num_counts, route.alignment))
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
         dtype, _, (hidden, num_packs, topk), how = key
@@ -542,6 +583,11 @@ class ElasticBuffer:
         made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made
         return made
+
+
+def _row_counts(sizes: HostSizes) -> RowCounts:
+    num_tokens, _, num_grouped, per_expert, gathered = sizes
+    return new_tuple(RowCounts, (num_tokens, num_grouped, per_expert, gathered))
 
 
 def usual_steps(pool: AllToAllPool, config: AllToAllConfig, step_tokens: int) -> AllToAllConfig:

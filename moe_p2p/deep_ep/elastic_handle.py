@@ -79,6 +79,12 @@ class EPHandle:
     num_experts: int
     expert_alignment: int
     num_sms: int
+    topk_version: int | None = None  # of topk_idx, which has to keep it; None: it may change
+
+    def hold_topk(self) -> None:
+        """From now on topk_idx must stay as it is. Tensors of inference mode have no version."""
+        topk_idx = self.received.topk_idx
+        self.topk_version = None if topk_idx.is_inference() else topk_idx._version
 
     def take(self, received: Dispatched) -> None:
         """Of a cached dispatch: it holds the open step, for the next combine."""
@@ -91,7 +97,12 @@ class EPHandle:
     @property
     def topk_idx(self) -> Tensor:
         """[t, K]"""
-        return self.received.topk_idx
+        topk_idx = self.received.topk_idx
+        assert self.topk_version is None or self.topk_version == topk_idx._version, (
+            "topk_idx was changed in place, and the handle of its dispatch holds it by reference: "
+            "leave it as it is as long as the handle is used, or pass a copy to dispatch"
+        )
+        return topk_idx
 
     @property
     def num_recv_tokens(self) -> int:

@@ -71,7 +71,9 @@ class EventOverlap:
             self.event = None
         return result
 
-    wait = current_stream_wait
+    def wait(self) -> Any:
+        """current_stream_wait(), which keeps the event."""
+        return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
         """Registers a hook, called at the end of the next wait. One at a time."""

@@ -28,7 +28,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,17 +41,14 @@ from torch._C._distributed_c10d import Store
 from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import Owner
-from moe_p2p.engine.transfers import Memory, Peer, Region, Request, Slice
+from moe_p2p.engine.transfers import Memory, Peer, Region, Request
 from moe_p2p.fleet.bootstrap import Bootstrap
-from moe_p2p.fleet.neighbours import has_ended, own_identity
 from moe_p2p.library import refusal, refuse_freed, refuse_lazy
 from moe_p2p.moe.expert_map import EMPTY, ExpertMap, Move, check_placement, moves_between
+from moe_p2p.moe.votes import FIRST_IMM, Voter, Votes, end
 
-FIRST_IMM = (1 << 29) + 3 * (1 << 20)  # two for each mover of an engine, one for odd rounds
-_PRIORITY, _VOTE_PRIORITY = 2, 1  # a vote must not queue behind weights
+_PRIORITY = 2
 _ALIGNMENT = 256
-_FIELDS = 4  # of a vote: round, digest, step, state
-_LOOK_S = 0.05  # between two looks whether a process that is waited for has ended
 _STEPS = 1 << 62  # a vote holds a step in 64 bits
 _END_S = 5.0  # until reads that were given up have ended
 
@@ -158,8 +155,7 @@ class ExpertMover(Owner):
         self._maps = [table for table, _ in layers]
         self._move: _UnderWay | None = None
         self._broken = ""
-        self._round = self._decided = 0  # of this rank's last vote, and of the last that it read
-        self._sent: dict[int, Request] = {}  # votes, by parity of their round
+        self._made_votes: Votes | None = None
         self._settled: torch.cuda.Event | None = None  # what was launched before `move` is done
         self._peers: list[Peer] = []
         self._registered: list[Memory] = []
@@ -196,24 +192,22 @@ class ExpertMover(Owner):
         mine = {"refused": refused, "number": number, "agreed": agreed}
         found = [json.loads(each) for each in meeting.exchange(_text(mine), "layers of experts")]
         _require_equal(found)
-        self._imm = FIRST_IMM + 2 * max(each["number"] for each in found)
-        _numbers[self._engine] = max(each["number"] for each in found) + 1
+        number = max(each["number"] for each in found)
+        _numbers[self._engine] = number + 1
         self._layers = [[self._weights(each) for each in tensors] for tensors in layers]
         with torch.inference_mode(False):  # they are written in any mode
             self._make_staging()
-            board = torch.zeros((2, self.world_size, _FIELDS), dtype=torch.int64, device="cpu")
-            self._board, self._vote = board, board[:, 0].clone()
-        landing, self._votes = self._register(self._board), self._register(self._vote)
+        # A vote: digest, step, state.
+        votes = Votes(self._engine, self.rank, self.world_size, 3, FIRST_IMM + 2 * number)
+        self._made_votes = votes
         address = {
-            "address": self._engine.address.hex(),
-            "identity": own_identity(),
-            "board": landing.descriptor.hex(),
+            "voter": votes.voter,
             "layers": [[(w.memory.descriptor.hex(), w.stride) for w in layer]
                        for layer in self._layers],
         }  # fmt: skip
         of_all = [json.loads(each) for each in meeting.exchange(_text(address), "their addresses")]
         self._connect(of_all)
-        self._identities = [str(each["identity"]) for each in of_all]
+        votes.connect([Voter(*each["voter"]) for each in of_all])
         meeting.exchange(b"", "all ranks to be connected")
 
     def _check_slots(self) -> int:
@@ -252,26 +246,18 @@ class ExpertMover(Owner):
     def _connect(self, of_all: list[dict[str, Any]]) -> None:
         """regions: [rank][layer][tensor], and what the rank's slots are apart there."""
         self._regions: list[list[list[tuple[Region, int]]]] = []
-        self._boards: list[Slice | None] = []
-        for rank, each in enumerate(of_all):
-            address = bytes.fromhex(each["address"])
+        for each in of_all:
+            address = bytes.fromhex(each["voter"][0])
             peer = self._engine.connect(address, priority=_PRIORITY)
             self._peers.append(peer)
 
-            def resolve(text: str, peer: Peer, priority: int) -> Region:
-                return self._engine.resolve(bytes.fromhex(text), peer, priority=priority)
+            def resolve(text: str, peer: Peer) -> Region:
+                return self._engine.resolve(bytes.fromhex(text), peer, priority=_PRIORITY)
 
             self._regions.append(
-                [[(resolve(text, peer, _PRIORITY), stride) for text, stride in layer]
+                [[(resolve(text, peer), stride) for text, stride in layer]
                  for layer in each["layers"]]
             )  # fmt: skip
-            if rank == self.rank:
-                self._boards.append(None)
-                continue
-            peer = self._engine.connect(address, priority=_VOTE_PRIORITY)
-            self._peers.append(peer)
-            board = resolve(each["board"], peer, _VOTE_PRIORITY)
-            self._boards.append(Slice(0, board, 8 * _FIELDS * self.rank, 8 * _FIELDS))
 
     # --- moves ---
 
@@ -345,20 +331,14 @@ class ExpertMover(Owner):
         move = self._move
         if move is None:
             return False
-        if self._round_is_open and self._decide(move, self._await_votes(move)):
+        if self._voting.round_is_open and self._decide(move, self._await_votes(move)):
             return True
         self._go_on(move, wait)
         self._send_vote(move, step)
         return False
 
-    @property
-    def _round_is_open(self) -> bool:
-        """Whether this rank has voted, and not yet looked at the votes of that round."""
-        return self._round > self._decided
-
     def _decide(self, move: _UnderWay, votes: list[list[int]]) -> bool:
         """What all ranks conclude from the same votes. True: the swap was made."""
-        self._decided = self._round
         for rank, (_, digest, step, state) in enumerate(votes):
             differs = ""
             if digest != votes[0][1]:
@@ -483,58 +463,24 @@ class ExpertMover(Owner):
 
     # --- votes ---
 
+    @property
+    def _voting(self) -> Votes:
+        assert self._made_votes is not None
+        return self._made_votes
+
     def _send_vote(self, move: _UnderWay, step: int) -> None:
-        number, move.step = self._round + 1, step
-        parity = number % 2
-        if parity in self._sent:  # two rounds ago: it has arrived, or nobody could have voted since
-            try:
-                self._sent[parity].wait(self._timeout_s)
-            except errors.MoeP2pError as error:
-                raise self._break(move, type(error), f"a vote was not sent: {error}") from error
-        self._round = number
-        vote = [number, move.digest, step, int(move.state)]
-        self._vote[parity] = torch.tensor(vote, dtype=torch.int64, device="cpu")
-        self._board[parity, self.rank] = self._vote[parity]
-        row, size = 8 * _FIELDS, 8 * _FIELDS * self.world_size
-        slices = [
-            each._replace(offset=parity * row, region_offset=parity * size + each.region_offset)
-            for each in self._boards
-            if each is not None
-        ]
-        if slices:
-            imm = self._imm + parity
-            self._sent[parity] = self._engine.scatter(
-                self._votes, slices, imm=imm, priority=_VOTE_PRIORITY
-            )
+        move.step = step
+        try:
+            self._voting.send([move.digest, step, int(move.state)], self._timeout_s)
+        except errors.MoeP2pError as error:
+            raise self._break(move, type(error), f"a vote was not sent: {error}") from error
 
     def _await_votes(self, move: _UnderWay) -> list[list[int]]:
-        """The votes of the round, by rank.
-
-        A rank votes in round n + 1 behind all votes of round n, so at most one round is ahead of
-        the one that is waited for: rounds of the other parity, with an immediate of their own.
-        """
-        parity = self._round % 2
-        wanted = (self.world_size - 1) * ((self._round + 1) // 2)
-        ends = time.monotonic() + self._timeout_s
-        while wanted and self._engine.imm_value(self._imm + parity) < wanted:
-            try:
-                self._engine.wait_imm(self._imm + parity, wanted, _LOOK_S)
-            except errors.TimeoutError:
-                late = self._missing(parity)
-                for rank in late:
-                    if has_ended(self._identities[rank]):
-                        text = f"the process of rank {rank} has ended"
-                        raise self._break(move, errors.PeerDeadError, text) from None
-                if time.monotonic() > ends:
-                    text = f"ranks {late} did not vote in {self._timeout_s:g} s"
-                    raise self._break(move, errors.TimeoutError, text) from None
-            except errors.MoeP2pError as error:
-                raise self._break(move, type(error), str(error)) from error
-        return [[int(each) for each in row] for row in self._board[parity].tolist()]
-
-    def _missing(self, parity: int) -> list[int]:
-        rounds = self._board[parity, :, 0].tolist()
-        return [rank for rank, each in enumerate(rounds) if each != self._round]
+        """The votes of the round, by rank."""
+        try:
+            return self._voting.wait(self._timeout_s)
+        except errors.MoeP2pError as error:
+            raise self._break(move, type(error), str(error)) from error
 
     def _break(
         self, move: _UnderWay, kind: type[errors.MoeP2pError], why: str
@@ -543,10 +489,8 @@ class ExpertMover(Owner):
 
         The others have swapped only if all votes were READY.
         """
-        parity = self._round % 2
-        votes = self._board[parity].tolist()
-        arrived = [vote for vote in votes if vote[0] == self._round]
-        swapped = self._round_is_open and all(vote[3] == State.READY for vote in arrived)
+        arrived = self._voting.arrived()
+        swapped = self._voting.round_is_open and all(vote[3] == State.READY for vote in arrived)
         outcome = "the old placement holds, no slot that is in use has changed"
         if swapped:
             outcome = (
@@ -579,14 +523,10 @@ class ExpertMover(Owner):
         self.closed = True
         if self._move is not None:
             self._break(self._move, errors.ClosedError, "the mover was closed")
-        for request in self._sent.values():  # the last votes arrive
-            with suppress(RuntimeError):
-                request.wait(self._timeout_s)
-        _end(peer.disconnect for peer in self._peers)
-        _end(memory.unregister for memory in self._registered)
-        for parity in self._sent:
-            with suppress(RuntimeError):
-                self._engine.free_imm(self._imm + parity)
+        if self._made_votes is not None:
+            self._made_votes.close(self._timeout_s)
+        end(peer.disconnect for peer in self._peers)
+        end(memory.unregister for memory in self._registered)
 
     def __enter__(self) -> ExpertMover:
         self._require_usable()
@@ -658,9 +598,3 @@ def _named(what: str) -> Iterator[None]:
         yield
     except errors.MoeP2pError as error:
         raise errors.make(type(error), f"{what}: {error}") from error
-
-
-def _end(calls: Iterable[Callable[[], object]]) -> None:
-    for each in calls:
-        with suppress(RuntimeError):  # it may be gone with what failed
-            each()

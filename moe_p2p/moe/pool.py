@@ -245,6 +245,11 @@ class AllToAllPool:
             tokens -= tokens % _WHOLE_TOKENS
         return tokens
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its AllToAlls' regions."""
+        return sum(self._size(made.config) for made in self._made.values())
+
     def _size(self, config: AllToAllConfig) -> int:
         plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
         return sum(plan.values())

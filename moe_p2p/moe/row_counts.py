@@ -47,6 +47,11 @@ class Given(NamedTuple):
         """Returns the first num_counts of every rank, [W, num_counts], on the host. Collective."""
         return self._agree(all_to_all, num_counts, 1)[0]  # type: ignore[no-any-return]
 
+    def sizes(self, all_to_all: AllToAll, num_counts: int, alignment: int) -> HostSizes:
+        """Sizes of the dispatch that is counted, whose experts' rows are rounded up. Collective."""
+        gathered, counts, tokens, most, grouped = self._agree(all_to_all, num_counts, alignment)
+        return HostSizes(tokens, most, grouped, counts, gathered)
+
     def _agree(self, all_to_all: AllToAll, num_counts: int, alignment: int) -> Any:
         host, number, topk_idx, kernel = self
         comm = all_to_all._comm
@@ -192,8 +197,8 @@ class SizeExchange:
         )
         experts, ranks = config.num_experts, all_to_all.world_size
         mine = self._host_counts.of(topk_idx.contiguous(), experts, ranks)
-        _, counts, _, most, rows = mine._agree(all_to_all, ranks + experts + 1, alignment)
-        return Sizes(most, rows, counts)
+        found = mine.sizes(all_to_all, ranks + experts + 1, alignment)
+        return Sizes(found.max_tokens, found.num_grouped, found.counts)
 
 
 def capturing(x: Tensor) -> bool:

@@ -33,6 +33,7 @@ PINNED = {
     "vllm": "0.33.0",
     "sglang": "0.5.23",
     "sgl-deep-ep": "0.1.2.post1",  # DeepEP 2.1.0
+    "sgl-deep-ep-v25": "0.1.0rc0",  # DeepEP 2.5.0
     "verl": "0.9.1",
     "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
     "checkpoint-engine": "0.4.2",

@@ -19,7 +19,7 @@ import pytest
 from moe_p2p.__main__ import COMMANDS, main
 from moe_p2p.kv import footer
 from moe_p2p.machine import transport
-from moe_p2p.moe import expert_mover
+from moe_p2p.moe import votes
 from moe_p2p.moe.config import LOCAL_FIELDS, AllToAllConfig
 from moe_p2p.moe.gpu import launch_shape
 from moe_p2p.weights import attempt, maxima
@@ -221,12 +221,12 @@ def test_immediates_are_divided_as_the_table_says() -> None:
     assert spaces == {
         "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
         "moe_p2p/kv/footer.py:immediate": (kv_bit, last + 1),
-        "moe_p2p/moe/expert_mover.py:FIRST_IMM": (max(merged) + 1, kv_bit),
+        "moe_p2p/moe/votes.py:FIRST_IMM": (max(merged) + 1, kv_bit),
         "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),
         "moe_p2p/weights/attempt.py:FIRST_IMM": (attempt.FIRST_IMM, min(merged)),
         "": (0, attempt.FIRST_IMM),
     }
-    assert max(merged) + 1 == expert_mover.FIRST_IMM
+    assert max(merged) + 1 == votes.FIRST_IMM
     assert all(attempt.FIRST_IMM <= each < min(merged) for each in sent)
 
 

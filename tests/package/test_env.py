@@ -10,6 +10,7 @@ from moe_p2p import InvalidArgumentError, env
 
 SWITCHES: dict[str, Callable[[], bool]] = {
     "MOE_P2P_AS_DEEP_EP": env.as_deep_ep,
+    "MOE_P2P_AS_DEEP_EP_V25": env.as_deep_ep_v25,
     "MOE_P2P_AS_MOONCAKE": env.as_mooncake,
     "MOE_P2P_AS_NIXL_EP": env.as_nixl_ep,
     "MOE_P2P_DIRECT": env.direct,

@@ -21,7 +21,7 @@ TIERS = [
     {"fleet"},
     {"moe", "kv", "weights"},
     {"deep_ep", "mooncake", "layer"},
-    {"nixl_ep"},  # its calls are those of deep_ep's Buffer, in worlds that change
+    {"nixl_ep", "deep_ep_v25"},  # their calls are those of deep_ep's buffers
     {"integrations"},
     {"tools"},
     {"bench"},  # a link to benchmarks/bench

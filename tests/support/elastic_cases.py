@@ -21,10 +21,15 @@ Counts = list[list[int]]
 COUNTS: Counts = [[5, 3, 0, 12], [12] * 4, [0] * 4, [0, 0, 9, 0], [1, 2, 3, 4]]
 
 
-def make_buffer(rank: Rank, **options: Any) -> Any:
+def make_buffer(rank: Rank, kind: type = ElasticBuffer, **options: Any) -> Any:
+    """kind: or EPBuffer."""
     group: Any = StoreGroup(rank)
-    fields = {"num_max_tokens_per_rank": SHAPE.max_tokens, "explicitly_destroy": True}
-    return ElasticBuffer(group, num_gpu_timeout_secs=20.0, **(fields | options))
+    fields = {
+        "num_max_tokens_per_rank": SHAPE.max_tokens,
+        "num_gpu_timeout_secs": 20.0,
+        "explicitly_destroy": True,
+    }
+    return kind(group, **(fields | options))
 
 
 class Call(NamedTuple):
@@ -35,7 +40,7 @@ class Call(NamedTuple):
     expert_alignment: int = 1
     fp8: bool = False
     num_bias: int = 0
-    mode: str = "sync"  # or async
+    mode: str = "sync"  # or async; of EPBuffer also deferred
 
 
 def packed(x: Tensor, num_packs: int = 3) -> tuple[Tensor, Tensor]:
@@ -60,7 +65,9 @@ def align(count: int, to: int) -> int:
     return -(-count // to) * to
 
 
-def waited(mode: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
+def waited(mode: str, result: Any) -> tuple[Any, ...]:
+    if mode == "deferred":
+        return (*result.current_stream_wait(), result)
     event = result[-1]
     assert (event.event is not None) == (mode == "async")
     if mode == "async":
@@ -72,12 +79,14 @@ def later(buffer: Any, mode: str) -> dict[str, Any]:
     """Options of an asynchronous call that runs after all work so far."""
     if mode == "sync":
         return {}
-    return {
+    common = {
         "previous_event": buffer.capture(),
-        "previous_event_before_epilogue": buffer.capture(),
         "async_with_compute_stream": True,
         "allocate_on_comm_stream": True,
     }
+    if isinstance(buffer, ElasticBuffer):
+        return common | {"previous_event_before_epilogue": buffer.capture()}
+    return common | {"defer_epilogue": mode == "deferred"}
 
 
 def dispatch(buffer: Any, mine: Batch, shape: Shape, call: Call, **options: Any) -> tuple[Any, ...]:
@@ -282,7 +291,7 @@ def own_routing(place: Place) -> None:
 def columns(place: Place, num_packs: int, do_expand: bool) -> None:
     """Packs of any width arrive unchanged, stored row by row and column by column."""
     rank, device, _ = place
-    buffer = make_buffer(rank, use_fp8_dispatch=True)
+    buffer = make_buffer(rank, type(place.buffer), use_fp8_dispatch=True)
     batches = deep_ep_oracle.make_batches(2, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
     values, packs = packed(mine.x, num_packs)
@@ -373,7 +382,7 @@ def one_rounding(place: Place, do_expand: bool) -> None:
     x = torch.zeros((1, SHAPE.hidden_dim), dtype=torch.bfloat16)
     mine = Batch(x, torch.tensor([experts]), torch.ones((1, 3))).on(device)
     for allowed in (False, True):
-        buffer = make_buffer(rank, allow_multiple_reduction=allowed)
+        buffer = make_buffer(rank, type(place.buffer), allow_multiple_reduction=allowed)
         rows, *_, handle, _ = dispatch(buffer, mine, SHAPE, Call(do_expand=do_expand))
         y = torch.ones_like(rows)
         if rank.rank == large:
@@ -394,7 +403,8 @@ def graphs(place: Place, call: Call) -> None:
         if idx is not None:
             weights = weights.sum(1)
         y = rows * 2 * weights.bfloat16().unsqueeze(1)
-        out: Tensor = waited(call.mode, place.buffer.combine(y, handle))[0]
+        more = later(place.buffer, call.mode)
+        out: Tensor = waited(call.mode, place.buffer.combine(y, handle, **more))[0]
         return out
 
     deep_ep_oracle.replay(place.rank, f"ElasticBuffer, expanded: {call.do_expand}", SHAPE, pair)

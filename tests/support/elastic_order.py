@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support.deep_ep_oracle import Place, host, make_batches
-from tests.support.elastic_cases import COUNTS, SHAPE, Call, dispatch, make_buffer
+from tests.support.elastic_cases import COUNTS, SHAPE, Call, dispatch, later, make_buffer, waited
 
 
 def ordered_sum(rows: list[Tensor], first: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def deep_ep_order(place: Place, call: Call, allowed: bool) -> None:
     rank, device, _ = place
     local = SHAPE.num_experts // rank.world_size
     factor = torch.tensor([1.0, 2.0**24, -(2.0**24), 3.0] * SHAPE.num_experts)
-    buffer = make_buffer(rank, allow_multiple_reduction=allowed)
+    buffer = make_buffer(rank, type(place.buffer), allow_multiple_reduction=allowed)
     differs = False
     for seed, of_ranks in enumerate([*COUNTS, *[[12] * 4] * 4]):
         batches = make_batches(seed, of_ranks[: rank.world_size], SHAPE)
@@ -47,7 +47,8 @@ def deep_ep_order(place: Place, call: Call, allowed: bool) -> None:
         terms = [torch.randn_like(batch.x) for _ in range(call.num_bias)]
         bias: Any = [None, *terms[:1], tuple(terms)][call.num_bias] if terms else None
         given = tuple(t.to(device) for t in bias) if isinstance(bias, tuple) else bias
-        out = host(buffer.combine(y.to(device), handle, bias=given)[0])
+        made = buffer.combine(y.to(device), handle, bias=given, **later(buffer, call.mode))
+        out = host(waited(call.mode, made)[0])
         first = sum((term.float() for term in terms), torch.zeros(batch.x.shape))
         for token, experts in enumerate(batch.topk_idx.tolist()):
             parts: dict[int, list[Tensor]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +123,18 @@ def suppress_stdout_stderr() -> Any:
 
 
 empty_suppress = contextlib.nullcontext
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+
+
+def parse_num_bytes(text: str) -> int:
+    """Returns what a size as "512k", "64MiB" or "1.5G" says, above 0, in bytes; units are powers of
+    1024. Raises ValueError."""
+    found = _SIZE.fullmatch(text)
+    size = (
+        0
+        if found is None
+        else int(float(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " "))
+    )
+    if size <= 0:
+        raise ValueError(f"{text!r} is no size above 0, as 1G, 64M, 512k or 1048576")
+    return size
