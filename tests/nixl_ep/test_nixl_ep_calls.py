@@ -344,7 +344,7 @@ def test_ranks_that_are_none_are_refused_by_name(rank: Rank) -> None:
     buffer = begin(rank.store, 0, 4)
     dispatch(buffer, None)
     lists: list[tuple[Any, str]] = [
-        (None, "{} is None, must be ranks, as"),
+        (None, r"{} is None, must be ranks, as"),
         (1, "{} is 1, must be ranks, as"),
         ([None], "a rank of {} is None, must be an int"),
         ([1.0], "a rank of {} is 1.0, must be an int"),
@@ -370,14 +370,14 @@ def test_ranks_that_are_none_are_refused_by_name(rank: Rank) -> None:
         for mask in (False, True):
             with pytest.raises(BAD, match="update_mask_buffer"):
                 buffer.update_mask_buffer(one, mask)  # type: ignore[arg-type]
-    with pytest.raises(BAD, match="mask_status is of type list, must be a torch.Tensor"):
+    with pytest.raises(BAD, match=r"mask_status is of type list, must be a torch.Tensor"):
         buffer.query_mask_buffer([0] * 4)  # type: ignore[arg-type]
     for wrong in (None, "0", 0.0, True, torch.tensor(0)):
-        with pytest.raises(BAD, match="rank is .*, must be an int"):
+        with pytest.raises(BAD, match=r"rank is .*, must be an int"):
             Buffer(rank=wrong)  # type: ignore[arg-type]
-        with pytest.raises(BAD, match="num_ranks is .*, must be an int"):
+        with pytest.raises(BAD, match=r"num_ranks is .*, must be an int"):
             Buffer().update_memory_buffers(wrong, E, 0)  # type: ignore[arg-type]
-        with pytest.raises(BAD, match="num_experts_per_rank is .*, must be an int"):
+        with pytest.raises(BAD, match=r"num_experts_per_rank is .*, must be an int"):
             Buffer().update_memory_buffers(4, wrong, 0)  # type: ignore[arg-type]
     assert masked(buffer) == [1, 2, 3]  # nothing has changed
     dispatch(buffer, None)
