@@ -135,12 +135,21 @@ def require_type(
 
 
 def ranks_of(name: str, given: object) -> list[int]:
-    """Returns `given` as a list. Raises InvalidArgumentError unless it is an iterable of ints."""
+    """Returns `given` as a list. Raises InvalidArgumentError unless it is an iterable of different
+    ints, not bools."""
     require_type(name, given, Iterable, "ranks, as [2, 3]")
     ranks: list[int] = list(given)  # type: ignore[call-overload]
     for rank in ranks:
-        require_type(f"a rank of {name}", rank, int, "an int")
+        require_int(f"a rank of {name}", rank)
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    require(not twice, f"{name}: ranks {twice} are given more than once")
     return ranks
+
+
+def require_int(name: str, given: object) -> None:
+    """Raises InvalidArgumentError unless it is an int, and not a bool, which is one for Python."""
+    require_type(name, given, int, "an int")
+    require(not isinstance(given, bool), f"{name} is {given}, must be an int")
 
 
 def make(kind: type[MoeP2pError], message: str) -> MoeP2pError:

@@ -82,6 +82,7 @@ class Buffer:
         errors.require(not (group and comm), "group and comm are both given; give one")
         whole = isinstance(timeout_ms, int) and timeout_ms > 0
         errors.require(whole, f"timeout_ms is {timeout_ms!r}, must be an int above 0")
+        errors.require_int("rank", rank)
         self.rank = rank
         self.group_size = 0
         self.low_latency_mode = low_latency_mode
@@ -190,6 +191,8 @@ class Buffer:
             what a shape needs at its first call, as get_low_latency_buffer_size_hint has it.
         """
         errors.require(self._worlds is None, "update_memory_buffers was called; it is called once")
+        errors.require_int("num_ranks", num_ranks)
+        errors.require_int("num_experts_per_rank", num_experts_per_rank)
         text = f"there may be {num_ranks} ranks of {num_experts_per_rank} experts, and this is rank"
         fits = 0 <= self.rank < num_ranks and num_experts_per_rank > 0
         errors.require(fits, f"{text} {self.rank}: it must be from 0 to num_ranks - 1")
@@ -266,6 +269,7 @@ class Buffer:
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 for each rank that is masked or not connected, else 0, to mask_status [W] int32,
         as the last call found them."""
+        errors.require_type("mask_status", mask_status, Tensor)
         fits = mask_status.shape == (self.group_size,) and mask_status.dtype == torch.int32
         found = f"{mask_status.dtype} {tuple(mask_status.shape)}"
         errors.require(fits, f"mask_status is {found}, must be int32 ({self.group_size},)")

@@ -131,7 +131,7 @@ class Worlds:
         status.copy_(found)
 
     def check_ranks(self, ranks: Iterable[int], what: str) -> list[int]:
-        given = sorted(set(errors.ranks_of(what, ranks)))
+        given = sorted(errors.ranks_of(what, ranks))
         errors.require(bool(given), f"{what}: no rank is given")
         wrong = [r for r in given if not 0 <= r < self.num_ranks]
         text = f"{what}: there are no ranks {wrong}; update_memory_buffers has {self.num_ranks}"

@@ -18,7 +18,8 @@ from tests.support.ranks import Rank
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
 
-def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True) -> None:
+def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True, groups: bool = True) -> None:
+    """groups: False: the caller makes vLLM's own."""
     absent.importing("vllm", absent.VLLM)
     join(rank, device)
     if as_deep_ep:
@@ -38,7 +39,8 @@ def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True) -> None:
 
     for name in ("scaled_mm_supports_fp8", "scaled_mm_supports_block_fp8", "group_gemm_supported"):
         setattr(_custom_ops, f"cutlass_{name}", lambda *_: False)  # asked while modules load
-    _groups(rank)
+    if groups:
+        _groups(rank)
 
 
 def _groups(rank: Rank) -> None:

@@ -339,6 +339,51 @@ def test_what_is_refused(rank: Rank) -> None:
         dispatch(buffer, None)
 
 
+@on_ranks(1)
+def test_ranks_that_are_none_are_refused_by_name(rank: Rank) -> None:
+    buffer = begin(rank.store, 0, 4)
+    dispatch(buffer, None)
+    lists: list[tuple[Any, str]] = [
+        (None, r"{} is None, must be ranks, as"),
+        (1, "{} is 1, must be ranks, as"),
+        ([None], "a rank of {} is None, must be an int"),
+        ([1.0], "a rank of {} is 1.0, must be an int"),
+        ("12", "a rank of {} is '1', must be an int"),
+        ("", "{}: no rank is given"),
+        ([[1]], "a rank of {} is of type list, must be an int"),
+        ([True], "a rank of {} is True, must be an int"),
+        (torch.tensor([1, 2]), "a rank of {} is of type Tensor, must be an int"),
+        ([1, 2, 1], r"{}: ranks \[1\] are given more than once"),
+        ([1, -1], r"{}: there are no ranks \[-1\]; update_memory_buffers has 4"),
+        ([1, 4], r"{}: there are no ranks \[4\]; update_memory_buffers has 4"),
+        ([1 << 70], r"{}: there are no ranks \[1180591620717411303424\]"),
+    ]
+    calls: dict[str, Callable[[Any], None]] = {
+        "connect_ranks": buffer.connect_ranks,
+        "disconnect_ranks": buffer.disconnect_ranks,
+    }
+    for name, call in calls.items():
+        for given, text in lists:
+            with pytest.raises(BAD, match=text.format(name)):
+                call(given)
+    for one in (None, 1.0, "1", True, [1], torch.tensor(1), -1, 4):
+        for mask in (False, True):
+            with pytest.raises(BAD, match="update_mask_buffer"):
+                buffer.update_mask_buffer(one, mask)  # type: ignore[arg-type]
+    with pytest.raises(BAD, match=r"mask_status is of type list, must be a torch.Tensor"):
+        buffer.query_mask_buffer([0] * 4)  # type: ignore[arg-type]
+    for wrong in (None, "0", 0.0, True, torch.tensor(0)):
+        with pytest.raises(BAD, match=r"rank is .*, must be an int"):
+            Buffer(rank=wrong)  # type: ignore[arg-type]
+        with pytest.raises(BAD, match=r"num_ranks is .*, must be an int"):
+            Buffer().update_memory_buffers(wrong, E, 0)  # type: ignore[arg-type]
+        with pytest.raises(BAD, match=r"num_experts_per_rank is .*, must be an int"):
+            Buffer().update_memory_buffers(4, wrong, 0)  # type: ignore[arg-type]
+    assert masked(buffer) == [1, 2, 3]  # nothing has changed
+    dispatch(buffer, None)
+    buffer.destroy()
+
+
 def dispatch(buffer: Buffer, num_experts: int | None) -> Any:
     x, topk_idx, _ = cases.tokens_of(buffer.rank, 0, E)
     return buffer.dispatch(x, topk_idx, T, num_experts, use_fp8=False)

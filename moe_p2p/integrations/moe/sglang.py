@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_p2p import env, errors
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.integrations.kv import sglang as sglang_kv
-from moe_p2p.integrations.moe import pool_of
+from moe_p2p.integrations.moe import pool_of, sglang_eplb
 from moe_p2p.integrations.weights import sglang as sglang_weights
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched, PendingDispatch
@@ -257,11 +257,12 @@ def dispatcher_class() -> Any:
 
 
 def install() -> None:
-    """Replaces DeepEPDispatcher. Also makes `deep_ep` importable.
+    """Replaces DeepEPDispatcher, and how EPLB moves experts. Also makes `deep_ep` importable.
 
     Changes of mode clean DeepEP's buffer in SGLang; here is none, and calls need no cleaning.
     """
     required("sglang", "sglang")
+    sglang_eplb.install()
     provide_deep_ep()  # before the modules below, which import it
     ours = dispatcher_class()
     users = {name: module for name in _USERS if (module := optional(name)) is not None}
@@ -275,13 +276,16 @@ def plugin() -> None:
     """Entry point `sglang.srt.plugins`, which SGLang calls in each of its processes.
 
     With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then;
-    with MOE_P2P_KV_STORE too, disaggregated serving moves KV through moe_p2p.
+    with MOE_P2P_KV_STORE too, disaggregated serving moves KV through moe_p2p. With
+    MOE_P2P_AS_NIXL_EP=1 EPLB moves experts through it.
     """
     sglang_weights.plugin()
     if env.engines():
         install()
         if env.kv_store():
             sglang_kv.install()
+    elif env.as_nixl_ep():
+        sglang_eplb.install()
 
 
 def _made(names: tuple[str, ...], **values: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_p2p import env, errors
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
+from moe_p2p.integrations.moe import vllm_eplb
 from moe_p2p.integrations.moe.vllm_managers import Handle, manager_classes
 from moe_p2p.integrations.weights import vllm as vllm_weights
 from moe_p2p.moe.all_to_all import AllToAll
@@ -268,8 +269,10 @@ def prepare_and_finalize_classes() -> tuple[Any, Any]:
 
 
 def install() -> None:
-    """Replaces DeepEP's classes in vLLM. Makes `deep_ep` importable, which vLLM checks for."""
+    """Replaces DeepEP's classes in vLLM, and NIXL's communicator of EPLB. Makes `deep_ep`
+    importable, which vLLM checks for."""
     required("vllm", "vllm")
+    vllm_eplb.install()
     provide_deep_ep()  # before the modules below, which import it
     low_latency, manager = manager_classes()
     batched, standard = prepare_and_finalize_classes()
@@ -298,12 +301,15 @@ def plugin() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
     It makes the weight-transfer backend "moe_p2p" known. With MOE_P2P_ENGINES=1 it is install().
-    With MOE_P2P_AS_DEEP_EP=1 vLLM's own classes run over
-    moe_p2p.deep_ep, and its checks of NCCL, which DeepEP's V2 needs and this does not, pass.
+    With MOE_P2P_AS_NIXL_EP=1 EPLB moves experts through it. With MOE_P2P_AS_DEEP_EP=1 vLLM's own
+    classes run over moe_p2p.deep_ep, and its checks of NCCL, which DeepEP's V2 needs and this does
+    not, pass.
     """
     vllm_weights.plugin()
     if env.engines():
         install()
+    elif env.as_nixl_ep():
+        vllm_eplb.install()
     elif env.as_deep_ep():
         env.disable_gin()
         checks = required("vllm.utils.import_utils", "vllm")
