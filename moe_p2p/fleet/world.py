@@ -238,8 +238,7 @@ class World:
         """Waits for the decision: returns YES, or why not. Gives it where all are staged, where a
         process has ended, and at the deadline."""
         pause = _FIRST_PAUSE_S
-        wanted = {f"world/{called.epoch}/staged/{s}": who for s, who in called.ids.items()}
-        found = dict[str, str]()
+        found = set[int]()
         with self._words.within(deadline):
             while True:
                 late = not deadline.left  # before the look: it may take the store's time
@@ -250,13 +249,12 @@ class World:
                     self._look.again()
                     if self._look.yes.epoch >= called.epoch:
                         return YES
-                for key in wanted.keys() - found.keys():
-                    if (who := self._words.get(key)) == wanted[key]:
-                        found[key] = who
-                if len(found) == len(wanted):
+                found |= {s for s in called.ids.keys() - found if self._staged(called, s)}
+                missing = called.ids.keys() - found
+                if not missing:
                     return self._decide(called, YES)
-                missing = [s for key, s in zip(wanted, called.ids, strict=True) if key not in found]
-                ended = [seat for seat in called.ended() if seat in missing]
+                # One that staged behind that look, and ended then, has staged.
+                ended = [s for s in called.ended() if s in missing and not self._staged(called, s)]
                 if ended:
                     return self.refuse(called, f"the process of {_named(ended)} has ended")
                 if late:
@@ -264,6 +262,10 @@ class World:
                     return self.refuse(called, text)
                 time.sleep(min(pause, deadline.left))
                 pause = min(1.5 * pause, _LAST_PAUSE_S)
+
+    def _staged(self, called: Called, seat: int) -> bool:
+        who: str | None = self._words.get(f"world/{called.epoch}/staged/{seat}")
+        return who == called.ids[seat]
 
     def _decide(self, called: Called, verdict: str) -> str:
         is_now = str(self._words.decide(f"world/{called.epoch}/is", verdict))

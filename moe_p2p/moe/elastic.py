@@ -82,8 +82,8 @@ class Changes:
     # --- the first epoch of this process ---
 
     def begin(self, joining: Joining, make: MakeEpoch) -> Epoch:
-        """Returns the first epoch, entered. A newcomer waits until one calls it."""
-        deadline = Deadline(self.timeout_s)
+        """Returns the first epoch, entered. A newcomer waits until one calls it, and once that was
+        not made for the next one: whoever is lost in it costs it no more than members."""
         if joining.members is not None:
             members = joining.members
             errors.require(
@@ -97,12 +97,10 @@ class Changes:
                 raise errors.make(errors.AbortedError, text)
             return self._enter_first(self._try(called, make))
         while True:
-            called = self.world.await_call(deadline)
+            called = self.world.await_call(Deadline(self.timeout_s))
             try:
                 return self._enter_first(self._try(called, make))
             except (errors.TimeoutError, errors.PeerDeadError, errors.AbortedError) as error:
-                if not deadline.left:
-                    raise
                 log.warning(f"rank {self.seat}: epoch {called.epoch} was not made: {error}")
 
     def _enter_first(self, outcome: _Outcome) -> Epoch:

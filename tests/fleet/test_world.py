@@ -201,6 +201,24 @@ def test_a_killed_process_that_has_staged_is_in(made: Processes) -> None:
     assert first.settle(called, Deadline(LONG_S)) == YES
 
 
+def test_a_process_that_stages_and_is_killed_behind_a_look_is_in(
+    made: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look for its word and the one for its process."""
+    (first,) = begin(made, 0)
+    newcomer, kill = made.mortal(1)
+    called, has_ended = first.call(add=[1]), worlds.has_ended
+    first.stage(called)
+
+    def staged_just_now(process: str) -> bool:
+        newcomer.stage(called)
+        kill()
+        return has_ended(process)
+
+    monkeypatch.setattr(worlds, "has_ended", staged_just_now)
+    assert first.settle(called, Deadline(LONG_S)) == YES
+
+
 def test_who_has_given_a_word_is_lost(made: Processes) -> None:
     """The call, and what would be the decision: both are there for the others."""
     giver, kill = made.mortal(0)

@@ -19,6 +19,7 @@ from moe_p2p import AllToAll
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.world import Called
 from moe_p2p.moe import epoch
+from moe_p2p.moe.elastic import Changes, Joining
 from tests.support import world_cases as cases
 from tests.support.mask_cases import given_by
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
@@ -256,6 +257,32 @@ def test_a_member_that_dies_while_others_stage(overrides: dict[str, Any]) -> Non
     results = run_processes(4, member_dies, given, return_errors=True)
     assert isinstance(results.pop(2), DiedError)
     assert results == ["done"] * 3
+
+
+def test_a_newcomer_waits_anew_once_an_epoch_was_not_made() -> None:
+    """A member that was stopped in it costs its whole deadline; the next call comes behind that."""
+    deadlines: list[Deadline] = []
+
+    def not_made(*_: object) -> Any:
+        raise moe_p2p.TimeoutError("rank 1 did not come")
+
+    def body(rank: Rank) -> None:
+        changes = Changes(rank.store, 3, cases.SEATS, cases.config_of())
+
+        def call(deadline: Deadline) -> Called:
+            deadlines.append(deadline)
+            if len(deadlines) > 2:
+                raise moe_p2p.AbortedError("enough")
+            return Called(len(deadlines))
+
+        changes.world.await_call, changes._try = call, not_made  # type: ignore[method-assign]
+        with pytest.raises(moe_p2p.AbortedError, match="enough"):
+            changes.begin(Joining(None), not_made)
+        changes.close()
+
+    run_threads(1, body)
+    first, second, third = (each.at for each in deadlines)
+    assert first < second < third
 
 
 def held(store: Any) -> dict[str, int]:
