@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from moe_p2p import errors
@@ -30,6 +30,10 @@ YES = "yes"
 # Between two looks at the store: at first, and at most. Longer: a newcomer's first step is later.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.02
 _MOST_SWEPT = 16  # epochs before, whose words a process drops that has dropped none
+
+
+def _never(seat: int, late: bool) -> bool:
+    return False
 
 
 class Called(NamedTuple):
@@ -120,8 +124,11 @@ class World:
 
     # --- who is called ---
 
-    def found(self, seats: Iterable[int]) -> Called:
-        """Calls the first epoch, of these seats, or returns how it was called."""
+    def found(self, seats: Iterable[int], without: Callable[[int, bool], bool] = _never) -> Called:
+        """Calls the first epoch, of these seats, or returns how it was called.
+
+        without: whether a seat without a process is left out; (seat, the deadline is past).
+        """
         self._look.again()
         if self._look.yes.epoch:
             raise errors.make(
@@ -129,9 +136,14 @@ class World:
                 f"this world is there already, at epoch {self._look.yes.epoch}; a process that "
                 "comes later passes join=True",
             )
-        return self.call(add=seats)
+        return self.call(add=seats, without=without)
 
-    def call(self, add: Iterable[int] = (), remove: Iterable[int] = ()) -> Called:
+    def call(
+        self,
+        add: Iterable[int] = (),
+        remove: Iterable[int] = (),
+        without: Callable[[int, bool], bool] = _never,
+    ) -> Called:
         """Calls the next epoch, or returns how another process has called it: where it has been
         decided meanwhile, too, and goes on without this process.
 
@@ -153,10 +165,12 @@ class World:
                     return now
                 there = self._there()
                 old = {*now.ids.values(), *now.removed}
+                late = not deadline.left
                 missing = [s for s in add if s not in there or there[s][0] in old]
+                missing = [seat for seat in missing if not without(seat, late)]
                 if not missing:
                     return self._propose(epoch, now, there, add, remove)
-                if not deadline.left:
+                if late:
                     raise errors.make(
                         errors.TimeoutError,
                         f"seat {self.seat}: nobody has claimed {_named(missing)} within "

@@ -277,12 +277,34 @@ def test_a_newcomer_waits_anew_once_an_epoch_was_not_made() -> None:
 
         changes.world.await_call, changes._try = call, not_made  # type: ignore[method-assign]
         with pytest.raises(moe_p2p.AbortedError, match="enough"):
-            changes.begin(Joining(None), not_made)
+            changes.begin(Joining(None), not_made, lambda _: False)
         changes.close()
 
     run_threads(1, body)
     first, second, third = (each.at for each in deadlines)
     assert first < second < third
+
+
+def founder_dies(rank: Rank, overrides: dict[str, Any]) -> str:
+    """A member, while the first epoch is made: the others make it without that one."""
+    if rank.rank == 2:
+        epoch.Epoch.connect = die  # type: ignore[method-assign]  # in this process only
+    comm = cases.begin(rank.store, rank.rank, [0, 1, 2], **overrides)
+    cases.steps(comm, [0, 1])
+    comm.close()
+    return "done"
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_member_that_dies_before_the_first_epoch(masks: bool) -> None:
+    given = {"mask_lost_ranks": masks, "lost": "drop"}
+    first, second, lost = run_processes(3, founder_dies, given, return_errors=True)
+    assert isinstance(lost, DiedError)
+    if masks:
+        assert first == second == "done"
+    else:
+        assert "the process of rank 2 has ended" in str(first)
+        assert "the process of rank 2 has ended" in str(second)
 
 
 def held(store: Any) -> dict[str, int]:
