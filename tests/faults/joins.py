@@ -253,7 +253,7 @@ def _before(owner: Any, name: str, then: Callable[..., Any]) -> None:
     setattr(owner, name, call)
 
 
-# --- one process ------------------------------------------------------------------------------------
+# --- one process ---------------------------------------------------------------------------------
 
 
 class Process:
@@ -492,7 +492,7 @@ def meet(made: Process, what: str, count: int) -> None:
     made.words.wait([f"all: {what}"], timedelta(seconds=120))
 
 
-# --- what came out ----------------------------------------------------------------------------------
+# --- what came out -------------------------------------------------------------------------------
 
 
 def deadline_s(case: Case) -> float:
