@@ -109,6 +109,7 @@ class World:
         self.seat, self.timeout_s, self.ranks_per_node = seat, timeout_s, ranks_per_node
         self._words, self._look = words, _Look(words)
         self.epoch = 0  # entered last
+        self._called = 0  # the last epoch that this process called, or found called
         self._out = 0  # the last epoch that was found to go on without this process
         self._swept = 0
         here = weakref.WeakMethod(self._notice)  # the member's thread keeps no world
@@ -158,7 +159,7 @@ class World:
                 self.member.check()
                 self._look.again()
                 epoch, now = self._look.decided + 1, self._look.yes
-                called = self._look.called(epoch)
+                called, self._called = self._look.called(epoch), epoch
                 if called is not None:
                     return called
                 if 0 < self.epoch < now.epoch and not self.is_in(now):
@@ -326,6 +327,8 @@ class World:
             return
         look = _Look(self._words)  # of its own: this is the member's thread
         look.again()
+        if look.decided < self._called:  # whose lease ends meanwhile is not called to the next one
+            self.member.members()
         if look.yes.epoch > self.epoch and not self.is_in(look.yes):
             self._out = look.yes.epoch
 

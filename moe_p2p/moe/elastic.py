@@ -89,13 +89,18 @@ class Changes:
         newcomer waits until an epoch calls it, and once that was not made for the next one:
         whoever is lost in it costs it no more than members. gone: members that will not come.
         """
+        failed: errors.MoeP2pError | None = None
         while True:
-            called = self._first_call(joining, gone)
+            try:
+                called = self._first_call(joining, gone)
+            except errors.TimeoutError as error:
+                raise failed or error from None  # nobody called again: that one says why
             try:
                 return self._enter_first(self._try(called, make))
             except (errors.TimeoutError, errors.PeerDeadError, errors.AbortedError) as error:
                 if joining.members is not None and not (self._masks and called.ended()):
                     raise
+                failed = error
                 log.warning(f"rank {self.seat}: epoch {called.epoch} was not made: {error}")
 
     def _first_call(self, joining: Joining, gone: Callable[[int], bool]) -> Called:

@@ -70,7 +70,8 @@ class Case(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        return SHORT_S if self.fault in ("stop", "NIC error") else LONG_S
+        waits = self.fault in ("stop", "NIC error") or self.refused
+        return SHORT_S if waits else LONG_S
 
     @property
     def needs_links(self) -> bool:
