@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from moe_p2p import errors
@@ -30,6 +30,10 @@ YES = "yes"
 # Between two looks at the store: at first, and at most. Longer: a newcomer's first step is later.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.02
 _MOST_SWEPT = 16  # epochs before, whose words a process drops that has dropped none
+
+
+def _never(seat: int, late: bool) -> bool:
+    return False
 
 
 class Called(NamedTuple):
@@ -105,6 +109,7 @@ class World:
         self.seat, self.timeout_s, self.ranks_per_node = seat, timeout_s, ranks_per_node
         self._words, self._look = words, _Look(words)
         self.epoch = 0  # entered last
+        self._called = 0  # the last epoch that this process called, or found called
         self._out = 0  # the last epoch that was found to go on without this process
         self._swept = 0
         here = weakref.WeakMethod(self._notice)  # the member's thread keeps no world
@@ -120,8 +125,11 @@ class World:
 
     # --- who is called ---
 
-    def found(self, seats: Iterable[int]) -> Called:
-        """Calls the first epoch, of these seats, or returns how it was called."""
+    def found(self, seats: Iterable[int], without: Callable[[int, bool], bool] = _never) -> Called:
+        """Calls the first epoch, of these seats, or returns how it was called.
+
+        without: whether a seat without a process is left out; (seat, the deadline is past).
+        """
         self._look.again()
         if self._look.yes.epoch:
             raise errors.make(
@@ -129,9 +137,14 @@ class World:
                 f"this world is there already, at epoch {self._look.yes.epoch}; a process that "
                 "comes later passes join=True",
             )
-        return self.call(add=seats)
+        return self.call(add=seats, without=without)
 
-    def call(self, add: Iterable[int] = (), remove: Iterable[int] = ()) -> Called:
+    def call(
+        self,
+        add: Iterable[int] = (),
+        remove: Iterable[int] = (),
+        without: Callable[[int, bool], bool] = _never,
+    ) -> Called:
         """Calls the next epoch, or returns how another process has called it: where it has been
         decided meanwhile, too, and goes on without this process.
 
@@ -146,17 +159,19 @@ class World:
                 self.member.check()
                 self._look.again()
                 epoch, now = self._look.decided + 1, self._look.yes
-                called = self._look.called(epoch)
+                called, self._called = self._look.called(epoch), epoch
                 if called is not None:
                     return called
                 if 0 < self.epoch < now.epoch and not self.is_in(now):
                     return now
                 there = self._there()
                 old = {*now.ids.values(), *now.removed}
+                late = not deadline.left
                 missing = [s for s in add if s not in there or there[s][0] in old]
+                missing = [seat for seat in missing if not without(seat, late)]
                 if not missing:
                     return self._propose(epoch, now, there, add, remove)
-                if not deadline.left:
+                if late:
                     raise errors.make(
                         errors.TimeoutError,
                         f"seat {self.seat}: nobody has claimed {_named(missing)} within "
@@ -238,8 +253,7 @@ class World:
         """Waits for the decision: returns YES, or why not. Gives it where all are staged, where a
         process has ended, and at the deadline."""
         pause = _FIRST_PAUSE_S
-        wanted = {f"world/{called.epoch}/staged/{s}": who for s, who in called.ids.items()}
-        found = dict[str, str]()
+        found = set[int]()
         with self._words.within(deadline):
             while True:
                 late = not deadline.left  # before the look: it may take the store's time
@@ -250,13 +264,12 @@ class World:
                     self._look.again()
                     if self._look.yes.epoch >= called.epoch:
                         return YES
-                for key in wanted.keys() - found.keys():
-                    if (who := self._words.get(key)) == wanted[key]:
-                        found[key] = who
-                if len(found) == len(wanted):
+                found |= {s for s in called.ids.keys() - found if self._staged(called, s)}
+                missing = called.ids.keys() - found
+                if not missing:
                     return self._decide(called, YES)
-                missing = [s for key, s in zip(wanted, called.ids, strict=True) if key not in found]
-                ended = [seat for seat in called.ended() if seat in missing]
+                # One that staged behind that look, and ended then, has staged.
+                ended = [s for s in called.ended() if s in missing and not self._staged(called, s)]
                 if ended:
                     return self.refuse(called, f"the process of {_named(ended)} has ended")
                 if late:
@@ -264,6 +277,10 @@ class World:
                     return self.refuse(called, text)
                 time.sleep(min(pause, deadline.left))
                 pause = min(1.5 * pause, _LAST_PAUSE_S)
+
+    def _staged(self, called: Called, seat: int) -> bool:
+        who: str | None = self._words.get(f"world/{called.epoch}/staged/{seat}")
+        return who == called.ids[seat]
 
     def _decide(self, called: Called, verdict: str) -> str:
         is_now = str(self._words.decide(f"world/{called.epoch}/is", verdict))
@@ -310,6 +327,8 @@ class World:
             return
         look = _Look(self._words)  # of its own: this is the member's thread
         look.again()
+        if look.decided < self._called:  # whose lease ends meanwhile is not called to the next one
+            self.member.members()
         if look.yes.epoch > self.epoch and not self.is_in(look.yes):
             self._out = look.yes.epoch
 

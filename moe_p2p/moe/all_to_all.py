@@ -92,8 +92,8 @@ class AllToAll(Owner):
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: makes one.
     gone: with mask_lost_ranks, whether a rank is known to have left, so that nobody waits for it.
-    members: the ranks of world_size that begin, in a world that changes (docs/calls.md), on CPUs:
-        the others have no process yet. update_members() adds and removes ranks.
+    members: the ranks of world_size that begin, in a world that changes (docs/calls.md), on CPUs;
+        with mask_lost_ranks those of them that come. update_members() adds and removes ranks.
     join: this process comes later, or takes the place of one that is gone. Returns once members
         have added it; its calls are theirs from there on.
 

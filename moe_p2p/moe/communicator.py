@@ -89,7 +89,7 @@ class Communicator:
         self.num_refused = 0
         self._engine, self._own_engine = engine, engine is None
         if joining is not None:
-            self._join(group_or_store, rank, world_size, joining, masked)
+            self._join(group_or_store, rank, world_size, joining, masked, gone)
             return
         meeting = self._meet(group_or_store, rank, world_size, gone)
         self.rank, self.world_size = meeting.rank, meeting.world_size
@@ -176,6 +176,7 @@ class Communicator:
         world_size: int | None,
         joining: Joining,
         masked: Tensor | None,
+        gone: Callable[[int], bool],
     ) -> None:
         """Makes this face of the first epoch that calls this process."""
         if self.config.on_gpu:
@@ -189,7 +190,7 @@ class Communicator:
         self._changes = changes = Changes(store, self.rank, self.world_size, self.config)
         try:
             with shared_memory.explained(self._shared_memory):
-                self._face(changes.begin(joining, self._stage))
+                self._face(changes.begin(joining, self._stage, gone))
         except BaseException:
             self._close_own_engine()
             changes.close()

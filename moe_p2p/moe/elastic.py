@@ -63,6 +63,7 @@ class Changes:
         self._client = Client(self._store)
         local = config.ranks_per_node or 1
         self._by_node = by_node = 1 < local < world_size
+        self._masks = config.mask_lost_ranks
         errors.require(
             not config.mask_lost_ranks or not by_node,
             f"ranks_per_node is {local} of world_size {world_size}, and mask_lost_ranks=True: lost "
@@ -81,29 +82,41 @@ class Changes:
 
     # --- the first epoch of this process ---
 
-    def begin(self, joining: Joining, make: MakeEpoch) -> Epoch:
-        """Returns the first epoch, entered. A newcomer waits until one calls it."""
-        deadline = Deadline(self.timeout_s)
-        if joining.members is not None:
-            members = joining.members
-            errors.require(
-                self.seat in members and all(0 <= s < self.world_size for s in members),
-                f"members is {list(members)}, must have rank {self.seat} and be from 0 to "
-                f"{self.world_size - 1}; a process that comes later passes join=True",
-            )
-            called = self.world.found(members)
-            if not self.world.is_in(called):
-                text = f"the first epoch was called for seats {called.seats}, without this process"
-                raise errors.make(errors.AbortedError, text)
-            return self._enter_first(self._try(called, make))
+    def begin(self, joining: Joining, make: MakeEpoch, gone: Callable[[int], bool]) -> Epoch:
+        """Returns the first epoch, entered.
+
+        With masks the members that come make it, also where another one is killed meanwhile. A
+        newcomer waits until an epoch calls it, and once that was not made for the next one:
+        whoever is lost in it costs it no more than members. gone: members that will not come.
+        """
+        failed: errors.MoeP2pError | None = None
         while True:
-            called = self.world.await_call(deadline)
+            try:
+                called = self._first_call(joining, gone)
+            except errors.TimeoutError as error:
+                raise failed or error from None  # nobody called again: that one says why
             try:
                 return self._enter_first(self._try(called, make))
             except (errors.TimeoutError, errors.PeerDeadError, errors.AbortedError) as error:
-                if not deadline.left:
+                if joining.members is not None and not (self._masks and called.ended()):
                     raise
+                failed = error
                 log.warning(f"rank {self.seat}: epoch {called.epoch} was not made: {error}")
+
+    def _first_call(self, joining: Joining, gone: Callable[[int], bool]) -> Called:
+        members = joining.members
+        if members is None:
+            return self.world.await_call(Deadline(self.timeout_s))
+        errors.require(
+            self.seat in members and all(0 <= s < self.world_size for s in members),
+            f"members is {list(members)}, must have rank {self.seat} and be from 0 to "
+            f"{self.world_size - 1}; a process that comes later passes join=True",
+        )
+        called = self.world.found(members, lambda seat, late: self._masks and (late or gone(seat)))
+        if not self.world.is_in(called):
+            text = f"the first epoch was called for seats {called.seats}, without this process"
+            raise errors.make(errors.AbortedError, text)
+        return called
 
     def _enter_first(self, outcome: _Outcome) -> Epoch:
         called, epoch, _ = self._accepted(outcome)

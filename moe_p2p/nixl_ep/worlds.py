@@ -23,6 +23,7 @@ from moe_p2p.deep_ep.low_latency import LowLatencyKey, form_of
 from moe_p2p.deep_ep.low_latency_calls import LowLatencyCalls
 from moe_p2p.fleet import addresses
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.neighbours import has_ended
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.epoch import own_host
@@ -100,6 +101,7 @@ class Worlds:
         self._applied = set[int]()  # those of them that the worlds have masked
         self._staged = set[int]()  # connected, and in the worlds once these are committed
         self._meetings = Meetings(rank)
+        self._processes: dict[int, str] = {}  # by rank, that have met this one
         self._home: Store | None = None  # of the worlds: that of the first connect_ranks
         self._token = ""
         self._local = 0  # ranks of a node
@@ -179,6 +181,7 @@ class Worlds:
                 words, lambda: (self.connected - self.lost()) | fresh | {self.rank}, about, deadline
             )
             self._compare(cards)
+            self._processes |= {rank: card["process"] for rank, card in cards.items()}
             there = self._members(cards)
             if not there:
                 self._found(cards, store)
@@ -412,6 +415,7 @@ class Worlds:
             self._config(shape, device),
             rank=self.rank,
             world_size=self.num_ranks,
+            gone=lambda rank: has_ended(self._processes.get(rank, "")),
             **who,
         )
 

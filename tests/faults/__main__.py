@@ -9,7 +9,7 @@ from tests.faults.matrix import (
     CELLS,
     COMMANDS,
     FAULTS,
-    JOIN,
+    IN_TURNS,
     LOCAL,
     OVER,
     POINTS,
@@ -21,8 +21,6 @@ from tests.faults.matrix import (
     cases,
 )
 
-JOINS = "join, 10 points"
-
 
 def mark(cell: Cell | None) -> str:
     if cell is None:
@@ -33,12 +31,10 @@ def mark(cell: Cell | None) -> str:
 
 
 def table(over: str) -> list[str]:
-    rows = [point for point in POINTS if point not in JOIN[1:]]
     faults = [fault for fault in FAULTS if (fault, "set-up", over) in CELLS]
     lines = [[over, *faults]]
-    for point in rows:
-        name = JOINS if point in JOIN else point
-        lines.append([name, *(mark(CELLS[fault, point, over]) for fault in faults)])
+    for point in POINTS:
+        lines.append([point, *(mark(CELLS[fault, point, over]) for fault in faults)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(f"{text:{w}}" for text, w in zip(line, widths, strict=True)) for line in lines
@@ -62,6 +58,7 @@ def counts() -> list[str]:
     for name, of in (("cannot be", Never), ("not yet", Later)):
         reasons = Counter(cell.reason for cell in CELLS.values() if isinstance(cell, of))
         lines += [f"{name}, {number}: {reason}" for reason, number in reasons.items()]
+    lines.append(IN_TURNS)
     return lines + [f"{over}: {command}" for over, command in COMMANDS.items()]
 
 

@@ -5,7 +5,7 @@
 
 An outcome is a row of docs/failure.md ("Outcomes"). A cell is one of five kinds: `Run` (here),
 `Elsewhere` (tests that are there anyway, by name), `Never` (cannot be), `Pair` (left to pairs, over
-soft-RoCE) and `Later`. A join's point, once joins are there, is one entry of JOIN with its cells.
+soft-RoCE) and `Later`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from tests.faults import calls, transfers
+from tests.faults import calls, joins, transfers
 from tests.faults.calls import HALVES, WORLD
 from tests.faults.causes import CONDITIONS
 
 FAULTS = ("kill", "stop", "slow", "NIC error", "link flap", "wrong handshake", *CONDITIONS)
-JOIN = tuple(
-    f"join: {point}"
-    for point in (
-        *("claims its seat", "waits for a call", "makes memory", "gives its address"),
-        *(
-            "maps and connects",
-            "is staged",
-            "decides",
-            "enters",
-            "first step",
-            "the old one drains",
-        ),
-    )
-)
+JOIN = tuple(f"join: {point}" for point in joins.POINTS)
 POINTS = ("set-up", *HALVES, *JOIN, "KV push", "weight update")
 LOCAL = ("loopback", "tcp")
 OVER = (*LOCAL, "soft-RoCE", "gpu")
@@ -39,9 +26,10 @@ OF_GPUS = ("kill", "stop")
 
 UNHARMED, NAMED, MASKED = "unharmed", "named", "masked"
 REFUSED, GIVEN_BACK, LEFT_OUT = "refused", "given back", "left out"
+TRIED_AGAIN = "tried again"
 
 Key = tuple[str, str, str]
-Case = calls.Case | transfers.Case
+Case = calls.Case | transfers.Case | joins.Case
 
 
 class Run(NamedTuple):
@@ -148,6 +136,84 @@ def _transfer(fault: str, point: str, over: str) -> Cell:
     if (fault, point, over) == ("wrong handshake", "weight update", "loopback"):
         return Never("trainers and engine ranks meet in the store; nothing of theirs listens")
     return Run(((transfers.Case(fault, point, over), outcome),))
+
+
+# --- joins ---------------------------------------------------------------------------------------
+
+NO_WRITE = Never("no write of the software NIC is of this point, which could fail")
+VICTIMS = ("joiner", "member")
+IN_TURNS = (
+    "joins: joiner and member have each fault at each point over loopback, in one node or with one "
+    "rank a node, killed in both; over tcp both are killed, else one of the two from point to point"
+)
+
+
+def _join(fault: str, point: str, over: str) -> Cell:
+    if over == "gpu":
+        return Later("worlds that change are for CPU tensors so far")
+    at = joins.POINTS[JOIN.index(point)]
+    if fault in CONDITIONS:  # hold at all points
+        nodes = (1, joins.SEATS) if over == "loopback" else (1,)
+        held = (joins.Case(fault, joins.CLAIMS, over, "joiner", each) for each in nodes)
+        return Run(tuple((case, UNHARMED) for case in held))
+    if over == "loopback" and fault == "link flap":
+        return NO_LINK
+    found = {who: cases for who in VICTIMS if (cases := _joins(fault, at, over, who))}
+    if not found:
+        return NO_DOOR if fault == "wrong handshake" else NO_WRITE
+    if over == "tcp" and fault != "kill":  # see IN_TURNS
+        who = VICTIMS[joins.POINTS.index(at) % 2]
+        found = {who: found[who]} if who in found else found
+    return Run(tuple(itertools.chain(*found.values())))
+
+
+def _joins(fault: str, at: str, over: str, who: str) -> list[tuple[joins.Case, str]]:
+    """In one node, or with one rank a node, in turns; killed in both."""
+    outcome = (_local_join if over == "loopback" else _tcp_join)(fault, at, who)
+    if outcome is None:
+        return []
+    one_node = (joins.POINTS.index(at) + (who == "member")) % 2
+    nodes = (joins.SEATS,) if one_node else (1,)
+    if over != "loopback" or fault in ("NIC error", "wrong handshake"):
+        nodes = (1,)
+    elif fault == "kill":
+        nodes = (1, joins.SEATS)
+    return [(joins.Case(fault, at, over, who, each), outcome) for each in nodes]
+
+
+def _lost_join(fault: str, at: str, who: str) -> str:
+    """docs/elastic.md, section 7."""
+    place = joins.POINTS.index(at)
+    if at == joins.WAITS and (fault, who) == ("stop", "joiner"):
+        return TRIED_AGAIN  # it has a lease
+    if place < joins.POINTS.index(joins.MAKES):
+        return UNHARMED if who == "joiner" else MASKED
+    return TRIED_AGAIN if place < joins.POINTS.index(joins.STAGED) else MASKED
+
+
+def _local_join(fault: str, at: str, who: str) -> str | None:
+    """None: it cannot be."""
+    if fault in ("kill", "stop"):
+        return _lost_join(fault, at, who)
+    if fault == "slow":
+        return UNHARMED
+    if who == "joiner" and at == joins.MAKES:  # another version, or no NIC
+        return TRIED_AGAIN
+    if fault == "wrong handshake":
+        return None
+    writes = (joins.FIRST, joins.DRAINS) if who == "joiner" else joins.POINTS
+    if at == joins.ENTERS or at not in writes:
+        return None
+    return UNHARMED if (who, at) == ("member", joins.DRAINS) else MASKED  # of a farewell
+
+
+def _tcp_join(fault: str, at: str, who: str) -> str | None:
+    has_nic = who == "member" or at not in (joins.CLAIMS, joins.WAITS)
+    if fault in ("kill", "stop"):
+        return _lost_join(fault, at, who)
+    if fault == "NIC error":
+        return MASKED if has_nic else TRIED_AGAIN
+    return UNHARMED if has_nic or fault != "wrong handshake" else None
 
 
 OTHERS: dict[Key, Cell] = {
@@ -266,18 +332,18 @@ OTHERS: dict[Key, Cell] = {
 def _over_roce(fault: str, point: str) -> Cell:
     if fault == "slow":
         return Later("no program of the machine has a rank that sleeps")
-    if fault == "no locked memory" and point in HALVES:
+    if fault == "no locked memory" and point in (*HALVES, *JOIN) and joins.MAKES not in point:
         return Never("memory is registered at set-up, which is refused")
     return Pair()
 
 
 def _cell(fault: str, point: str, over: str) -> Cell:
-    if point in JOIN:
-        return Later("worlds that grow are not on this branch")
     if (fault, point, over) in OTHERS:
         return OTHERS[fault, point, over]
     if over == "soft-RoCE":
         return _over_roce(fault, point)
+    if point in JOIN:
+        return _join(fault, point, over)
     if over == "gpu":
         return _lost(fault, point, over, WORLD)
     return (_call if point in ("set-up", *HALVES) else _transfer)(fault, point, over)
@@ -312,6 +378,8 @@ def few(every: list[Case]) -> set[Case]:
         if isinstance(case, calls.Case):
             found |= {(case.fault, str(case.masks))}
             found |= {(case.fault, str(case.ranks_per_node))}
+        if isinstance(case, joins.Case):
+            found |= {(case.fault, case.victim, "joins"), (case.point, case.victim)}
         return found
 
     wanted, taken = set[tuple[str, ...]]().union(*map(pairs, every)), set[Case]()

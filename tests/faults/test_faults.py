@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults import calls, transfers
+from tests.faults import calls, joins, transfers
 from tests.faults.matrix import (
     CELLS,
     FAULTS,
@@ -82,6 +82,17 @@ def test_transfers(case: transfers.Case) -> None:
     elif case.fault == "NIC error":
         assert any(texts), "nothing failed"
         assert case.over == "tcp" or not texts[-1], "the next one was not right"
+
+
+@pytest.mark.parametrize("case", parameters(joins.Case))
+def test_joins(case: joins.Case) -> None:
+    need(case)
+    with hosts.Hosts(case.num_processes if case.needs_links else 0, num_interfaces=2) as made:
+        places = [made.place(host) for host in range(len(made.names))]
+        results = run_processes(
+            case.num_processes, joins.run_process, case, places, return_errors=True
+        )
+    assert not joins.wrong_in(case, OUTCOMES[case], results)
 
 
 # --- the table -----------------------------------------------------------------------------------

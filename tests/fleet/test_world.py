@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -199,6 +200,38 @@ def test_a_killed_process_that_has_staged_is_in(made: Processes) -> None:
     kill()
     first.stage(called)
     assert first.settle(called, Deadline(LONG_S)) == YES
+
+
+def test_a_process_that_stages_and_is_killed_behind_a_look_is_in(
+    made: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look for its word and the one for its process."""
+    (first,) = begin(made, 0)
+    newcomer, kill = made.mortal(1)
+    called, has_ended = first.call(add=[1]), worlds.has_ended
+    first.stage(called)
+
+    def staged_just_now(process: str) -> bool:
+        newcomer.stage(called)
+        kill()
+        return has_ended(process)
+
+    monkeypatch.setattr(worlds, "has_ended", staged_just_now)
+    assert first.settle(called, Deadline(LONG_S)) == YES
+
+
+def test_who_is_stopped_in_an_attempt_is_not_called_to_the_next_one(made: Processes) -> None:
+    """Its last renewal came behind the look of the call: it is not new at the next one's."""
+    first, second = begin(made, 0, 1)
+    called = first.call()
+    second.member._beat.renew()
+    second.member._beat.renew = lambda: None  # type: ignore[method-assign]
+    first._notice()  # its thread does that at each beat
+    clock = time.monotonic
+    first.member._leases._clock = lambda: clock() + 20
+    first.member._beat.renew()
+    first.refuse(called, "seat 1 did not stage")
+    assert first.call().seats == [0]
 
 
 def test_who_has_given_a_word_is_lost(made: Processes) -> None:

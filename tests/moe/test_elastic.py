@@ -19,6 +19,7 @@ from moe_p2p import AllToAll
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.world import Called
 from moe_p2p.moe import epoch
+from moe_p2p.moe.elastic import Changes, Joining
 from tests.support import world_cases as cases
 from tests.support.mask_cases import given_by
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
@@ -256,6 +257,54 @@ def test_a_member_that_dies_while_others_stage(overrides: dict[str, Any]) -> Non
     results = run_processes(4, member_dies, given, return_errors=True)
     assert isinstance(results.pop(2), DiedError)
     assert results == ["done"] * 3
+
+
+def test_a_newcomer_waits_anew_once_an_epoch_was_not_made() -> None:
+    """A member that was stopped in it costs its whole deadline; the next call comes behind that."""
+    deadlines: list[Deadline] = []
+
+    def not_made(*_: object) -> Any:
+        raise moe_p2p.TimeoutError("rank 1 did not come")
+
+    def body(rank: Rank) -> None:
+        changes = Changes(rank.store, 3, cases.SEATS, cases.config_of())
+
+        def call(deadline: Deadline) -> Called:
+            deadlines.append(deadline)
+            if len(deadlines) > 2:
+                raise moe_p2p.TimeoutError("no epoch has called this process")
+            return Called(len(deadlines))
+
+        changes.world.await_call, changes._try = call, not_made  # type: ignore[method-assign]
+        with pytest.raises(moe_p2p.TimeoutError, match="rank 1 did not come"):  # it says more
+            changes.begin(Joining(None), not_made, lambda _: False)
+        changes.close()
+
+    run_threads(1, body)
+    first, second, third = (each.at for each in deadlines)
+    assert first < second < third
+
+
+def founder_dies(rank: Rank, overrides: dict[str, Any]) -> str:
+    """A member, while the first epoch is made: the others make it without that one."""
+    if rank.rank == 2:
+        epoch.Epoch.connect = die  # type: ignore[method-assign]  # in this process only
+    comm = cases.begin(rank.store, rank.rank, [0, 1, 2], **overrides)
+    cases.steps(comm, [0, 1])
+    comm.close()
+    return "done"
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_member_that_dies_before_the_first_epoch(masks: bool) -> None:
+    given = {"mask_lost_ranks": masks, "lost": "drop"}
+    first, second, lost = run_processes(3, founder_dies, given, return_errors=True)
+    assert isinstance(lost, DiedError)
+    if masks:
+        assert first == second == "done"
+    else:
+        assert "the process of rank 2 has ended" in str(first)
+        assert "the process of rank 2 has ended" in str(second)
 
 
 def held(store: Any) -> dict[str, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +16,17 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 import moe_p2p
 from moe_p2p import deep_ep, nixl_ep
 from moe_p2p.nixl_ep import Buffer, worlds
+from tests.faults.causes import is_over
 from tests.support import nixl_ep_cases as cases
 from tests.support.nixl_ep_cases import E, H, T, begin, masked, step
-from tests.support.ranks import Rank, StoreGroup, on_ranks, run_threads
+from tests.support.ranks import (
+    DiedError,
+    Rank,
+    StoreGroup,
+    on_ranks,
+    run_processes,
+    run_threads,
+)
 
 BAD = moe_p2p.InvalidArgumentError
 
@@ -83,6 +93,45 @@ def test_ranks_that_come_before_the_first_call_of_the_others(rank: Rank) -> None
     for seed in range(2):
         step(buffer, seed, None)
     buffer.destroy()
+
+
+@on_ranks(3)
+def test_a_rank_that_does_not_come_to_the_first_call_is_masked(rank: Rank) -> None:
+    """As one that is stopped, or cut off."""
+    buffer = connected(rank, timeout_ms=5_000)
+    together(rank, "connected")
+    if rank.rank == 2:
+        together(rank, "end")
+        with pytest.raises(BAD, match="this world is there already, at epoch 1"):
+            step(buffer, 0, 3 * E)
+        return
+    for seed in range(2):
+        step(buffer, seed, 3 * E)
+        assert masked(buffer) == [2]
+    together(rank, "end")
+    buffer.destroy()
+
+
+def lost_before_calls(rank: Rank) -> None:
+    """Rank 2 is killed; no deadline is waited for."""
+    buffer = connected(rank)
+    rank.store.set(f"pid {rank.rank}", str(os.getpid()))
+    together(rank, "connected")
+    if rank.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pid = int(rank.store.get("pid 2"))
+    while not is_over(pid):
+        time.sleep(0.01)
+    for seed in range(2):
+        step(buffer, seed, 3 * E)
+        assert masked(buffer) == [2]
+    buffer.destroy()
+
+
+def test_a_rank_that_is_killed_before_the_first_call_is_masked() -> None:
+    first, second, lost = run_processes(3, lost_before_calls, return_errors=True)
+    assert isinstance(lost, DiedError)
+    assert first is second is None
 
 
 @on_ranks(3)
