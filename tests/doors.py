@@ -47,6 +47,13 @@ DOORS = [
         _DEEP_EP,
         "deep_ep.md",
     ),
+    Door(
+        "DeepEP 2.5 (sgl-deep-ep-v25)",
+        "deep_ep_v25.EPBuffer",
+        "moe_p2p.deep_ep_v25:EPBuffer",
+        "`MOE_P2P_AS_DEEP_EP_V25=1`",
+        "deep_ep.md",
+    ),
     Door("UCCL's EP", "deep_ep.Buffer", "moe_p2p.deep_ep:Buffer", _DEEP_EP, "deep_ep.md"),
     Door(
         "NIXL EP (8770b65)",
