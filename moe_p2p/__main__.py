@@ -21,8 +21,8 @@ COMMANDS = {
     ),
     "demo": ("moe_p2p.tools.demo", "train a small language model with experts spread over ranks"),
     "doctor": (
-        "moe_p2p.tools.doctor",
-        "what this machine has and lacks: GPUs, NICs, libraries",
+        "moe_p2p.tools.doctor.command",
+        "what this machine, or the hosts of a job, have and lack",
     ),
     "model": (
         "moe_p2p.tools.model.command",
