@@ -14,7 +14,7 @@ from moe_p2p.tools import fence_probe
 from moe_p2p.tools.doctor import hosts, job_text, ranks, text
 from moe_p2p.tools.doctor.examine import examine, software
 from moe_p2p.tools.doctor.job import Answer, Job, judge_job
-from moe_p2p.tools.option_types import above_zero
+from moe_p2p.tools.option_types import Parser, above_zero
 
 
 def main(arguments: list[str]) -> int:
@@ -60,7 +60,7 @@ def _print(as_json: bool, found: Any, render: Callable[..., str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p doctor",
         description="What this machine, or the hosts of a job, have and lack for moe_p2p.",
     )
@@ -68,18 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     add("--no-writes", action="store_true", help="open no engines")
     add("--fence", action="store_true", help="only: may KV fence by queue pair?")
-    add("--hosts", metavar="A,B", help="one page for these hosts")
+    add("--hosts", metavar="A,B", help="one page for these hosts (none)")
     add(
         "--launcher",
         default="ssh",
         metavar="COMMAND",
-        help="that reaches them: ssh or srun, with its options: 'ssh -p 2222' (default: ssh)",
+        help="that reaches them: ssh or srun, with its options: 'ssh -p 2222' (ssh)",
     )
     add(
         "--python",
         default=sys.executable,
         metavar="FILE",
-        help="Python of these hosts, where moe_p2p is installed (default: this one)",
+        help="Python of these hosts, where moe_p2p is installed (this one)",
     )
     add("--ranks", action="store_true", help="one page for the hosts of torchrun's ranks")
     add(
@@ -87,6 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         type=above_zero,
         default=120.0,
         metavar="SECONDS",
-        help="by which hosts have answered (default: 120)",
+        help="by which hosts have answered (120)",
     )
     return parser
