@@ -9,6 +9,9 @@ import importlib
 import signal
 import sys
 
+from moe_p2p.tools.output import NotWrittenError
+from moe_p2p.version import __version__
+
 COMMANDS = {
     "accuracy": (
         "moe_p2p.tools.accuracy",
@@ -21,8 +24,8 @@ COMMANDS = {
     ),
     "demo": ("moe_p2p.tools.demo", "train a small language model with experts spread over ranks"),
     "doctor": (
-        "moe_p2p.tools.doctor",
-        "what this machine has and lacks: GPUs, NICs, libraries",
+        "moe_p2p.tools.doctor.command",
+        "what this machine, or the hosts of a job, have and lack",
     ),
     "model": (
         "moe_p2p.tools.model.command",
@@ -43,9 +46,12 @@ COMMANDS = {
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         lines = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
-        usage = "\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS]", "", *lines])
+        usage = "\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS] | --version", "", *lines])
         if arguments and arguments[0] in ("-h", "--help"):
             print(usage)
+            return 0
+        if arguments and arguments[0] == "--version":
+            print(__version__)
             return 0
         wrong = f"{arguments[0]!r} is not a command" if arguments else "a command is missing"
         print(f"{usage}\n\nmoe_p2p: {wrong}", file=sys.stderr)
@@ -53,6 +59,9 @@ def main(arguments: list[str]) -> int:
     try:
         command = importlib.import_module(COMMANDS[arguments[0]][0])
         return int(command.main(arguments[1:]))
+    except NotWrittenError as error:
+        print(f"{arguments[0]}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{arguments[0]}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -41,6 +41,9 @@ RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
 MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs
+TORCHELASTIC_USE_AGENT_STORE
+                            True: torchrun serves the store of the rendezvous
+NO_COLOR                    set: no colours on terminals
 GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on several hosts
 """
 
@@ -56,16 +59,20 @@ _PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # moe_p2p_
 _one_folder = False  # use_cache_folder() was called
 
 
-_ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")  # setup.py has the latter too
+_OF_TRANSPORTS = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+    *("MC_FORCE_TCP", "MOONCAKE_PROTOCOL"),
+)
+ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")  # setup.py has the latter too
 
 
 def _switch(name: str, *, default: bool = False) -> bool:
     given = os.environ.get(name, "")
     word = given.strip().lower()
-    if word in _ON or word in _OFF:
-        return word in _ON
+    if word in ON or word in _OFF:
+        return word in ON
     if word:
-        words = ", ".join((*_ON, *_OFF))
+        words = ", ".join((*ON, *_OFF))
         raise make(InvalidArgumentError, f"{name} is {given!r}, must be one of {words}")
     return default
 
@@ -262,6 +269,31 @@ def master_address() -> str:
 def master_port() -> int:
     """Port of the launcher's store."""
     return int(os.environ["MASTER_PORT"])
+
+
+def of_agent() -> bool:
+    """Whether torchrun's agent, not rank 0, serves the store of the rendezvous."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def of_transports() -> dict[str, str]:
+    """Variables that choose transports, libraries and modules, here or in others' packages.
+
+    Of MOE_P2P_SECRET only that it is set.
+    """
+    found = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _OF_TRANSPORTS or name.startswith(("MOE_P2P_", "NCCL_", "FI_"))
+    }
+    if "MOE_P2P_SECRET" in found:
+        found["MOE_P2P_SECRET"] = "set"
+    return found
+
+
+def colour() -> bool:
+    """Whether terminals may show colours (no-color.org)."""
+    return not os.environ.get("NO_COLOR")
 
 
 def use_gloo_interface(name: str) -> None:

@@ -28,6 +28,7 @@ class Door:
     ours: str  # module:class
     turn_on: str
     page: str  # below docs/
+    own: tuple[str, ...] = ()  # public methods that are ours
 
 
 _DEEP_EP = "`MOE_P2P_AS_DEEP_EP=1`"
@@ -39,6 +40,7 @@ DOORS = [
         "moe_p2p.deep_ep:ElasticBuffer",
         _DEEP_EP,
         "deep_ep.md",
+        own=("count", "handle_of", "route", "sums_of"),  # for deep_ep_v25
     ),
     Door(
         "DeepEP's branch hybrid-ep",
@@ -104,7 +106,8 @@ def row_of(door: Door) -> str:
     served: list[str] = []
     refused: list[str] = []
     for name, call in calls_of(class_of(door)):
-        (refused if is_refused(call) else served).append(name)
+        if name not in door.own:
+            (refused if is_refused(call) else served).append(name)
     assert served, door
     out = ", ".join(f"`{name}`" for name in refused) or "none"
     return (

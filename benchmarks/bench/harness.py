@@ -19,13 +19,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from moe_p2p.tools import launch
+from moe_p2p import env
+from moe_p2p.tools import launch, output
 from moe_p2p.tools.draw import draw
 from moe_p2p.tools.gather import everyones
-from moe_p2p.tools.option_types import at_least_1, each_at_least_1, output_file, zero_or_more
+from moe_p2p.tools.option_types import (
+    Parser,
+    at_least_1,
+    each_at_least_1,
+    output_file,
+    zero_or_more,
+)
 
 T = TypeVar("T")
 SAME: Any = object()
+DEVICE = "auto: GPUs if any (auto)"
 EPILOG = (
     "Defaults in parentheses: CPU, then GPUs where they differ. MOE_P2P_TRANSPORT and "
     "MOE_P2P_TRANSPORT_SETTINGS choose the NICs."
@@ -66,16 +74,16 @@ class Common:
 
 def file(name: str, what: str) -> Any:
     """The field of a file that is written."""
-    return option(f"bench_out/{name}", f"{what} ('': none)", type=output_file)
+    return option(
+        f"bench_out/{name}", f"{what} (bench_out/{name}; '': none)", type=output_file, metavar="FILE"
+    )
 
 
 def parser_of(kind: Any, api: str, about: str, epilog: str = EPILOG) -> argparse.ArgumentParser:
     prog = f"python -m moe_p2p bench --api {api}"
-    parser = argparse.ArgumentParser(prog=prog, description=about, epilog=epilog)
+    parser = Parser(prog=prog, description=about, epilog=epilog)
     parser.add_argument("--api", choices=[api])
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any"
-    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=DEVICE)
     add_options(parser, kind)
     return parser
 
@@ -133,7 +141,19 @@ def parsed(
     base = defaults(kind, given["device"])
     if "api" not in base:
         given.pop("api", None)
+    look_at_files(parser, base | given)
     return base, given
+
+
+def look_at_files(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> None:
+    """Ends now, not after all measuring, if a default file cannot be written."""
+    if env.launched() and env.rank():
+        return  # rank 0 writes
+    for name in ("json", "plot"):
+        try:
+            output_file(options.get(name) or "")
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--{name}: {error}")
 
 
 def refuse(parser: argparse.ArgumentParser, problems: Mapping[str, bool]) -> None:
@@ -245,8 +265,7 @@ def write_json(path: str | None, body: Any) -> None:
     if path:
         rows = ",\n".join(f"  {json.dumps(row)}" for row in body) if isinstance(body, list) else ""
         text = f"[\n{rows}\n]" if rows else json.dumps(body, indent=1)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text + "\n")
+        output.write(path, text + "\n")
         print(f"wrote {path}")
 
 

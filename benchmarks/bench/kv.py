@@ -29,6 +29,7 @@ from typing import Any
 from moe_p2p import version
 from moe_p2p.bench import harness, kv_ranks
 from moe_p2p.bench.kv_ranks import Measured, Options
+from moe_p2p.tools.draw import plain_log
 
 KIB = 1024
 SPANS = ("signal", "post", "wire", "arrival")
@@ -168,15 +169,19 @@ def _cpu_name() -> str:
 
 
 def _paint(axes: Any, figures: list[Figure]) -> None:
+    """A system has one colour in both panels."""
+    systems = list(dict.fromkeys(figure.system for figure in figures))
+    pages = sorted({figure.page_kib for figure in figures})
     panels = (("request_ms", "one request, ms"), ("ttft_ms", "time to the first token, ms"))
     for axis, (name, label) in zip(axes, panels, strict=True):
-        for system in dict.fromkeys(figure.system for figure in figures):
+        for number, system in enumerate(systems):
             of_one = [f for f in figures if f.system == system and getattr(f, name)]
             points = [(f.page_kib, getattr(f, name)) for f in of_one]
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=system)
-        axis.set(xlabel="page of a layer, KiB", ylabel=label, yscale="log")
-        axis.set_xscale("log", base=2)
+                look = {"color": f"C{number}", "marker": "o^vDP*X"[number % 7]}
+                axis.plot(*zip(*points, strict=True), **look, label=system)
+        axis.set(xlabel="page of a layer, KiB", ylabel=label, xscale="log", yscale="log")
+        plain_log(axis, ticks=pages)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
 

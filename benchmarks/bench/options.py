@@ -10,14 +10,25 @@ from typing import Any, Literal
 import torch
 
 from moe_p2p import env
-from moe_p2p.bench.harness import Common, add_options, file, option, parsed, refuse
+from moe_p2p.bench.harness import (
+    DEVICE,
+    Common,
+    add_options,
+    file,
+    look_at_files,
+    option,
+    parsed,
+    refuse,
+)
 from moe_p2p.engine.config import Wait
 from moe_p2p.machine.models import MODELS
-from moe_p2p.machine.transport import TIMED
+from moe_p2p.machine.transport import PROVIDERS, SOFTWARE, TIMED
 from moe_p2p.moe.layouts import NAMES, RowLayout
 from moe_p2p.moe.options import PARTIALS, Partials, block_of
+from moe_p2p.tools.gpu_timing import MAX_ROUNDS
 from moe_p2p.tools.meeting import MIRROR_GPUS
 from moe_p2p.tools.option_types import (
+    Parser,
     above_zero,
     at_least_0,
     each_at_least_0,
@@ -80,7 +91,8 @@ class Options(Common):
     trace: str | None = option(None, "replay a routing that the demo recorded", metavar="FILE")
     checks: int = option(4, "steps compared with the reference, per token count (4)",
                          type=at_least_0)
-    seconds: float = option(6.0, "of timing per token count (6; 0.5 for each measurement)",
+    seconds: float = option(6.0, f"of timing per token count; on GPUs at most {MAX_ROUNDS} rounds (6; 0.5 for each "
+                            "measurement)",
                             cuda=0.5, type=above_zero)
     nics: int = option(2, "NICs per rank (2)", type=at_least_0)  # 0: the nearest
     hosts: int = 1  # each with as many ranks; several need torchrun
@@ -217,6 +229,7 @@ def parse(arguments: list[str]) -> list[Options]:
         Options(**_completed(base | given | {"ranks": ranks, "ranks_per_node": local}, given))
         for ranks, local in worlds
     ]
+    look_at_files(parser, base)  # those of --api deep_ep have other names
     for each in options:
         refuse(parser, _wrong_sizes(each) | _wrong_calls(each) | _wrong_links(each))
     return options
@@ -327,7 +340,7 @@ def _flag(name: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p bench",
         description="Correctness against the reference, then latency and bytes on the wire.",
         epilog="Defaults in parentheses: of CPU ranks, then of GPUs where they differ. Starts the "
@@ -337,7 +350,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     devices = ["auto", "cpu", "cuda"]
-    add("--device", choices=devices, default="auto", help="auto: GPUs if any (auto)")
+    add("--device", choices=devices, default="auto", help=DEVICE)
     add("--quick", action="store_true", help="two token counts, within 30 s on two cores")
     add("--sweep", action="store_true", help="tokens 1 to 8192, powers of two, instead of --tokens")
     add_options(parser, Options, only=lambda each: each.name not in GPU_ONLY)
@@ -386,7 +399,14 @@ def _wrong_calls(options: Options) -> dict[str, bool]:
 def _wrong_links(options: Options) -> dict[str, bool]:
     timed, seed, several = options.transport == TIMED, options.seed > 0, options.hosts > 1
     latency = options.latency_us > 0
+    names = ("auto", *PROVIDERS, *SOFTWARE, "null")
+    of_libfabric = (
+        " (libfabric takes it by itself; another of its providers: --transport libfabric with "
+        "MOE_P2P_TRANSPORT_SETTINGS=provider=tcp)"
+    )
     return {
+        f"--transport {options.transport} is none of {', '.join(names)}"
+        + of_libfabric * (options.transport in ("efa", "tcp")): options.transport not in names,
         "--transport timed is for the ranks of one host, in order: no --seed": timed
         and (several or seed),
         "--preset is of --transport timed": not timed and options.preset != "cx7",

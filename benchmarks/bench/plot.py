@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_p2p.bench.report import Row, headline, title
-from moe_p2p.tools.draw import draw
+from moe_p2p.tools.draw import draw, plain_log
 
 OURS, MARKERS = "moe_p2p", "os^vDP*X"
 
@@ -60,7 +60,7 @@ def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _label(row: Row) -> str:
     parts = [row.system, row.interface, _world(row)]
-    if row.num_sms:
+    if row.num_sms and row.on_cuda:
         parts.append(f"{row.num_sms} SMs")
     if row.num_steps > 1:
         parts.append(f"chunks of {row.chunk_tokens}")
@@ -78,6 +78,9 @@ def _same(pair: Row, what: str, rows: Sequence[Row]) -> Row | None:
 
 def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
     """Draws ours in full lines with numbers, others dashed, the links' floor dotted."""
+    if len({row.tokens for points in series.values() for row in points}) == 1:
+        _bars(axis, series, what)
+        return
     floors: set[tuple[Any, ...]] = set()
     for i, (label, points) in enumerate(series.items()):
         tokens, ours = [row.tokens for row in points], points[0].system == OURS
@@ -87,7 +90,8 @@ def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
         axis.plot(tokens, p50, **style, **more)
         for at, value in zip(tokens, p50, strict=True) if len(series) < 5 else ():
             text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-            axis.annotate(text, (at, value), (0, 7), textcoords="offset points", ha="center")
+            above = (0, -14 if ours else 7)  # or numbers of near lines overlap
+            axis.annotate(text, (at, value), above, textcoords="offset points", ha="center")
         floor = [row.floor_us for row in points]
         key = points[0].ranks, points[0].ranks_per_node, *floor
         if all(floor) and ours and key not in floors:
@@ -95,6 +99,21 @@ def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
             axis.plot(tokens, floor, ":", color=f"C{i}", linewidth=2, label=f"floor of {label}")
     axis.set(ylabel="p50, µs", title=what, xscale="log", yscale="log")
     _finish(axis, series)
+
+
+def _bars(axis: Any, series: dict[str, list[Row]], what: str) -> None:
+    """Of one token count: lengths from 0, so that a small difference looks small."""
+    rows = [points[0] for points in series.values()]
+    for i, (label, row) in enumerate(zip(series, rows, strict=True)):
+        ours, p50 = row.system == OURS, row.spread.p50_us
+        axis.barh(i, p50, color=f"C{i}" if ours else "white", edgecolor=f"C{i}", linewidth=2)
+        axis.text(0, i - 0.42, f" {label}: {p50:,.4g}", va="bottom", fontsize=9)
+        if ours and row.floor_us:
+            axis.plot([row.floor_us] * 2, [i - 0.4, i + 0.4], "k:", linewidth=2)
+    dotted = "; dotted: floor" if any(row.system == OURS and row.floor_us for row in rows) else ""
+    axis.set(xlabel=f"p50, µs{dotted}", title=f"{what}, {rows[0].tokens:,} tokens per rank")
+    axis.set(xlim=(0, None), ylim=(len(rows) - 0.4, -0.8), yticks=[])
+    axis.grid(alpha=0.3, axis="x")
 
 
 def _bytes(axis: Any, series: dict[str, list[Row]]) -> None:
@@ -124,15 +143,8 @@ def _part_of_push(axis: Any, series: dict[str, list[Row]]) -> None:
 
 def _finish(axis: Any, series: dict[str, list[Row]]) -> None:
     tokens = sorted({row.tokens for points in series.values() for row in points})
-    axis.set_xticks(tokens, [str(count) for count in tokens])
-    axis.set_xticks([], minor=True)
+    plain_log(axis, ticks=tokens)
     axis.set_xlabel("tokens per rank")
     axis.margins(x=0.1, y=0.12)
-    if axis.get_yscale() == "log":
-        from matplotlib.ticker import LogLocator, NullFormatter
-
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)

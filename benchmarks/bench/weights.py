@@ -240,13 +240,20 @@ def _paint(axis: Any, found: Figures) -> None:
     rows = [("update", found.stages_ms), ("generators", found.generator_ms)]
     if found.baseline_ms:
         rows.append(("gather, broadcast, load", {"baseline": found.baseline_ms}))
+    from matplotlib import colormaps
+
+    names = list(dict.fromkeys(name for _, stages in rows for name in stages))
+    tab20, dark_then_light = colormaps["tab20"], [*range(0, 20, 2), *range(1, 20, 2)]
+    colours = {name: tab20(at) for name, at in zip(names, dark_then_light, strict=False)}
     for number, (_, stages) in enumerate(rows):
         left = 0.0
         for name, ms in stages.items():
-            axis.barh(number, ms, left=left)
-            if ms > 0.05 * max(found.update_ms, found.baseline_ms or 0.0):
-                axis.text(left + ms / 2, number, name, ha="center", va="center", fontsize=7)
+            axis.barh(number, ms, left=left, color=colours[name])
             left += ms
+    for name, colour in colours.items():  # a stage has one colour in all rows
+        axis.barh(0, 0, color=colour, label=name)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.25), "ncols": 4, "fontsize": 8}
+    axis.legend(**below)
     axis.set_yticks(range(len(rows)), [name for name, _ in rows])
     axis.set_xlabel("ms")
     axis.invert_yaxis()

@@ -76,7 +76,8 @@ class EngineConfig:
 
     def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
         value = getattr(self, name)
-        errors.require(value in choices, f"{name} is {value!r}, must be one of {choices}")
+        shown = ", ".join(map(str, choices))
+        errors.require(value in choices, f"{name} is {value!r}, must be one of {shown}")
 
     @property
     def _settings(self) -> str:

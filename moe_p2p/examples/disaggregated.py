@@ -41,7 +41,8 @@ from moe_p2p.examples.workers import Job
 from moe_p2p.examples.workers import main as worker_main
 from moe_p2p.tools import launch
 from moe_p2p.tools.draw import NO_MATPLOTLIB
-from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
+from moe_p2p.tools.option_types import Parser, at_least_0, at_least_1, output_file
+from moe_p2p.tools.output import writing
 
 CHUNK = 32  # tokens of a prefill chunk
 ATTEMPTS = 4
@@ -68,13 +69,18 @@ class Router:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.numbers, self.requests = itertools.count(1), itertools.count(1)
         self.processes: dict[str, list[Process]] = {"prefill": [], "decode": []}
+        self.starting: list[Process] = []
         self.answers: dict[int, queue.Queue[Any]] = {}
         self.events: list[tuple[str, str, int, float, float]] = []  # of the timeline
         self.wrong: list[str] = []  # transfers of wrong bytes: they are done again, too
         self.began, self.retries, self.turn = time.monotonic(), 0, itertools.count()
         self.closed = False
 
-    def join(self, role: str) -> Process:
+    def join(self, role: str) -> None:
+        self.await_ready(self.start(role))
+
+    def start(self, role: str) -> Process:
+        """Several may start at a time: await_ready() comes after."""
         number = next(self.numbers)
         gpu = number % torch.cuda.device_count() if torch.cuda.is_available() else None
         ours, theirs = self.context.Pipe()
@@ -88,15 +94,19 @@ class Router:
             with launch.signals_wait():
                 handle.start()
             theirs.close()
-            if not ours.poll(START_S):
-                raise RuntimeError(f"{process.instance} did not start within {START_S} s")
         except BaseException:
             ours.close()  # so that it ends
             raise
-        self.processes[role].append(process)
+        self.starting.append(process)
+        return process
+
+    def await_ready(self, process: Process) -> None:
+        if not process.pipe.poll(START_S):
+            raise RuntimeError(f"{process.instance} did not start within {START_S} s")
+        self.starting.remove(process)
+        self.processes[process.role].append(process)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self._mark("joins", process.instance)
-        return process
 
     def kill(self, process: Process) -> None:
         process.handle.kill()
@@ -166,6 +176,8 @@ class Router:
         self.closed = True
         for answer in list(self.answers.values()):
             answer.put(("ended", None))
+        for process in self.starting:
+            process.pipe.close()  # so that it ends
         for process in [each for role in self.processes.values() for each in role]:
             with suppress(OSError):
                 process.pipe.send(None)  # it closes what it holds
@@ -261,7 +273,8 @@ def demonstrate(router: Router, port: int, num_requests: int) -> bool:
             want = generate(model, list(prompt.encode()), 12, CHUNK)
             (right if got == want else wrong).append(f"{prompt!r}: {got}, one process: {want}")
             names = [p.instance for role in router.processes.values() for p in role]
-            show(f"{len(right)} of {num_requests} equal one process; {', '.join(names)}")
+            done = f"{len(right) + len(wrong)} of {num_requests} done, {len(wrong)} wrong"
+            show(f"{done}; {', '.join(names)}")
 
     # Ctrl-C in Thread.join() would leave clients in torch when the interpreter ends, which aborts.
     with ThreadPoolExecutor(4) as pool:
@@ -288,41 +301,52 @@ def show(text: str) -> None:
 
 
 def draw_timeline(router: Router, path: Path) -> None:
+    """From the first request on; workers' starts before it are left out."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import patches, pyplot
 
-    colours = {"prefill": "tab:blue", "transfer": "tab:orange", "decode": "tab:green"}
+    colours = {"prefill": "tab:blue", "decode": "tab:green", "transfer": "tab:orange"}  # on top
+    began = min((event[3] for event in router.events if event[0] in colours), default=router.began)
     names = sorted({event[1] for event in router.events})
-    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.6 * len(names)))
-    for kind, name, _, begin, end in router.events:
-        row, left = names.index(name), begin - router.began
+    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.6 * len(names)))
+    layers = [*colours, "joins", "is killed"]  # the last ones on top
+    for kind, name, _, begin, end in sorted(router.events, key=lambda each: layers.index(each[0])):
+        row, left = names.index(name), begin - began
         if kind in colours:
-            axes.barh(row, max(end - begin, 1e-3), left=left, color=colours[kind], alpha=0.6)
-        else:
-            axes.annotate(kind, (left, row), ha="center", fontsize=8)
+            height = 0.4 if kind == "transfer" else 0.8
+            axes.barh(row, max(end - begin, 1e-3), height, left=left, color=colours[kind])
+        elif left >= 0:
+            axes.annotate(kind, (left, row + 0.45), ha="center", fontsize=8)
             axes.plot(left, row, "k|", markersize=18)
     axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("seconds")
-    axes.legend([patches.Patch(color=c) for c in colours.values()], colours)
+    axes.set(xlabel="seconds since the first request", xlim=(0, None), ylim=(-0.6, len(names)))
+    axes.set_title(f"What {len(names)} workers did; requests done again: {router.retries}")
+    axes.legend([patches.Patch(color=c) for c in colours.values()], colours, ncols=3,
+                loc="upper center", bbox_to_anchor=(0.5, -0.25))  # fmt: skip
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
 
 
 def main(arguments: list[str] | None = None) -> int:
     about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description=about,
+        epilog=f"{more}\n\nDefaults in parentheses.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--serve", action="store_true", help="until Ctrl-C, without requests of its own"
     )
-    parser.add_argument("--port", type=at_least_0, default=0, help="0: any that is free")
-    parser.add_argument("--requests", type=at_least_1, default=24)
-    parser.add_argument("--prefill", type=at_least_1, default=2, help="workers at the beginning")
-    parser.add_argument("--decode", type=at_least_1, default=1)
-    parser.add_argument("--timeline", type=output_file, help="PNG to write")
+    parser.add_argument("--port", type=at_least_0, default=0, help="0: any that is free (0)")
+    parser.add_argument("--requests", type=at_least_1, default=24, help="its own (24)")
+    parser.add_argument(
+        "--prefill", type=at_least_1, default=2, help="workers at the beginning (2)"
+    )
+    parser.add_argument("--decode", type=at_least_1, default=1, help="likewise (1)")
+    parser.add_argument("--timeline", type=output_file, metavar="FILE", help="PNG to write (none)")
     options = parser.parse_args(arguments)
     if options.timeline and importlib.util.find_spec("matplotlib") is None:
         parser.error(f"--timeline: {NO_MATPLOTLIB}")
@@ -334,7 +358,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for role in ("prefill", "decode"):
             for _ in range(getattr(options, role)):
-                show(f"starts {router.join(role).instance}")
+                show(f"starts {router.start(role).instance}")
+        for process in [*router.starting]:
+            router.await_ready(process)
+            show(f"{process.instance} is there")
         Handler.router = router
         threading.Thread(target=server.serve_forever, daemon=True).start()
         status = 0

@@ -19,6 +19,7 @@ from moe_p2p.library import numbers_of, settings_text
 from moe_p2p.machine.launches import BulkSteps, few
 from moe_p2p.machine.transport import LOOPBACK, shared_settings
 from moe_p2p.moe.gpu.launch_shape import flags_itself
+from moe_p2p.moe.options import PARTIALS
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
@@ -148,6 +149,12 @@ class AllToAllConfig(EngineConfig):
         self._check_range("num_threads", 1, 1024)
         self._check_choice("dtype", PAYLOAD_DTYPES)
         if self.combine_dtype is not None:
+            errors.require(
+                str(self.combine_dtype) not in PARTIALS,
+                f"combine_dtype is {self.combine_dtype!r}, which is asked of a call: "
+                f"combine(..., partials={self.combine_dtype!r}); here it is the widest dtype of "
+                "rows that are combined",
+            )
             self._check_choice("combine_dtype", COMBINE_DTYPES)
         self._check_range("num_sms", 1, 1024)
         errors.require(

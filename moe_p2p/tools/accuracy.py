@@ -8,7 +8,6 @@ per node, T tokens, K top-k, E experts, H hidden size.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 from moe_p2p.moe import reference
 from moe_p2p.moe.options import INT10_BLOCK
 from moe_p2p.moe.reference import Routing, Tokens, Topology, int10
-from moe_p2p.tools.option_types import at_least_0, at_least_1
+from moe_p2p.tools.option_types import Parser, at_least_0, at_least_1
 from moe_p2p.tools.out_of_memory import not_allocated
 
 _OUTLIERS, _FACTOR, _SPREAD = 0.005, 20.0, 0.5
@@ -158,12 +157,11 @@ def bytes_of(hidden: int) -> dict[str, float]:
 
 def main(arguments: list[str]) -> int:
     """Prints the table; exit code 2 when there is no memory for it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p accuracy",
         description="Relative error of combine, |out - exact| / |exact|, by what travels: 8 ranks, "
         "top-8 of 256 experts, bfloat16 rows and results: of all values, and the largest of "
         "one (divided by 0.02 at least), which CollectiveX wants below 0.03125.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--tokens", type=at_least_1, default=64, help="T")
     parser.add_argument("--hidden", type=at_least_1, default=7168, help="H, a multiple of 32")

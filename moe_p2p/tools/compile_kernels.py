@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,7 @@ from moe_p2p.moe.options import (
     variant_of,
 )
 from moe_p2p.moe.tuned import Shared
-from moe_p2p.tools.option_types import each_at_least_0, each_at_least_1, parsed_for_model
+from moe_p2p.tools.option_types import Parser, each_at_least_0, each_at_least_1, parsed_for_model
 
 NODE_RANKS = 8
 _USUAL_ARCH = "sm_90a"
@@ -67,22 +68,24 @@ def main(arguments: list[str]) -> int:
     threads = given.jobs or len(os.sched_getaffinity(0))
     print(f"{len(wanted)} kernels for {arch}, {threads} at a time, into {env.cache_folder()}")
     with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(lambda each: _compile(each[0], dict(each[1]), arch), wanted))
-    return 0 if all(done) else 1
+        ends = list(pool.map(lambda each: _compile(each[0], dict(each[1]), arch), wanted))
+    for why, count in Counter(filter(None, ends)).items():
+        print(f"compile: {count} of {len(wanted)} kernels: {why}")
+    return 1 if any(ends) else 0
 
 
 def _identity(kernel: Kernel) -> tuple[str, tuple[tuple[str, int], ...]]:
     return kernel.source, tuple(sorted(kernel.macros.items()))
 
 
-def _compile(source: str, macros: dict[str, int], arch: str) -> bool:
+def _compile(source: str, macros: dict[str, int], arch: str) -> str:
+    """Prints what was compiled; returns what went wrong."""
     began = time.monotonic()
     try:
         compiled = jit.compile_only(source, macros, arch)
         kept = jit.is_compiled(source, macros, arch)
     except MoeP2pError as error:
-        print(f"compile: {error}")
-        return False
+        return str(error)
     usage = next(iter(compiled.usage.values()), None)
     used = ""
     if usage is not None:
@@ -93,7 +96,7 @@ def _compile(source: str, macros: dict[str, int], arch: str) -> bool:
     end = "" if kept else "; NOT KEPT: the folder cannot be written"
     size = f"{len(compiled.cubin) >> 10:4} KiB"
     print(f"  {kernel:8} step of {tokens:5} tokens, {size}, {used}{took}{end}", flush=True)
-    return kept
+    return "" if kept else f"{env.cache_folder()} cannot be written"
 
 
 def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) -> Iterator[Kernel]:
@@ -152,36 +155,38 @@ def _arch() -> str:
     return jit.arch_of(0) if torch.cuda.is_available() else _USUAL_ARCH
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m moe_p2p compile",
         description="Compiles what an AllToAll of these shapes prepares when it is made, and "
         "dispatches with the options given. Set MOE_P2P_KERNELS to the folder where it is used.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--experts", type=int, help="E")
+    add("--experts", type=int, help="E; needed, as the next two, without --model")
     add("--hidden", type=int, help="H")
     add("--topk", type=int, help="K")
     add("--ranks", type=int, default=8, help="W")
-    add("--ranks-per-node", type=int, help="L; not given: the most up to 8 that divide W")
+    add("--ranks-per-node", type=int, help="L (the most up to 8 that divide W)")
     add(
         "--tokens",
         type=each_at_least_1,
         default=[128],
         help="largest T of any rank, several with commas",
     )
-    add("--chunk-tokens", type=int, help="tokens per step; not given: T")
+    add("--chunk-tokens", type=int, help="tokens per step (T)")
     add(
-        "--num-sms", type=each_at_least_0, default=[0], help="as in AllToAllConfig, several; 0: all"
+        "--num-sms",
+        type=each_at_least_0,
+        default=[0],
+        help="as in AllToAllConfig, several; 0: all (0)",
     )
     add("--layout", choices=NAMES, default=NAMES[0], help="of rows")
     add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
     add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")
     add("--fp8", action="store_true", help="also dispatches of fp8 given by the caller")
-    add("--combine-dtype", choices=PARTIALS, help="also combines of it, of bf16")
+    add("--combine-dtype", choices=PARTIALS, help="also combines of it, of bf16 (none)")
     add("--masks", action="store_true", help="with mask_lost_ranks (Buffer(enable_shrink=True))")
-    add("--arch", help="as sm_90a; not given: of this machine's GPU, without one sm_90a")
-    add("--into", type=Path, help="the folder; not given: the one of MOE_P2P_CACHE")
-    add("--jobs", type=int, help="kernels at a time; not given: cores of this process")
+    add("--arch", help="as sm_90a (of this machine's GPU, without one sm_90a)")
+    add("--into", type=Path, help="folder (the one of MOE_P2P_CACHE)")
+    add("--jobs", type=int, help="kernels at a time (cores of this process)")
     return parser

@@ -16,7 +16,6 @@ Shapes: B sequences of a batch, S bytes of a sequence, H hidden size, T = B * S 
 
 from __future__ import annotations
 
-import argparse
 import math
 import platform
 import sys
@@ -36,7 +35,8 @@ from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.layer import MoELayer, Router
 from moe_p2p.tools import launch
 from moe_p2p.tools.draw import draw
-from moe_p2p.tools.option_types import at_least_0, at_least_1, output_file
+from moe_p2p.tools.option_types import Parser, at_least_0, at_least_1, output_file
+from moe_p2p.tools.output import writing
 from moe_p2p.tools.trace import Trace
 
 TEXT_BYTES = 2_000_000
@@ -258,7 +258,8 @@ def main(arguments: list[str]) -> int:
         reason = plot(settings, ranks[0].losses, alone.losses, plot_path)
         print(f"no plot: {reason}" if reason else f"wrote {plot_path}")
     if trace_path is not None:
-        trace_of(settings, ranks).save(trace_path)
+        with writing(trace_path):
+            trace_of(settings, ranks).save(trace_path)
         print(f"wrote {trace_path}: the routing of every layer in some steps")
     return judge(settings, ranks[0].losses, alone.losses)
 
@@ -318,7 +319,7 @@ def trace_of(settings: Settings, ranks: list[Training]) -> Trace:
 
 
 def _parse(arguments: list[str]) -> tuple[Settings, Path | None, Path | None, bool]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p demo",
         description="Trains a small language model with experts over ranks, and in one process.",
         epilog="Defaults in parentheses.",

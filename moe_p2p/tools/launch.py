@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_p2p import env, errors
@@ -99,6 +100,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
             results = elastic_launch(config, _enter)(os.getpid(), reports, function, *args)
         except ChildFailedError as error:
             raise RanksFailedError(_error_text(error, reports)) from None
+        except RendezvousConnectionError as error:
+            why = f"{here} does not answer: is the interface lo up (ip link set lo up)?"
+            raise RanksFailedError(f"no rank was started: {why}") from error
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None

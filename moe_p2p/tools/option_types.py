@@ -9,10 +9,37 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from moe_p2p.machine.models import MODELS
 
 MOST = (1 << 31) - 1  # of whole numbers: a larger one is a mistake
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong; --help has the usage. Defaults stand in parentheses."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**{"formatter_class": Defaults} | how)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class Defaults(argparse.HelpFormatter):
+    """Adds a default in parentheses to each text that does not end with some."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        if not action.option_strings or text.endswith(")") or _is_none(default):
+            return text
+        several = isinstance(default, (list, tuple))
+        return f"{text} ({','.join(map(str, default)) if several else default})".strip()
+
+
+def _is_none(default: Any) -> bool:
+    """Whether no parentheses show a default."""
+    return default is None or default is False or default in ("", argparse.SUPPRESS)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -65,19 +92,23 @@ def zero_or_more(text: str) -> float:
 
 
 def output_file(text: str) -> str:
-    """A file that can be written, whose folder is made; empty: none."""
+    """A file that can be written, also in a folder that is still to be made; empty: none."""
     path = Path(text)
-    if text:
-        was_there = path.exists()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-            if not was_there:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            raise argparse.ArgumentTypeError(
-                f"{text} cannot be written ({error.strerror}); name another file"
-            ) from error
+    if not text:
+        return text
+    made = [folder for folder in path.absolute().parents if not folder.exists()]
+    was_there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if not was_there:
+            path.unlink(missing_ok=True)
+        for folder in made:  # until there is something to write; from the deepest on
+            folder.rmdir()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written ({error.strerror}); name another file"
+        ) from error
     return text
 
 
@@ -110,7 +141,7 @@ def _real(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
 
 def parsed_for_model(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     """Adds --model; returns the arguments, with the model's sizes in place of defaults."""
-    parser.add_argument("--model", choices=MODELS, help="its hidden size, top-k and experts")
+    parser.add_argument("--model", choices=MODELS, help="its hidden size, top-k, experts (none)")
     given = parser.parse_args(arguments)
     if given.model is None:
         return given

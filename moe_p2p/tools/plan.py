@@ -12,12 +12,12 @@ import torch
 
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.machine import tuned
-from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.moe.rendezvous.shared_memory import of_a_rank
 from moe_p2p.tools import plan_kv, plan_weights
 from moe_p2p.tools.model import phases
 from moe_p2p.tools.model.wire import NICS, Job
-from moe_p2p.tools.option_types import parsed_for_model
+from moe_p2p.tools.option_types import Parser, parsed_for_model
 
 MIB = 1 << 20
 DTYPES = {
@@ -126,26 +126,30 @@ def shared_memory_table(config: AllToAllConfig, *, ranks: int, local: int, num_n
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m moe_p2p plan",
         description="Memory of one rank, region by region, all steps in flight together.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,  # --weight of another plan would pass for --weights of this one
     )
     add = parser.add_argument
     add("--kv", action="store_true", help="a plan of KV transfer instead: see plan --kv --help")
-    add("--weights", metavar="MODEL", help="of a weight update instead: plan --weights x --help")
+    add("--weights", metavar="MODEL", help="of a weight update instead: see plan --weights --help")
     add("--ranks", type=int, default=16, help="W")
     add("--ranks-per-node", type=int, default=8, help="L")
     add("--tokens", type=int, default=128, help="largest T of any rank and call")
-    add("--chunk-tokens", type=int, help="tokens per step; larger calls run in several")
+    of_step = "tokens per step; larger calls run in several"
+    add("--chunk-tokens", type=int, help=f"{of_step} (--tokens, at most {DEFAULT_CHUNK_TOKENS})")
     add("--hidden", type=int, default=7168, help="H")
     add("--topk", type=int, default=8, help="K")
     add("--experts", type=int, default=256, help="E")
     add("--steps", type=int, default=2, help="steps in flight")
     add("--dtype", choices=DTYPES, default="bf16", help="widest type dispatched")
-    add("--combine-dtype", choices=("bf16", "fp16", "fp32"), help="widest type combined")
+    add(
+        "--combine-dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="widest type combined; partials need no more (--dtype; fp8: bf16)",
+    )
     add("--nics", type=int, default=2, help="software NICs of a rank; 0: none")
     add("--transport-settings", default="", help="of the software NIC, as ring_kib=256")
     add("--extra-bytes", type=int, default=0, help="extras of one token, rounded up to 16 each")

@@ -19,7 +19,7 @@ from moe_p2p import kv
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
 from moe_p2p.kv.link import measured_link
 from moe_p2p.machine import tuned
-from moe_p2p.tools.option_types import at_least_0, at_least_1
+from moe_p2p.tools.option_types import Parser, at_least_0, at_least_1
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -240,28 +240,27 @@ def _best_ms(work: Callable[[], object], before: Callable[[], None] = lambda: No
     return best * 1e3
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m moe_p2p plan --kv",
         description="The plan of a KV transfer between two layouts of one model (docs/kv.md). "
         "SOURCE and TARGET: key=value,... with the keys " + ", ".join(KEYS) + "; or a .json file.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--source", default="tp=8,page=64", help="layout of the prefill side")
     add("--target", default="tp=8,dcp=8,page=64", help="layout of the decode side")
-    add("--layers", type=at_least_1, default=61)
+    add("--layers", type=at_least_1, default=61, help="of the model")
     add("--kv-heads", type=at_least_1, default=1, help="of the model; MLA: 1")
     add("--k-bytes", type=at_least_1, default=576, help="K of one head and token; MLA: the latent")
     add("--v-bytes", type=at_least_0, default=0, help="V of one head and token; MLA: 0")
-    add("--window", type=at_least_1, help="tokens of a sliding window; default: full attention")
+    add("--window", type=at_least_1, help="tokens of a sliding window (full attention)")
     add("--tokens", type=at_least_0, default=4096, help="of one request")
     add("--prefix", type=at_least_0, default=0, help="tokens that the target has already")
-    links = "NICs of a GPU; not given: as measured here by `tune`, else cx7"
+    links = "NICs of a GPU (as measured here by `tune`, else cx7)"
     add("--link", choices=[*sorted(kv.LINKS), MEASURED], help=links)
-    add("--bytes-per-s", type=float, help="instead of the link's")
-    add("--writes-per-s", type=float, help="instead of the link's; measure it on your NIC")
-    of_writes = "instead of the link's; most of one packed write"
+    add("--bytes-per-s", type=float, help="instead of the rate of --link (its)")
+    add("--writes-per-s", type=float, help="likewise; measure it on your NIC (the link's)")
+    of_writes = "most of one packed write (the link's)"
     add("--packed-write-bytes", type=at_least_1, help=of_writes)
     add("--pack", choices=["auto", "always", "never"], default="auto", help="KVLink.pack")
     add("--all", action="store_true", help="every line of the table")

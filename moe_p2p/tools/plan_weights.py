@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
 from moe_p2p.tools.draw import draw
+from moe_p2p.tools.option_types import Parser, output_file
 from moe_p2p.weights import models
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import WeightPlan, weight_plan
@@ -24,7 +25,9 @@ TRAINER_KEYS, GENERATOR_KEYS = ("ep", "tp", "pp", "replicas"), ("ep", "tp")
 
 def main(arguments: list[str]) -> int:
     """Prints the plan; exit code 2 when the numbers do not fit together."""
-    given = _parser().parse_args(arguments)
+    given = (parser := _parser()).parse_args(arguments)
+    if given.weights is None:
+        parser.error(f"--weights: name a model: {', '.join(models.MODELS)}")
     try:
         model = models.MODELS[given.weights]
         rates = Rates(nic=given.nic * 1e9 / 8)
@@ -202,17 +205,16 @@ def picture(
     return draw(path, heading, paint, nrows=2, figsize=(7, 8))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m moe_p2p plan",
         description="The plan of a weight update between trainers and generators, and its "
         "predicted time (docs/weights.md). TRAINERS: RANKS:fsdp with keys "
         f"{', '.join(TRAINER_KEYS)}; GENERATORS: RANKS:ep or RANKS:tp=N with keys "
         f"{', '.join(GENERATOR_KEYS)}.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--weights", choices=models.MODELS, required=True, help="model")
+    add("--weights", choices=models.MODELS, nargs="?", help="model")
     add("--trainers", default="256:fsdp", help="256:fsdp,ep=8: experts dealt to 8 ranks")
     add(
         "--generators",
@@ -222,6 +224,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("fp8", "bf16"), default="fp8", help="of the generators' weights")
     add("--nic", type=float, default=400, help="Gbit/s of a GPU's NICs together")
     add("--nics", type=int, default=1, help="NICs of a GPU")
-    add("--cache", help="folder of plans")
-    add("--plot", help="a PNG of bytes and stages (matplotlib, of the extra bench)")
+    add("--cache", help="folder that keeps plans (none)")
+    add(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="PNG of bytes and stages; matplotlib, of the extra bench (none)",
+    )
     return parser

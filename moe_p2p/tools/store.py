@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import threading
 
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.fleet import addresses
 from moe_p2p.integrations.kv.worker import serve_store, split_address
+from moe_p2p.tools.option_types import Parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p store",
         description="Serves the store in which KV workers of vLLM and SGLang find each other.",
     )

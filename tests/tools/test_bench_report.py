@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def test_the_table_has_a_line_per_system() -> None:
     assert few.split()[6:9] == ["-", "-", "-"]
     assert few.split()[-1] == "NO"
     assert head.split()[0] == "T"
+
+
+def test_a_panel_of_one_token_count_has_lengths_from_zero(tmp_path: Path) -> None:
+    """An axis from 5,190 to 5,215 shows a difference of 0.4% as all there is."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axis = pyplot.subplots()
+    series = {"moe_p2p": [row("pair eager", 5215.0)], "torch": [row("x", 5190.0, system="torch")]}
+    plot._latency(axis, series, "pair")
+    assert axis.get_xlim()[0] == 0
+    assert [bar.get_width() for bar in axis.patches] == [5215.0, 5190.0]
+    assert "128 tokens per rank" in axis.get_title()
+    pyplot.close(figure)
+
+
+def test_labels_name_sms_on_gpus_alone() -> None:
+    on_cpus = dataclasses.replace(MACHINE, device="cpu")
+    assert plot._label(row("pair eager", 1.0, num_sms=24)).endswith("24 SMs")
+    assert "SMs" not in plot._label(row("pair eager", 1.0, num_sms=24, machine=on_cpus))
 
 
 def test_the_table_of_nodes_has_the_wire() -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from moe_p2p import env
 from moe_p2p.__main__ import COMMANDS, main
-from moe_p2p.tools import launch
+from moe_p2p.bench import harness
+from moe_p2p.tools import launch, option_types, output
+from moe_p2p.tools.draw import draw
+from moe_p2p.version import __version__
 from tests.support import warm
 
 
@@ -46,6 +54,11 @@ def test_what_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--ranks=0"], "--ranks: '0' is not a whole number from 1"),
         (["bench", "--ranks-per-node=-2"], "--ranks-per-node: '-2' is not a whole number from 1"),
         (["bench", "--seconds=nan"], "--seconds: 'nan' is not a number above 0"),
+        (
+            ["bench", "--transport=efa"],
+            "--transport efa is none of auto, libfabric, verbs, loopback",
+        ),
+        (["plan", "--weights"], "--weights: name a model: "),
         (["bench", "--json=/proc/x.json"], "--json: /proc/x.json cannot be written"),
         (["bench", "--api=deep_ep", "--deep-ep-module=."], "no module is named ."),
         (["bench", "--api=kv", "--plot=/proc/x.png"], "--plot: /proc/x.png cannot be written"),
@@ -147,3 +160,97 @@ def test_a_signal_before_ranks_start_leaves_no_folder(tmp_path: Path) -> None:
     ran = warm.run("-c", TERMINATED, env=environment, timeout=250)
     assert ran.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
+
+
+def parsers() -> list[str]:
+    """Of each command, and of those that an option makes another one."""
+    apis = [["bench", "--api", api] for api in ("experts", "kv", "megatron", "weights")]
+    plans = [["plan", "--kv"], ["plan", "--weights"]]
+    return [" ".join(each) for each in (*([name] for name in COMMANDS), *apis, *plans)]
+
+
+@pytest.mark.parametrize("command", parsers())
+def test_help_says_each_default_in_parentheses_and_names_commands_that_run(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(option_types.Parser, "parse_args", lambda self, *_: made.append(self) or 0)
+    with suppress(AttributeError, TypeError):  # nothing was parsed
+        main(command.split())
+    (parser,) = made[:1]
+    help_of = parser.formatter_class(prog="x")._get_help_string
+    for action in parser._actions:
+        if action.option_strings and action.nargs != 0 and action.default not in (None, ""):
+            assert str(help_of(action)).endswith(")"), action
+    text = " ".join(parser.format_help().split())
+    assert "default:" not in text
+    assert "not given" not in text
+    monkeypatch.undo()
+    for named in {*re.findall(r"\b((?:plan|bench|tune|demo)(?: --\w+)* --help)", text)}:
+        with pytest.raises(SystemExit) as ended:
+            main(named.split())
+        assert ended.value.code == 0, named
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "demo", "model", "plan", "plan --weights"])
+def test_what_is_wrong_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--ranks=x" if command != "plan --weights" else "--nic=1"])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """/dev/full may be opened, and takes nothing."""
+    assert main(["model", "--ranks=16", "--tokens=8", "--json=/dev/full"]) == 1
+    printed = capsys.readouterr()
+    assert "dispatch + combine, us, cx7" in printed.out
+    assert printed.err == (
+        "model: /dev/full could not be written: No space left on device; what was computed is "
+        "above\n"
+    )
+
+
+def test_figures_and_pictures_say_it_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(output.NotWrittenError, match="/dev/full could not be written: No space"):
+        harness.write_json("/dev/full", [{"a": 1}])
+    (tmp_path / "file").touch()
+    with pytest.raises(output.NotWrittenError, match=r"file/x\.png could not be written: File ex"):
+        draw(tmp_path / "file/x.png", "", lambda axis: axis.plot([1]))
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Defaults too: bench_out is a file here, as root may write where a mode forbids it."""
+    (tmp_path / "bench_out").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(env, "launched", lambda: False)
+    for arguments in (["bench"], ["bench", "--api=kv"], ["bench", "--api=deep_ep", "--quick"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--device=cpu"])
+        assert ended.value.code == 2
+        assert "--json: bench_out/" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["tune", "--device=cpu", f"--into={tmp_path}/bench_out/tuned.json"])
+    assert "bench_out/tuned.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_look_at_a_file_leaves_no_folder(tmp_path: Path) -> None:
+    option_types.output_file(str(tmp_path / "a/b/c.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(launch, "elastic_launch", lambda *_: refuse)
+    with pytest.raises(launch.RanksFailedError, match=r"does not answer: is the interface lo up"):
+        launch.run_ranks(two, num_ranks=1)

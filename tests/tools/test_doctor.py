@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from moe_p2p.machine import transport
-from moe_p2p.tools import doctor, doctor_judge, doctor_text
-from moe_p2p.tools.doctor_report import GpuFacts, Report, Write
+from moe_p2p.tools.doctor import command, examine, judge
+from moe_p2p.tools.doctor import text as doctor_text
+from moe_p2p.tools.doctor.report import CpuFacts, GpuFacts, Report, Write
 from tests.support import machines, warm
 from tests.support.machines import Machine
 
@@ -29,9 +30,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def healthy(root: Path, **changes: Any) -> Report:
     """The report of a fake machine that has all software and limits, then `changes`."""
-    found = doctor.examine(root, writes=False)
+    found = examine.examine(root, writes=False)
     found = dataclasses.replace(
         found,
+        cpu=CpuFacts(192, 192, 0.0, [], "tsc"),  # as few as this machine has are a problem
+        loader={"libnccl-net.so": "/usr/lib/libnccl-net.so"},
+        python3={},
         machine={**found.machine, "driver": "580.82.07"},
         libraries=dict.fromkeys(found.libraries, "2.1 /usr/lib/libx.so.2.1"),
         packages=dict.fromkeys(found.packages, "1.2"),
@@ -51,7 +55,7 @@ def with_dma_buf(report: Report, dma_buf: bool | None) -> Report:
 
 
 def texts(report: Report) -> list[str]:
-    return [f"{problem.what} -> {problem.remedy}" for problem in doctor.judge(report)]
+    return [f"{problem.what} -> {problem.remedy}" for problem in judge.judge(report)]
 
 
 def test_a_laptop_is_usable(tmp_path: Path) -> None:
@@ -197,21 +201,21 @@ def test_versions_of_what_the_kernel_and_the_loader_know(tmp_path: Path) -> None
         "proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build",
     )
-    assert doctor.examine(tmp_path, writes=False).machine["driver"] == "580.82.07"
-    assert doctor._library(("libnothing.so.9", "libc.so.6")).startswith("6 /")
-    assert doctor._library(("libnothing.so.9",)) == ""
-    assert doctor._package("torch")
-    assert doctor._package("no-such-package") == ""
+    assert examine.examine(tmp_path, writes=False).machine["driver"] == "580.82.07"
+    assert examine._library(("libnothing.so.9", "libc.so.6")).startswith("6 /")
+    assert examine._library(("libnothing.so.9",)) == ""
+    assert examine._package("torch")
+    assert examine._package("no-such-package") == ""
 
 
 def test_a_write_that_fails_is_reported_and_not_raised() -> None:
-    found = doctor._write("quantum", "", "host")
+    found = examine._write("quantum", "", "host")
     assert (found.provider, found.gbytes_per_s) == ("quantum", 0.0)
     assert "unknown provider" in found.problem
 
 
 def test_this_machine_writes_over_loopback(capsys: pytest.CaptureFixture[str]) -> None:
-    code = doctor.main(["--json"])
+    code = command.main(["--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == (1 if report["problems"] else 0)
     first = report["writes"][0]
@@ -221,8 +225,8 @@ def test_this_machine_writes_over_loopback(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_command_ends_with_1_when_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_judge, "MIN_SHM_BYTES", 1 << 62)
-    assert doctor.main(["--no-writes"]) == 1
+    monkeypatch.setattr(judge, "MIN_SHM_BYTES", 1 << 62)
+    assert command.main(["--no-writes"]) == 1
 
 
 def test_the_command_is_known() -> None:
@@ -273,8 +277,8 @@ def test_forks_over_verbs_are_said(
 ) -> None:
     machines.hgx(tmp_path)
     library = SimpleNamespace(ibv_is_fork_initialized=lambda: status)
-    monkeypatch.setattr(doctor, "_library", lambda files: "")
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(examine, "_library", lambda files: "")
+    monkeypatch.setattr(examine.ctypes, "CDLL", lambda name: library)
     assert f"forks            {text}" in doctor_text.render(healthy(tmp_path))
 
 
@@ -285,6 +289,6 @@ def test_forks_are_not_said_without_libibverbs(
         raise OSError(name)
 
     machines.laptop(tmp_path)
-    monkeypatch.setattr(doctor, "_library", lambda files: "")
-    monkeypatch.setattr(doctor.ctypes, "CDLL", missing)
+    monkeypatch.setattr(examine, "_library", lambda files: "")
+    monkeypatch.setattr(examine.ctypes, "CDLL", missing)
     assert "forks" not in doctor_text.render(healthy(tmp_path))

@@ -13,11 +13,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_p2p.tools.draw import draw
+from moe_p2p.tools import output
+from moe_p2p.tools.draw import draw, plain_log
 from moe_p2p.tools.model import phases, published
 from moe_p2p.tools.model.phases import Pair
 from moe_p2p.tools.model.wire import NICS, Job, Nic
 from moe_p2p.tools.option_types import (
+    Parser,
     above_zero,
     at_least_1,
     output_file,
@@ -28,6 +30,7 @@ from moe_p2p.tools.option_types import (
 _RANKS, _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024), (1, 8, 32, 128, 512, 4096)
 _MOST_RANKS = 8192  # of a communicator
 _MOST_DRAWN = 1 << 16  # tokens of a job whose routing is drawn: DeepEP's model
+MARKERS = "o^vDP*X"  # a line for each number of tokens
 PREDICTION = "a prediction, not a measurement"
 
 
@@ -118,9 +121,9 @@ def main(arguments: list[str]) -> int:
     for point in published.OTHERS:
         print(f"{point.ranks:5}  {_cell(point.pair):>10}  {point.what}")
     if given.json:
-        Path(given.json).write_text(json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
+        output.write(given.json, json.dumps([_as_json(row) for row in rows], indent=1) + "\n")
     if given.plot:
-        heading = f"A pair over {given.nic}, {nic.gbps:g} Gbit/s a GPU: {PREDICTION}"
+        heading = f"Dispatch + combine, {given.nic}, {nic.gbps:g} Gbit/s a GPU: {PREDICTION}"
         missing = draw(Path(given.plot), heading, lambda axis: _paint(axis, rows), figsize=(7, 6))
         print(missing or f"plot: {given.plot}")
     return 0
@@ -137,6 +140,10 @@ def _problem(job: Job) -> str:
     return ""
 
 
+def _several(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))
+
+
 def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(given, name)) is not None}
 
@@ -151,38 +158,59 @@ def _paint(axis: Any, rows: list[Row]) -> None:
     """Pairs against the number of ranks, a line for each number of tokens."""
     for number, tokens in enumerate(sorted({row.job.tokens for row in rows})):
         of_one = [row for row in rows if row.job.tokens == tokens]
-        color = f"C{number}"
-        ranks = [row.job.ranks for row in of_one]
-        axis.plot(ranks, [row.ours.total for row in of_one], color=color, label=f"ours, T {tokens}")
+        color, marker = f"C{number}", MARKERS[number % len(MARKERS)]
+        ranks, label = [row.job.ranks for row in of_one], f"ours, T {tokens:,}"
+        axis.plot(
+            ranks, [row.ours.total for row in of_one], color=color, marker=marker, label=label
+        )
         theirs = [(row.job.ranks, row.measured.total) for row in of_one if row.measured]
         if theirs:
-            axis.scatter(*zip(*theirs, strict=True), color=color, marker="s")
-    axis.scatter([], [], color="grey", marker="s", label="DeepEP V1, published")
-    axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="us")
-    axis.set_xticks(sorted({row.job.ranks for row in rows}), labels=None)
-    axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.scatter(*zip(*theirs, strict=True), color=color, marker="s", s=60, fc="none")
+    axis.scatter([], [], color="grey", marker="s", s=60, fc="none", label="DeepEP V1, published")
+    node = rows[0].job.ranks_per_node
+    axis.set(xscale="log", yscale="log", ylabel="µs")
+    axis.set_xlabel(f"ranks (up to {node}: one node, NVLink alone)")
+    plain_log(axis, ticks=sorted({row.job.ranks for row in rows}))
     axis.grid(visible=True, alpha=0.3)
-    axis.legend(fontsize=9)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
+    axis.legend(**below, fontsize=9, title="T: tokens of a rank")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p model",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Defaults in parentheses.",
     )
-    parser.add_argument("--ranks", type=at_least_1, nargs="+", default=_RANKS, help="8 to 1024")
-    parser.add_argument("--tokens", type=at_least_1, nargs="+", default=_TOKENS, help="per rank")
-    parser.add_argument("--nic", choices=sorted(NICS), default="cx7", help="one per GPU")
-    parser.add_argument("--gbps", type=above_zero, help="its rate, Gbit/s (400)")
-    parser.add_argument("--latency-us", type=zero_or_more, help="one way of a small write")
-    parser.add_argument("--ranks-per-node", type=at_least_1, help="8")
-    parser.add_argument("--hidden", type=at_least_1, help="7168")
-    parser.add_argument("--topk", type=at_least_1, help="8")
     parser.add_argument(
-        "--experts", type=at_least_1, help="256, or one of each rank if there are more"
+        "--ranks",
+        type=at_least_1,
+        nargs="+",
+        default=_RANKS,
+        help=f"of a world ({_several(_RANKS)})",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=at_least_1,
+        nargs="+",
+        default=_TOKENS,
+        help=f"per rank ({_several(_TOKENS)})",
+    )
+    parser.add_argument("--nic", choices=sorted(NICS), default="cx7", help="one per GPU (cx7)")
+    parser.add_argument("--gbps", type=above_zero, help="its rate, Gbit/s (400)")
+    parser.add_argument(
+        "--latency-us", type=zero_or_more, help="one way of a small write (the NIC's)"
+    )
+    parser.add_argument("--ranks-per-node", type=at_least_1, help="ranks of a node (8)")
+    parser.add_argument("--hidden", type=at_least_1, help="hidden size (7168)")
+    parser.add_argument("--topk", type=at_least_1, help="experts per token (8)")
+    parser.add_argument(
+        "--experts",
+        type=at_least_1,
+        help="of all ranks (256, or one of each rank if there are more)",
     )
     parser.add_argument("--check", action="store_true", help="DeepEP's points, one by one")
-    parser.add_argument("--json", type=output_file, help="file for the rows")
-    parser.add_argument("--plot", type=output_file, help="PNG file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="rows (none)")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="PNG (none)")
     return parser

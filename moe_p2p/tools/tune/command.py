@@ -20,7 +20,7 @@ from moe_p2p.machine.launches import BulkSteps, TunedLaunch
 from moe_p2p.machine.tuned import Parts, Rates, Tuned
 from moe_p2p.tools import launch
 from moe_p2p.tools.meeting import MIRROR_GPUS
-from moe_p2p.tools.option_types import above_zero, at_least_1, each_at_least_1
+from moe_p2p.tools.option_types import Parser, above_zero, at_least_1, each_at_least_1, output_file
 from moe_p2p.tools.tune import launches, link, steps
 from moe_p2p.tools.tune.world import TuneOptions, World
 
@@ -103,33 +103,38 @@ def measure(world: World) -> Measured:
 
 
 def _parse(arguments: list[str]) -> tuple[TuneOptions, Path]:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p tune",
         description="Measures this machine once: launch shapes of the kernels, which steps go in "
         "bulk, parts between nodes, rates of the NICs. AllToAll and KV workers find the file by "
         "themselves; what their configuration gives goes before it. On CPUs parts and link only.",
         epilog="Between hosts: torchrun --nnodes 2 --nproc-per-node 8 ... -m moe_p2p tune. "
         "MOE_P2P_TRANSPORT and MOE_P2P_NICS choose the NICs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     cuda = torch.cuda.is_available()
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
-    add("--ranks", type=at_least_1, help="processes; not given: all GPUs, 2 on CPUs")
-    add("--mirror", type=at_least_1, help="measure as rank 0 of so many ranks (bench --mirror)")
-    add("--only", default=",".join(PARTS_OF_A_RUN), help="these, with commas")
+    add(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any (auto)"
+    )
+    add("--ranks", type=at_least_1, help="processes (all GPUs; 2 on CPUs)")
+    add(
+        "--mirror",
+        type=at_least_1,
+        help="measure as rank 0 of so many ranks, like bench --mirror (no)",
+    )
+    add("--only", default=",".join(PARTS_OF_A_RUN), help="these parts, with commas")
     add(
         "--tokens",
         type=each_at_least_1,
-        help="of a step, with commas; not given: 8,32,128,256,512,4096; on CPUs 32,512",
+        help="of a step, with commas (8,32,128,256,512,4096; on CPUs 32,512)",
     )
     add("--hidden", type=at_least_1, default=7168, help="H")
     add("--topk", type=at_least_1, default=8, help="K")
-    add("--experts", type=at_least_1, help="E; not given: 256; on CPUs 64")
+    add("--experts", type=at_least_1, help="E (256; on CPUs 64)")
     add("--num-sms", type=at_least_1, default=24, help='of "few multiprocessors"')
     add("--seconds", type=above_zero, default=0.4, help="of timing for each value")
     add("--timeout-s", type=above_zero, default=60.0, help="deadline of every wait")
-    add("--into", type=Path, help="file to write; not given: the one that is found")
+    add("--into", type=Path, help="file to write (the one that is found)")
     given = parser.parse_args(arguments)
     device = ("cuda" if cuda else "cpu") if given.device == "auto" else given.device
     if device == "cuda" and not cuda:
@@ -145,6 +150,10 @@ def _parse(arguments: list[str]) -> tuple[TuneOptions, Path]:
     path = given.into or (tuned.path_here() if env.tuned_file() != tuned.NONE else None)
     if path is None:
         parser.error("MOE_P2P_TUNED is none, so no file would be found; unset it, or give --into")
+    try:
+        output_file(str(path))  # now, not after a minute of measuring
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--into: {error}")
     return options, path.absolute()
 
 

@@ -1,12 +1,15 @@
-"""What `python -m moe_p2p doctor` finds wrong with a machine, and the remedies: pure. Used by
-doctor.py."""
+"""What `python -m moe_p2p doctor` finds wrong with a machine, and the remedies: pure.
+
+Used by examine.py. What surrounds GPUs and NICs is judged in faults.py.
+"""
 
 from __future__ import annotations
 
 import re
 
 from moe_p2p.machine import transport, tuned
-from moe_p2p.tools.doctor_report import Problem, Report
+from moe_p2p.tools.doctor.faults import faults
+from moe_p2p.tools.doctor.report import Problem, Report
 
 MIN_EFA_VERSION = (1, 20)  # of libfabric (csrc/provider/libfabric/selection.cpp)
 MIN_SHM_BYTES = 1 << 30
@@ -16,7 +19,7 @@ MIN_MEMLOCK_BYTES = 1 << 32  # registered memory is locked: regions, and users' 
 def judge(report: Report) -> list[Problem]:
     """Returns problems with their remedies. A machine without GPU or RDMA is no problem."""
     found = [*_memory_problems(report), *_gpu_problems(report), *_nic_problems(report)]
-    found += _transport_problems(report)
+    found += [*_transport_problems(report), *faults(report)]
     if report.tuned.startswith(tuned.BROKEN):
         found.append(Problem(report.tuned, "delete the file"))
     found += [
@@ -78,6 +81,16 @@ def _gpu_problems(report: Report) -> list[Problem]:
         )
     with_rails = [gpu for gpu in report.gpus if gpu.rails]
     # dma_buf is None where the driver could not be asked, without torch's CUDA or cuda-bindings.
+    if with_rails and not report.peer_memory and all(gpu.dma_buf for gpu in with_rails):
+        verbs = any(nic.kind == "verbs" for nic in report.nics if nic.name in report.rail_nics)
+        if verbs and report.libraries["libibverbs"] and not report.dma_buf_verbs:
+            found.append(
+                Problem(
+                    "libibverbs is too old for dma-bufs, and nvidia_peermem is not loaded: NICs "
+                    "cannot reach GPU memory",
+                    "modprobe nvidia_peermem, or install rdma-core 34 or newer",
+                )
+            )
     if not report.peer_memory and with_rails and all(gpu.dma_buf is False for gpu in with_rails):
         found.append(
             Problem(

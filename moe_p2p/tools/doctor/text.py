@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from moe_p2p import env
 from moe_p2p.machine import transport
 from moe_p2p.machine.topology import Nic
-from moe_p2p.tools.doctor_report import Report
+from moe_p2p.tools.doctor.job import lines
+from moe_p2p.tools.doctor.report import Report
 
+_AROUND = (
+    *("GPU firmware", "GPU clock, most", "GPU power limit", "GPU memory for NICs"),
+    *("NIC firmware", "NIC PCIe", "MTU", "MTU of interfaces", "PFC", "ECN", "traffic class"),
+    *("IOMMU", "ACS", "CPUs", "CPU clock", "python3"),
+)
+_RED, _PLAIN = "\033[31m", "\033[0m"
 _ORDERING = {0: "none", 100: "owner", 200: "all devices"}
 
 
-def render(report: Report) -> str:
-    """All sections, problems last."""
+def render(report: Report, *, red: bool = False) -> str:
+    """All sections, problems last. red: those in the colour of terminals."""
     machine = report.machine
     sections = [
         ("machine", [f"{machine['name']}, Linux {machine['kernel']}, {machine['cpus']} CPUs"]),
@@ -24,8 +31,9 @@ def render(report: Report) -> str:
         ("software", _software(report)),
         ("tuned", [report.tuned]),
         ("memory", _memory(report)),
+        ("around", _around(report)),
         ("writes", _writes(report)),
-        ("problems", _problems(report)),
+        ("problems", problem_lines([(p.what, p.remedy) for p in report.problems], red=red)),
     ]
     return "\n".join(
         f"{title}\n" + "\n".join(f"  {line}" for line in lines)
@@ -109,6 +117,14 @@ def _software(report: Report) -> list[str]:
     return table([(name, version or "not there") for name, version in known.items()])
 
 
+def _around(report: Report) -> list[str]:
+    """Those of the job's lines that no other section has."""
+    known = lines(report)
+    named = [*_AROUND, *(f"import {name}" for name in report.imports), *report.variables]
+    rows = [(name, known[name]) for name in named if name in known]
+    return table(rows) if rows else []
+
+
 def arrivals(report: Report) -> str:
     """How GPUs here see what comes from other nodes (EngineConfig.arrivals); empty: no GPUs."""
     if not report.gpus:
@@ -154,8 +170,9 @@ def _writes(report: Report) -> list[str]:
     )
 
 
-def _problems(report: Report) -> list[str]:
+def problem_lines(problems: Sequence[tuple[str, str]], *, red: bool = False) -> list[str]:
+    """What is wrong, and below it the command that mends it. red: in the colour of terminals."""
     lines = []
-    for problem in report.problems:
-        lines += [f"- {problem.what}", f"    {problem.remedy}"]
+    for what, remedy in problems:
+        lines += [f"{_RED}- {what}{_PLAIN}" if red else f"- {what}", f"    {remedy}"]
     return lines or ["none"]

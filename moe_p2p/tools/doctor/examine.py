@@ -1,21 +1,17 @@
-"""`python -m moe_p2p doctor`: what this machine has for moe_p2p, what it lacks and how to fix it.
+"""The facts of this machine, and what judge.py finds wrong with them. Used by command.py, ranks.py.
 
-`examine` collects facts, doctor_judge.py turns them into problems, doctor_text.py prints them. It
-needs no GPU, no RDMA and no libraries, and opens only engines, which write to each other.
+It needs no GPU, no RDMA and no libraries, and opens only engines, which write to each other.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.metadata
-import json
 import os
 import platform
 import re
-import resource
+import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,11 +19,13 @@ import torch
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.engine import Engine
 from moe_p2p.errors import MoeP2pError
+from moe_p2p.fleet.letter import letter
 from moe_p2p.machine import driver, topology, transport, tuned
 from moe_p2p.machine.topology import Gpu, Host
-from moe_p2p.tools import doctor_text, fence_probe
-from moe_p2p.tools.doctor_judge import judge
-from moe_p2p.tools.doctor_report import GpuFacts, Report, Write
+from moe_p2p.tools.doctor import network, silent, surroundings
+from moe_p2p.tools.doctor.judge import judge
+from moe_p2p.tools.doctor.report import GpuFacts, Report, Write
+from moe_p2p.version import __version__
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 LIBRARIES = {
@@ -43,46 +41,22 @@ CAP_IPC_LOCK = 14  # linux/capability.h
 WRITE_BYTES, NUM_WRITES, WRITE_TIMEOUT_S = 4 << 20, 4, 10.0
 
 
-def main(arguments: list[str]) -> int:
-    """Prints the report. 0: usable; 1: problems were found."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moe_p2p doctor", description="What this machine has and lacks for moe_p2p."
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-writes", action="store_true", help="open no engines")
-    parser.add_argument("--fence", action="store_true", help="only: may KV fence by queue pair?")
-    given = parser.parse_args(arguments)
-    if given.fence:
-        return fence_probe.main()
-    report = examine(writes=not given.no_writes)
-    print(json.dumps(asdict(report), indent=2) if given.json else doctor_text.render(report))
-    return 1 if report.problems else 0
-
-
 def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
     """The report of this machine; sysfs, /proc and /dev are read below `root`."""
     host = topology.read_host(root)
+    places = [each.place for each in host.gpus] + [each.place for each in host.nics]
+    variables, allowed = silent.variables(), len(os.sched_getaffinity(0))
     shm = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     report = Report(
-        machine={
-            "name": platform.node(),
-            "kernel": platform.release(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "driver": _driver(root),
-        },
+        machine=_machine(root, allowed),
         gpus=_gpus(root, host),
         nics=list(host.nics),
         rail_nics=[nic.name for nic in transport.rail_nics(host)],
-        distances={
-            gpu.place.pci: {
-                nic.name: topology.distance(gpu.place, nic.place).name.lower() for nic in host.nics
-            }
-            for gpu in host.gpus
-        },
+        distances=_distances(host),
         transport=_choice(root),
         libraries={name: _library(files) for name, files in LIBRARIES.items()},
         packages={name: _package(name) for name in PACKAGES},
-        memlock_bytes=_memlock_bytes(),
+        memlock_bytes=_memlock_bytes(root),
         shm_bytes=shm.f_frsize * shm.f_blocks if shm else 0,
         shm_free_bytes=shm.f_frsize * shm.f_bavail if shm else 0,
         peer_memory=any(
@@ -92,14 +66,56 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
         forks=_forks(),
         gdrdrv=os.access(root / "dev/gdrdrv", os.R_OK | os.W_OK),
         tuned=tuned.describe(),
+        software=software(),
+        drivers=network.drivers(root),
+        nic_facts={nic.name: network.nic_facts(root, nic) for nic in host.nics},
+        interfaces=network.interfaces(root),
+        cpu=surroundings.cpu(root, allowed),
+        iommu=surroundings.iommu(root, [place.pci for place in places if place.pci]),
+        redirected=surroundings.redirected(root, host.gpus, transport.rail_nics(host)),
+        dma_buf_verbs=_has("libibverbs.so.1", "ibv_reg_dmabuf_mr"),
+        variables=variables,
+        imports=silent.imports(),
+        python3=silent.python3(),
+        loader=silent.loader(variables),
     )
     if writes:
         report.writes = _write_everywhere(report)
     report.problems = judge(report)
+    report.time_s = time.time()
     return report
 
 
 # --- facts ---
+
+
+def software() -> dict[str, str]:
+    return {
+        "moe_p2p": __version__,
+        "letter": letter(),
+        "Python": platform.python_version(),
+        "program": sys.executable,
+    }
+
+
+def _machine(root: Path, cpus: int) -> dict[str, str | int]:
+    return {
+        "name": platform.node(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "cpus": cpus,
+        "driver": _driver(root),
+    }
+
+
+def _distances(host: Host) -> dict[str, dict[str, str]]:
+    """GPU, NIC: their distance."""
+    return {
+        gpu.place.pci: {
+            nic.name: topology.distance(gpu.place, nic.place).name.lower() for nic in host.nics
+        }
+        for gpu in host.gpus
+    }
 
 
 def _driver(root: Path) -> str:
@@ -122,7 +138,7 @@ def _choice(root: Path) -> dict[str, str]:
 
 def _gpus(root: Path, host: Host) -> list[GpuFacts]:
     """GPUs of sysfs, and GPUs that only CUDA knows (containers may hide /sys)."""
-    ordinals = _cuda_devices()
+    ordinals, states = _cuda_devices(), surroundings.gpu_states()
     known = {gpu.place.pci for gpu in host.gpus}
     hidden = [Gpu(topology.Place(pci)) for pci in ordinals if pci not in known]
     nics = transport.rail_nics(host)
@@ -131,6 +147,8 @@ def _gpus(root: Path, host: Host) -> list[GpuFacts]:
         device = ordinals.get(gpu.place.pci)
         rails = topology.rails(host, nics, gpu) if gpu.place.pci in known and nics else []
         dma_buf = _attribute(device, "DMA_BUF_SUPPORTED")
+        state = states.get(gpu.place.pci, {})
+        lanes, most_lanes = surroundings.pcie_lanes(root, gpu.place.pci)
         found.append(
             GpuFacts(
                 pci=gpu.place.pci,
@@ -140,6 +158,15 @@ def _gpus(root: Path, host: Host) -> list[GpuFacts]:
                 dma_buf=None if dma_buf is None else bool(dma_buf),
                 writes_ordering=_attribute(device, "GPU_DIRECT_RDMA_WRITES_ORDERING"),
                 rails=[nic.name for nic in rails],
+                firmware=state.get("firmware", ""),
+                pcie_lanes=lanes,
+                pcie_most_lanes=most_lanes,
+                sm_mhz=int(state.get("sm_mhz") or 0),
+                sm_most_mhz=int(state.get("sm_most_mhz") or 0),
+                power_w=float(state.get("power_w") or 0),
+                power_default_w=float(state.get("power_default_w") or 0),
+                slowed_by=state.get("slowed_by", "").split(),
+                fabric=state.get("fabric", ""),
             )
         )
     return found
@@ -206,13 +233,23 @@ def _mapped(stem: str) -> str:
     return os.path.realpath(found[1]) if found else ""
 
 
-def _memlock_bytes() -> int:
+def _has(library: str, symbol: str) -> bool:
+    try:
+        return hasattr(ctypes.CDLL(library), symbol)
+    except OSError:
+        return False
+
+
+def _memlock_bytes(root: Path) -> int:
     """Bytes that this process may lock; -1: unlimited, also with CAP_IPC_LOCK."""
-    status = Path("/proc/self/status").read_text()
-    effective = re.search(r"^CapEff:\s*(\w+)", status, re.MULTILINE)
+    effective = re.search(
+        r"^CapEff:\s*(\w+)", surroundings.text(root / "proc/self/status"), re.MULTILINE
+    )
     if effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1:
         return -1
-    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limits = surroundings.text(root / "proc/self/limits")
+    soft = re.search(r"^Max locked memory\s+(\d+|unlimited)", limits, re.MULTILINE)
+    return int(soft[1]) if soft and soft[1].isdecimal() else -1
 
 
 def _package(name: str) -> str:
