@@ -529,10 +529,9 @@ def _wrong_outcome(case: Case, outcome: str, others: list[dict[str, Any]]) -> li
     found = [f"nobody is named: {no}" for of in noes for no in of if not named.search(no)]
     if len({len(of) for of in noes}) > 1:
         found.append(f"members disagree: {noes}")
-    # Where its lease or its link ends, not when it does, is seen: at once or in the next attempt.
-    either = case.fault in ("stop", "NIC error")
-    attempts = {"tried again": 1}.get(outcome, 0)
-    if not attempts <= len(noes[0]) <= max(attempts, int(either)):
+    # The end of a lease or of a link is seen a while later: by one attempt more, or less.
+    fewest, more = int(outcome == "tried again"), case.fault in ("stop", "NIC error")
+    if not fewest <= len(noes[0]) <= fewest + more:
         found.append(f"{len(noes[0])} attempts failed: {noes}")
     if outcome == "unharmed" and any(masked):
         found.append(f"masked: {masked}")
