@@ -48,6 +48,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "moe_p2p/moe/gpu/": GPU,
     "moe_p2p/moe/reference/": GPU,
     "moe_p2p/moe/rendezvous/": ("fleet/", "machine/", "faults/"),
+    "moe_p2p/moe/elastic": ("faults/",),
+    "moe_p2p/moe/epoch": ("faults/",),
     "moe_p2p/kv/": (
         *("kv/", "faults/", "integrations/"),
         *("engines/test_vllm_kv", "engines/test_sglang_kv"),

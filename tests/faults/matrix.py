@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tests.faults import calls, joins, transfers
 from tests.faults.calls import HALVES, WORLD
 from tests.faults.causes import CONDITIONS
+from tests.support.world_cases import SEATS
 
 FAULTS = ("kill", "stop", "slow", "NIC error", "link flap", "wrong handshake", *CONDITIONS)
 JOIN = tuple(f"join: {point}" for point in joins.POINTS)
@@ -153,7 +154,7 @@ def _join(fault: str, point: str, over: str) -> Cell:
         return Later("worlds that change are for CPU tensors so far")
     at = joins.POINTS[JOIN.index(point)]
     if fault in CONDITIONS:  # hold at all points
-        nodes = (1, joins.SEATS) if over == "loopback" else (1,)
+        nodes = (1, SEATS) if over == "loopback" else (1,)
         held = (joins.Case(fault, joins.CLAIMS, over, "joiner", each) for each in nodes)
         return Run(tuple((case, UNHARMED) for case in held))
     if over == "loopback" and fault == "link flap":
@@ -173,11 +174,11 @@ def _joins(fault: str, at: str, over: str, who: str) -> list[tuple[joins.Case, s
     if outcome is None:
         return []
     one_node = (joins.POINTS.index(at) + (who == "member")) % 2
-    nodes = (joins.SEATS,) if one_node else (1,)
+    nodes: tuple[int, ...] = (SEATS,) if one_node else (1,)
     if over != "loopback" or fault in ("NIC error", "wrong handshake"):
         nodes = (1,)
     elif fault == "kill":
-        nodes = (1, joins.SEATS)
+        nodes = (1, SEATS)
     return [(joins.Case(fault, at, over, who, each), outcome) for each in nodes]
 
 

@@ -177,3 +177,29 @@ def test_wrong_reports_are_seen() -> None:
     for change in changes:
         changed = {**right, **change}
         assert calls.wrong_in(masks, "masked", [changed, killed, right])
+
+
+def test_wrong_reports_of_joins_are_seen() -> None:
+    killed, text = DiedError("killed"), "PeerDeadError: the process of rank 3 has ended"
+    case = joins.Case("kill", joins.MAKES, "tcp", "joiner")
+    right: dict[str, Any] = {"steps": 9, "noes": [text], "masked": [], "seconds": 1.0}
+    right |= {"happened": True, "left": [], "error": ""}
+    spare = {**right, "noes": []}
+    whole = [right, right, right, killed, spare]
+    assert not joins.wrong_in(case, "tried again", whole)
+    changes: tuple[dict[str, Any], ...] = (
+        *({"noes": []}, {"noes": [text, text]}, {"noes": ["somebody has ended"]}, {"masked": [2]}),
+        *({"left": [3]}, {"seconds": 50.0}, {"happened": False}, {"error": "rank 3"}),
+    )
+    for change in changes:
+        assert joins.wrong_in(case, "tried again", [{**right, **change}, *whole[1:]]), change
+    assert joins.wrong_in(case, "tried again", [*whole[:3], right, spare]), "it was not killed"
+    assert joins.wrong_in(case, "tried again", [*whole[:4], killed]), "the spare was"
+    case = case._replace(point=joins.STAGED)
+    masked = {**spare, "masked": [3]}
+    assert not joins.wrong_in(case, "masked", [masked, masked, masked, killed, spare])
+    assert joins.wrong_in(case, "masked", [spare, spare, spare, killed, spare])
+    assert joins.wrong_in(case, "masked", [*[{**masked, "noes": [text]}] * 3, killed, spare])
+    case = case._replace(fault="slow")
+    assert not joins.wrong_in(case, "unharmed", [spare] * 4)
+    assert joins.wrong_in(case, "unharmed", [spare, masked, spare, spare])
