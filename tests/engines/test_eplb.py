@@ -63,9 +63,10 @@ def placements(seed: int) -> Iterator[list[int]]:
 
 def run_vllm(rank: Rank) -> None:
     vllm_ranks.begin(rank, as_deep_ep=False)
-    from moe_p2p.integrations.moe import vllm_eplb
+    from moe_p2p.integrations.moe import vllm, vllm_eplb
 
-    vllm_eplb.install()
+    os.environ["MOE_P2P_AS_NIXL_EP"] = "1"
+    vllm.plugin()
     from vllm.distributed import nixl_utils
     from vllm.distributed.eplb import eplb_communicator, eplb_state, rebalance_execute
 
@@ -175,9 +176,10 @@ def test_a_rank_that_is_lost_is_named() -> None:
 
 def run_sglang(rank: Rank) -> None:
     sglang_layers.begin(rank)
-    from moe_p2p.integrations.moe import sglang_eplb
+    from moe_p2p.integrations.moe import sglang
 
-    sglang_eplb.install()
+    os.environ["MOE_P2P_AS_NIXL_EP"] = "1"
+    sglang.plugin()
     from sglang.srt.eplb import expert_location, expert_location_updater
 
     asked = types.SimpleNamespace(moe=types.SimpleNamespace(ep_dispatch_algorithm=None))
