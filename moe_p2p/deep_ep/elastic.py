@@ -34,6 +34,7 @@ _OVERLAP_SMS = 24  # enough for both calls to come near the links' rate; docs/tu
 _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
+_PADDING_NEEDS = "do_zero_padding needs do_expand"
 _USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
 # Of a dispatch: E, T, thread blocks, expert alignment, rows.
 _How = tuple[int, int, int, int, RowForm]
@@ -328,7 +329,6 @@ class ElasticBuffer:
             if made is not None:
                 return made
         self._pool.check_others(dispatches=not sync)
-        assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             if previous_event_before_epilogue is not None:
                 wait_for(previous_event_before_epilogue, values)
@@ -375,6 +375,7 @@ class ElasticBuffer:
             made = self._made.get(key) or self._make(values, key)
             return Route(*made, topk_idx.contiguous(), key[3][0], key[3][3])
         num_experts, num_tokens, _, alignment, rows = how
+        assert not rows[1] or rows[0], _PADDING_NEEDS
         assert topk_idx is None, "a handle was given with topk_idx; give one of them"
         assert not sync, "a handle brings its counts: there is no CPU sync with it"
         handle.check_same(
@@ -414,7 +415,7 @@ class ElasticBuffer:
         self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: Asked
     ) -> _Key:
         num_experts, num_tokens, num_sms, alignment, rows = how
-        assert not rows[1] or rows[0], "do_zero_padding needs do_expand"
+        assert not rows[1] or rows[0], _PADDING_NEEDS
         assert topk_idx is not None, "topk_idx is missing, and there is no handle"
         assert num_experts is not None, "num_experts is missing, and there is no handle"
         alignment = alignment or 1

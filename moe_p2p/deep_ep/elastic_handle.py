@@ -53,7 +53,7 @@ class RowCounts(NamedTuple):
         """Returns upper bounds."""
         tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
         expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
-        return RowCounts(tokens, expanded)
+        return RowCounts(tokens, -(-expanded // alignment) * alignment)
 
     def form(self, num_tokens: int, alignment: int, rows: RowForm) -> DispatchForm:
         """Returns the form of a dispatch with this many rows, in this format."""

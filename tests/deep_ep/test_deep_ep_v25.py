@@ -250,6 +250,13 @@ def test_what_is_refused_by_name(rank: Rank) -> None:
     refused("handle", lambda: buffer.combine(rows, None), Exception)
     late = {"async_with_compute_stream": True, "defer_epilogue": True}
     refused("a handle was given", lambda: dispatch(handle=handle, **late), AssertionError)
+    padding = {"handle": handle, "do_zero_padding": True}
+    for more in ({}, late):
+        refused(
+            "do_zero_padding needs do_expand",
+            lambda more=more: buffer.dispatch(mine.x, **padding, **more),
+            AssertionError,
+        )
     refused("no CPU sync", lambda: buffer.dispatch(
         mine.x, handle=handle, do_cpu_sync=True, **late), AssertionError)  # fmt: skip
     refused("num_scaleout_topk is 1", lambda: buffer.get_theoretical_num_sms(8, 2, 1))

@@ -116,6 +116,7 @@ def check_handle(handle: Any, batches: list[Batch], rank: int, shape: Shape, cal
     num_rows = rows.shape[0]
     most = num_ranks * shape.max_tokens
     expanded = most * min(shape.topk, local) + (call.expert_alignment - 1) * local
+    expanded = align(expanded, call.expert_alignment)
     assert handle.num_recv_tokens_per_expert_list == (aligned if call.do_cpu_sync else [])
     assert handle.num_recv_tokens == (num_rows if call.do_cpu_sync else most)
     assert handle.num_expanded_tokens == (sum(aligned) if call.do_cpu_sync else expanded)
