@@ -4,7 +4,9 @@ vLLM decides which experts move, and when each rank uses them; its async EPLB do
 a layer at a time, beside forward passes. For a layer it calls set_transfer_context, then add_send
 and add_recv for each expert that this rank gives or gets, and execute. Here the rank that gets one
 reads it, with the priority of weights, and tells the rank that gave it. So execute returns when all
-that this rank gets is here, and others have what they get of it: its slots may change.
+that this rank gets is here, and others have what they get of it: its slots may change. Ranks may be
+at different layers; a placement ends on all ranks before the next one begins, as vLLM then sums
+their loads.
 
 Symbols: W ranks, S experts of a rank.
 """
