@@ -48,3 +48,34 @@ def test_a_signals_handler_destroys_it_in_a_wait(options: dict[str, Any]) -> Non
     results = run_processes(3, destroyed_in_a_wait, options, return_errors=True)
     assert isinstance(results.pop(), DiedError)
     assert results == [[2], [2]]
+
+
+def interrupted(rank: Rank) -> str:
+    """Processes 0 and 1 end by Ctrl-C, one in a wait for the other; 2 and 3 begin in their place,
+    under the same names in the same store, which lives on."""
+    store, seat = rank.store, rank.rank % 2
+    if rank.rank > 1:
+        store.wait(["ended 0", "ended 1"])
+    buffer = cases.begin(store, seat, 2, timeout_ms=200_000)
+    buffer.connect_ranks([1 - seat])
+    for seed in range(3):
+        cases.step(buffer, seed, None)
+    if rank.rank > 1:
+        buffer.destroy()
+        return "done"
+    if rank.rank == 1:
+        store.wait(["waits"])
+    else:
+        threading.Timer(0.3, lambda: store.set("waits", "")).start()
+        threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
+    ends = cases.step if rank.rank == 0 else lambda *_: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        ends(buffer, 3, None)
+    store.set(f"ended {rank.rank}", "")
+    os._exit(1)  # as a program that does not destroy its buffer
+
+
+def test_a_program_that_ctrl_c_ends_begins_again_under_the_same_names() -> None:
+    results = run_processes(4, interrupted, return_errors=True)
+    assert all(isinstance(each, DiedError) for each in results[:2]), results
+    assert results[2:] == ["done", "done"]

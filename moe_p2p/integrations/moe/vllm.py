@@ -308,9 +308,10 @@ def plugin() -> None:
     vllm_weights.plugin()
     if env.engines():
         install()
-    elif env.as_nixl_ep():
+        return
+    if env.as_nixl_ep():
         vllm_eplb.install()
-    elif env.as_deep_ep():
+    if env.as_deep_ep():
         env.disable_gin()
         checks = required("vllm.utils.import_utils", "vllm")
         checks.deep_ep_v2_unavailable_reason = lambda: None

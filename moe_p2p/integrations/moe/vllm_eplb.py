@@ -4,7 +4,9 @@ vLLM decides which experts move, and when each rank uses them; its async EPLB do
 a layer at a time, beside forward passes. For a layer it calls set_transfer_context, then add_send
 and add_recv for each expert that this rank gives or gets, and execute. Here the rank that gets one
 reads it, with the priority of weights, and tells the rank that gave it. So execute returns when all
-that this rank gets is here, and others have what they get of it: its slots may change.
+that this rank gets is here, and others have what they get of it: its slots may change. Ranks may be
+at different layers; a placement ends on all ranks before the next one begins, as vLLM then sums
+their loads.
 
 Symbols: W ranks, S experts of a rank.
 """
@@ -49,7 +51,8 @@ class Communicator:
         device = buffer[0].device
         self._rank, self._on_gpu, self._slots = group.rank(), device.type == "cuda", len(buffer[0])
         self._layer, self._held = 0, list[int]()
-        self._reads: list[tuple[Request, int, str]] = []
+        self._reads: list[tuple[Request, str]] = []
+        self._got: list[int] = []  # the rank of each expert that is read
         self._gave = Counter[
             int
         ]()  # by rank, since the beginning: experts that it gets of this one
@@ -139,18 +142,18 @@ class Communicator:
                 region_offset=slot % self._slots * nbytes,
                 priority=_PRIORITY,
             )
-            self._reads.append((request, src_rank, what))
+            self._reads.append((request, what))
+        self._got.append(src_rank)
 
     def execute(self) -> None:
         """Raises what a read failed with, by expert and rank, and TimeoutError for a rank that did
         not read what this one gave."""
         doing = ""
         try:
-            for request, _, what in self._reads:
+            for request, what in self._reads:
                 doing = what
                 request.wait()
-            got = {what: rank for _, rank, what in self._reads}
-            for rank in got.values():
+            for rank in self._got:
                 self._engine.send_imm(self._peers[rank], self._rank, priority=_PRIORITY)
             for rank, count in self._gave.items():
                 doing = f"layer {self._layer}, for rank {rank} to read {count} experts so far"
@@ -163,8 +166,8 @@ class Communicator:
 
     def _end_reads(self) -> None:
         """None is under way afterwards, unless it cannot be cancelled."""
-        reads, self._reads = self._reads, []
-        for request, *_ in reads:
+        reads, self._reads, self._got = self._reads, [], []
+        for request, _ in reads:
             with suppress(RuntimeError):
                 if not request.done():
                     request.cancel()
