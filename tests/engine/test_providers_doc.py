@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p
-from moe_p2p.tools import doctor
+from moe_p2p.tools.doctor import examine
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = {
@@ -66,4 +66,4 @@ def test_every_error_text_is_in_the_code() -> None:
 def test_doctors_output_names_what_doctor_looks_for() -> None:
     shown = section("Doctor", "## ").split("software\n", 1)[1].split("memory\n")[0]
     names = re.findall(r"^  (\S+(?: \S+)*)  ", shown, re.MULTILINE)
-    assert names == ["NVIDIA driver", *doctor.LIBRARIES, *doctor.PACKAGES]
+    assert names == ["NVIDIA driver", *examine.LIBRARIES, *examine.PACKAGES]

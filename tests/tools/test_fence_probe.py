@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_p2p import errors
-from moe_p2p.tools import doctor, fence_probe
+from moe_p2p.tools import fence_probe
+from moe_p2p.tools.doctor import command
 
 
 class Request:
@@ -95,7 +96,7 @@ def test_yes_or_no(
     how: dict[str, Any], status: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(fence_probe, "Engine", type("Engine", (Engine,), how))
-    assert doctor.main(["--fence"]) == status
+    assert command.main(["--fence"]) == status
     printed = capsys.readouterr().out
     assert says in printed
     assert "mlx5_1" not in printed
@@ -104,5 +105,5 @@ def test_yes_or_no(
 
 def test_without_a_device_it_is_no(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(fence_probe.topology, "read_host", lambda: SimpleNamespace(nics=[]))
-    assert doctor.main(["--fence"]) == 1
+    assert command.main(["--fence"]) == 1
     assert "there is no active RDMA device" in capsys.readouterr().out

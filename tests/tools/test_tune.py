@@ -18,7 +18,7 @@ from moe_p2p.machine.launches import BULK_STEP, BulkSteps, LaunchShape, TunedLau
 from moe_p2p.machine.tuned import Parts, Rates, Tuned
 from moe_p2p.moe.gpu.launch_shape import Job, num_threads
 from moe_p2p.moe.tuned import Shared
-from moe_p2p.tools import doctor
+from moe_p2p.tools.doctor import examine, judge
 from moe_p2p.tools.tune import shapes, steps
 from moe_p2p.tools.tune.world import best
 from tests.support import cases, warm
@@ -199,8 +199,8 @@ def test_a_broken_file_is_an_error_that_says_what_to_do(text: Any, why: str) -> 
     assert why in message
     assert "delete it, or measure anew with `python -m moe_p2p tune`" in message
     assert tuned.describe() == f"{tuned.BROKEN}: {message}"
-    report = doctor.examine(writes=False)
-    assert [each.what for each in doctor.judge(report)].count(report.tuned) == 1
+    report = examine.examine(writes=False)
+    assert [each.what for each in judge.judge(report)].count(report.tuned) == 1
 
 
 # --- who uses it ---
