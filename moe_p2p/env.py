@@ -39,19 +39,29 @@ MOE_P2P_KV_TIMEOUTS         open_s=300,tail_s=60: deadlines of KV workers in eng
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
-MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs
+MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs; with
+                            TORCHELASTIC_USE_AGENT_STORE set here for steps of fabric-check
+NCCL_*, FI_*, UCCL_*, EP_*  shown in fabric-check's report, as MOE_P2P_* are, without secrets
 GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on several hosts
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from moe_p2p.errors import InvalidArgumentError, make
 
 _PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # of a wheel
+# For a report that leaves this machine: what is shown, and names of variables whose values are not.
+_SHOWN = ("MOE_P2P_", "NCCL_", "FI_", "UCCL_", "EP_")
+_SECRET = re.compile("SECRET|TOKEN|PASS|CREDENTIAL|AUTH|PRIVATE|COOKIE|_KEY|KEY_|^KEY|APIKEY", re.I)
+_OF_HOSTS = re.compile(
+    "HOSTNAME|_HOST$|^HOST$|NODELIST|NODENAME|NODE_NAME|MASTER_ADDR|SUBMIT_HOST|CLUSTER_NAME|DOMAIN"
+)
+_OF_USERS = re.compile("^USER$|_USER$|USERNAME|LOGNAME|ACCOUNT|EMAIL|_PROJECT$")
 _one_folder = False  # use_cache_folder() was called
 
 
@@ -256,6 +266,33 @@ def master_address() -> str:
 def master_port() -> int:
     """Port of the launcher's store."""
     return int(os.environ["MASTER_PORT"])
+
+
+def meet_at(port: int) -> None:
+    """Makes this process meet its ranks at another port, where its rank 0 serves the store."""
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun's store knows the first port
+
+
+def shown() -> dict[str, str]:
+    """Variables that say how links are used, without secrets. Values may name hosts."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SHOWN) and not _SECRET.search(name)
+    }
+
+
+def private() -> dict[str, list[str]]:
+    """Values that nobody else shall read: "secret", and names of a "host" and a "user"."""
+    kinds = {"secret": _SECRET, "host": _OF_HOSTS, "user": _OF_USERS}
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for name, value in os.environ.items():
+        for kind, pattern in kinds.items():
+            if value and pattern.search(name):
+                found[kind].append(value)
+                break
+    return found
 
 
 def use_gloo_interface(name: str) -> None:
