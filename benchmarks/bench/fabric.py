@@ -46,8 +46,12 @@ from moe_p2p.version import __version__
 FORMAT = 1  # of bundle.json; benchmarks/fabric_bundles.py reads it
 STEPS = ("facts", "check", "rails", "pairs", "deep_ep")
 LEFT_OUT, INTERRUPTED = "left out", "interrupted"
+SHOWN = 4000  # characters of the output of a step that did not end well
 PAGES = [8 << 10, 64 << 10, 1 << 20]
-LINE = re.compile(r"^(.+?) \.\.\. (?:.*?)(ok, [\d.]+ s|WRONG, [\d.]+ s|skipped: .*)$", re.M | re.S)
+# A line of `bench --check`; log lines of any rank may stand before its verdict.
+LINE = re.compile(
+    r"^([^\n]+?) \.\.\. (?:.*?)(ok, [\d.]+ s|WRONG, [\d.]+ s|skipped: [^\n]*)$", re.M | re.S
+)
 LAUNCH = (
     "start it on each host, as many ranks as it has GPUs: torchrun --nnodes 2 --nproc-per-node 8 "
     "--node-rank 0 --master-addr HOST -m moe_p2p fabric-check (--node-rank 1 on the second); srun "
@@ -106,6 +110,19 @@ class Step(NamedTuple):
     function: Callable[[Any], Any]
     given: Any
     left_out: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """How a step ended, of the rank at which it ended worst, as the report shows it."""
+
+    kind: str
+    name: str
+    how: str
+    rank: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    output: str = ""  # its end
 
 
 def main(arguments: list[str]) -> int:
@@ -174,7 +191,7 @@ class Run:
         self._options, self._began = options, time.monotonic()
         self._hosts = num_ranks // env.local_world_size()
         self._private = Private((), (), ())
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[Stepped] = []
         self._found: dict[str, Any] = {"facts": [], "check": [], "rails": [], "pairs": []}
         self._ranks = num_ranks
 
@@ -192,7 +209,7 @@ class Run:
             return [Ended(how=LEFT_OUT, output=step.left_out)]
         deadline_s = max(1.0, min(limits.of_step[step.kind], left))
         print(f"(at most {deadline_s:.0f} s) ...", end=" ", flush=True)
-        self._steps.append({"kind": step.kind, "name": step.name, "how": INTERRUPTED})
+        self._steps.append(Stepped(kind=step.kind, name=step.name, how=INTERRUPTED))
         ended = ranks.run(step.function, step.given, deadline_s)
         self._steps.pop()
         return ended
@@ -211,19 +228,17 @@ class Run:
     def _take(self, step: Step, ended: list[Ended]) -> None:
         worst = next((each for each in ended if each.how == FAILED), None)
         worst = worst or next((each for each in ended if each.how != DONE), ended[0])
-        rank = ended.index(worst)
-        self._steps.append(
-            {
-                "kind": step.kind,
-                "name": step.name,
-                "how": worst.how,
-                "rank": rank,
-                "seconds": max(each.seconds for each in ended),
-                "why": "" if worst.how == DONE else _why(worst),
-                "output": worst.output[-4000:] if worst.how not in (DONE, LEFT_OUT) else "",
-            }
+        stepped = Stepped(
+            kind=step.kind,
+            name=step.name,
+            how=worst.how,
+            rank=ended.index(worst),
+            seconds=max(each.seconds for each in ended),
+            why="" if worst.how == DONE else _why(worst),
+            output=worst.output[-SHOWN:] if worst.how not in (DONE, LEFT_OUT) else "",
         )
-        print(f"{worst.how}, {self._steps[-1]['seconds']:.1f} s {self._steps[-1]['why']}")
+        self._steps.append(stepped)
+        print(f"{stepped.how}, {stepped.seconds:.1f} s {stepped.why}", flush=True)
         first, local = ended[0], env.local_world_size()
         if step.kind == "facts":
             self._found["facts"] = [each.value for each in ended[::local] if each.value]
@@ -245,7 +260,7 @@ class Run:
             print(f"WRONG: {text}", file=sys.stderr)
         if interrupted:
             return 128 + signal.SIGINT
-        unwell = any(step["how"] not in (DONE, LEFT_OUT) for step in self._steps)
+        unwell = any(step.how not in (DONE, LEFT_OUT) for step in self._steps)
         return 1 if body["wrong"] else 2 if unwell else 0
 
     def _body(self, interrupted: str) -> dict[str, Any]:
@@ -275,7 +290,7 @@ class Run:
             "seconds": round(time.monotonic() - self._began, 1),
             "interrupted": interrupted,
             "model": {"nic": name} | nic.__dict__,
-            "steps": self._steps,
+            "steps": [asdict(step) for step in self._steps],
             "facts": found["facts"],
             "check": found["check"],
             "rails": rails,
@@ -297,9 +312,9 @@ def _why(ended: Ended) -> str:
 
 
 def _lines(output: str) -> list[dict[str, Any]]:
-    """Lines of `bench --check`. Log lines of all ranks may stand within one."""
+    """Lines of `bench --check`."""
     return [
-        {"name": name, "how": how.splitlines()[0], "wrong": how.startswith("WRONG")}
+        {"name": name, "how": how, "wrong": how.startswith("WRONG")}
         for name, how in LINE.findall(output)
     ]
 
@@ -409,8 +424,8 @@ def _parse(arguments: list[str]) -> Options:
     for name in ("hidden", "topk", "experts"):
         add(f"--{name}", type=at_least_1, help=f"as of bench: --{name}")
     given = parser.parse_args(arguments)
-    if not env.launched():
-        parser.error(LAUNCH)
+    if not env.launched() or env.world_size() < 2:
+        parser.error(f"it needs two ranks or more: {LAUNCH}")
     beside = {"deep_ep": "", "UCCL": ""}
     for each in given.beside:
         label, _, folder = each.partition("=")
@@ -425,7 +440,8 @@ def _parse(arguments: list[str]) -> Options:
     if given.tokens:
         sizes["tokens"] = ",".join(map(str, given.tokens))
     try:
-        output_file(f"{given.out}/report.html")
+        if env.rank() == 0:  # others would remove what it tries
+            output_file(f"{given.out}/report.html")
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out: {error}")
     return Options(

@@ -38,11 +38,10 @@ def is_comparable(rails: Sequence[Row]) -> bool:
 
 def of_rail(row: Row, nic: Nic) -> dict[str, list[float]]:
     """[predicted, least, most] by figure: GB/s of large pages, microseconds one way."""
-    found = {}
-    if rate := row["rate_gbps"]:
-        top = rate / 8
-        least, most = nic.goodput - _RATE_MARGIN, nic.goodput + _RATE_MARGIN
-        found["gbytes_per_s"] = [_cut(top * share) for share in (nic.goodput, least, most)]
+    found = dict[str, list[float]]()
+    top = (row["rate_gbps"] or nic.gbps) / 8
+    shares = nic.goodput, nic.goodput - _RATE_MARGIN, nic.goodput + _RATE_MARGIN
+    found["gbytes_per_s"] = [_cut(top * share) for share in shares]
     if row["way"] == ALONE:
         us = nic.latency_us + (row["calls_us"] or 0.0)
         margin = published.margin_us(us)

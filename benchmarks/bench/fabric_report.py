@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import tarfile
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2  # torch requires it
 
+from moe_p2p.bench.fabric_pictures import Body, label, pictures, system
 from moe_p2p.bench.fabric_predicted import verdict
-from moe_p2p.bench.fabric_rails import ALONE, TOGETHER
-from moe_p2p.tools.draw import draw
-
-Body = Mapping[str, Any]
-WIDTH = 4.6  # inches of a picture: its letters have their own size on a phone
-MOST_BARS = 32  # of a picture
-COLORS = {ALONE: "C0", TOGETHER: "C1"}
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -35,8 +26,8 @@ body { font: 16px/1.45 system-ui, sans-serif; color: #222; margin: 0 auto; paddi
        max-width: 1160px; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.15em; margin-top: 2em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .86em; }
-td, th { padding: 3px 7px; border-bottom: 1px solid #ddd; text-align: right; }
-td.text, th.text { text-align: left; white-space: normal; }
+td, th { padding: 3px 7px; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+.text { text-align: left; } .words td { white-space: normal; }
 .wide { overflow-x: auto; }
 .pictures { display: flex; flex-wrap: wrap; gap: 12px; }
 .pictures svg { width: 100%; max-width: 540px; height: auto; flex: 1 1 320px; }
@@ -52,8 +43,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f5; paddi
 {% for text in body.wrong[:20] %}<p class="bad">{{ text }}</p>{% endfor %}
 
 <h2>Steps</h2>
-<div class="wide"><table><tr><th class="text">step</th><th class="text">ended</th><th>s</th>
-<th class="text">why</th></tr>
+<div class="wide"><table class="words"><tr><th class="text">step</th>
+<th class="text">ended</th><th>s</th><th class="text">why</th></tr>
 {% for step in body.steps %}<tr><td class="text">{{ step.name }}</td>
 <td class="text {{ 'good' if step.how == 'done' else '' if step.how == 'left out' else 'bad' }}">{{
 step.how }}</td><td>{{ step.seconds or "" }}</td><td class="text">{{ step.why }}</td></tr>
@@ -63,7 +54,7 @@ step.how }}</td><td>{{ step.seconds or "" }}</td><td class="text">{{ step.why }}
 
 {% if pictures %}<h2>Pictures</h2><div class="pictures">{% for each in pictures %}{{ each|safe }}
 {% endfor %}</div>{% endif %}
-{% for text in no_pictures %}<p class="note">{{ text }}</p>{% endfor %}
+{% if no_pictures %}<p class="note">no pictures: {{ no_pictures }}</p>{% endif %}
 
 {% for table in tables %}<h2>{{ table.title }}</h2>
 {% if table.note %}<p class="note">{{ table.note }}</p>{% endif %}
@@ -103,7 +94,7 @@ def write(body: Body, folder: Path) -> list[Path]:
 
 
 def html(body: Body) -> str:
-    pictures, missing = _pictures(body)
+    drawn, missing = pictures(body)
     unwell = [step for step in body["steps"] if step["how"] not in ("done", "left out")]
     comparable = any(row["comparable"] for row in [*body["rails"], *body["pairs"]])
     boundary = (
@@ -118,7 +109,7 @@ def html(body: Body) -> str:
         unwell=unwell,
         summary=_summary(body, unwell),
         boundary=f"{boundary}.",
-        pictures=pictures,
+        pictures=drawn,
         no_pictures=missing,
         tables=[table for table in (_check(body), _rails(body), _pairs(body)) if table["rows"]],
         bad_words=("NO", "WRONG", "above", "failed"),
@@ -130,8 +121,8 @@ def _summary(body: Body, unwell: Sequence[Body]) -> str:
     right = sum(not line["wrong"] and line["how"].startswith("ok") for line in lines)
     parts = [f"{right} of {len(lines)} checks are right" if lines else "nothing was checked"]
     skipped = sum(line["how"].startswith("skipped") for line in lines)
-    parts += [f"{skipped} do not apply here"] if skipped else []
-    parts += [f"{len(body['wrong'])} errors"] if body["wrong"] else []
+    parts += [f"not for these ranks: {skipped}"] if skipped else []
+    parts += [f"errors: {len(body['wrong'])}"] if body["wrong"] else []
     parts += [f"{step['name']}: {step['how']}" for step in unwell]
     parts += [body["interrupted"]] if body["interrupted"] else []
     return "; ".join(parts)
@@ -153,11 +144,6 @@ def _check(body: Body) -> Body:
     lines = [line for line in body["check"] if not line["how"].startswith("ok")]
     rows = [[line["name"], line["how"]] for line in lines]
     return _table("Checks that are not “ok”", ["check", "ended"], rows)
-
-
-def label(row: Body) -> str:
-    nics = ":".join(row["nics"]) or row["provider"] or "software"
-    return f"rank {row['rank']} {nics if row['way'] == ALONE else TOGETHER}"
 
 
 def _rails(body: Body) -> Body:
@@ -210,118 +196,5 @@ def _pairs(body: Body) -> Body:
     return _table("Dispatch and combine", heads, rows, note)
 
 
-def system(row: Body) -> str:
-    """With what torch's baseline goes over, and whose deep_ep it is."""
-    names = {"torch": "NCCL" if row["device"] != "cpu" else "gloo", "deep_ep": row["beside"]}
-    return " ".join(filter(None, [names.get(row["system"]) or row["system"], row["interface"]]))
-
-
 def _bytes(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
-# --- pictures ---
-
-
-def _pictures(body: Body) -> tuple[list[str], list[str]]:
-    """SVG texts, and why some are missing."""
-    found, missing = list[str](), list[str]()
-    bars = body["rails"][:MOST_BARS]
-    more = (
-        f", the first {MOST_BARS} of {len(body['rails'])}" if len(body["rails"]) > MOST_BARS else ""
-    )
-    high = 1.4 + 0.24 * len(bars)
-    jobs: list[tuple[str, Callable[[Any], None], float]] = []
-    if any(row["gbytes_per_s"] for row in bars):
-        jobs.append(
-            (f"GB/s of each rail, largest pages{more}", lambda axis: _rates(axis, bars), high)
-        )
-    pings = [row for row in body["rails"] if row["latency_us"] is not None][:MOST_BARS]
-    if pings:
-        tall = 1.4 + 0.24 * len(pings)
-        jobs.append(("one way of 8 bytes, µs", lambda axis: _latencies(axis, pings), tall))
-    for interface in dict.fromkeys(row["interface"] for row in body["pairs"]):
-        of_one = [row for row in body["pairs"] if row["interface"] == interface]
-        title = f"a pair, p50 µs{', ' + interface + ' calls' if interface else ''}"
-        jobs.append((title, lambda axis, rows=of_one: _lines(axis, rows), 3.8))  # type: ignore[misc]
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, (title, paint, height) in enumerate(jobs):
-            path = Path(scratch, f"{number}.svg")
-            reason = draw(path, title, paint, figsize=(WIDTH, height))
-            if reason:
-                return [], [f"no pictures: {reason}"]
-            found.append(_inline(path.read_text(), number, title))
-    return found, missing
-
-
-def _inline(svg: str, number: int, title: str) -> str:
-    """The element alone. Names within one picture are of the page: each gets its own."""
-    element = svg[svg.index("<svg") :]
-    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.S)
-    element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>p{number}-", element)
-    return element.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
-
-
-def _rates(axis: Any, rows: Sequence[Body]) -> None:
-    rates = [
-        max(row["gbytes_per_s"].items(), key=lambda item: int(item[0]))[1]
-        if row["gbytes_per_s"]
-        else 0.0
-        for row in rows
-    ]
-    _bars(axis, rows, rates, "gbytes_per_s")
-
-
-def _latencies(axis: Any, rows: Sequence[Body]) -> None:
-    _bars(axis, rows, [row["latency_us"] for row in rows], "latency_us")
-
-
-def _bars(axis: Any, rows: Sequence[Body], values: Sequence[float], figure: str) -> None:
-    """A bar for each row with its number; black lines: the prediction's interval."""
-    places = list(range(len(rows)))
-    axis.barh(places, values, color=[COLORS[row["way"]] for row in rows], height=0.7)
-    for place, row, value in zip(places, rows, values, strict=True):
-        axis.annotate(f" {value:,.3g}", (value, place), va="center", fontsize=8)
-        if row["comparable"] and figure in row["predicted"]:
-            _, least, most = row["predicted"][figure]
-            axis.plot([least, most], [place, place], color="black", linewidth=1.5, marker="|")
-    axis.set_yticks(places, [label(row) for row in rows], fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(x=0.15)
-    axis.grid(alpha=0.3, axis="x")
-
-
-def _lines(axis: Any, rows: Sequence[Body]) -> None:
-    """The pair of each system over tokens, and the band of the prediction where it is of these."""
-    tokens = sorted({row["tokens"] for row in rows})
-    for number, name in enumerate(dict.fromkeys(map(system, rows))):
-        points = {
-            row["tokens"]: row
-            for what in ("pair eager", "pair graph")  # the latter is shown where it is there
-            for row in rows
-            if system(row) == name and row["what"] == what
-        }
-        at = sorted(points)
-        values = [points[count]["p50_us"] for count in at]
-        color = f"C{number}"
-        axis.plot(at, values, "o-" if name == "moe_p2p" else "s--", color=color, label=name)
-        for count, value in zip(at, values, strict=True):
-            text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-            axis.annotate(
-                text, (count, value), (0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
-        known = [
-            count for count in at if points[count]["predicted"] and points[count]["comparable"]
-        ]
-        if known:
-            bands = [points[count]["predicted"] for count in known]
-            least, most = [band[1] for band in bands], [band[2] for band in bands]
-            axis.fill_between(
-                known, least, most, color=color, alpha=0.2, label=f"{name}, predicted"
-            )
-    axis.set(xscale="log", yscale="log", xlabel="tokens per rank")
-    axis.set_xticks(tokens, [str(count) for count in tokens])
-    axis.set_xticks([], minor=True)
-    axis.margins(x=0.12, y=0.18)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_p2p.bench.report import Row, headline, title
-from moe_p2p.tools.draw import draw
+from moe_p2p.tools.draw import draw, number, plain_log
 
 OURS, MARKERS = "moe_p2p", "os^vDP*X"
 
@@ -86,8 +86,9 @@ def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
         more = {"linestyle": "-", "linewidth": 2.5} if ours else {"linestyle": "--", "mfc": "white"}
         axis.plot(tokens, p50, **style, **more)
         for at, value in zip(tokens, p50, strict=True) if len(series) < 5 else ():
-            text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-            axis.annotate(text, (at, value), (0, 7), textcoords="offset points", ha="center")
+            axis.annotate(
+                number(value), (at, value), (0, 7), textcoords="offset points", ha="center"
+            )
         floor = [row.floor_us for row in points]
         key = points[0].ranks, points[0].ranks_per_node, *floor
         if all(floor) and ours and key not in floors:
@@ -129,10 +130,6 @@ def _finish(axis: Any, series: dict[str, list[Row]]) -> None:
     axis.set_xlabel("tokens per rank")
     axis.margins(x=0.1, y=0.12)
     if axis.get_yscale() == "log":
-        from matplotlib.ticker import LogLocator, NullFormatter
-
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        plain_log(axis.yaxis)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)

@@ -31,3 +31,17 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return None
+
+
+def number(value: float) -> str:
+    """As it stands beside a point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def plain_log(axis: Any) -> None:
+    """Ticks of a logarithmic axis of matplotlib at 1, 2 and 5, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter(NullFormatter())
