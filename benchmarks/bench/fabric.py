@@ -179,6 +179,7 @@ class _Signals:
 def _follow(ranks: Ranks, options: Options) -> None:
     """What ranks other than the first do."""
     ranks.gather(names_here())
+    ranks.begin()
     for step in _steps(options):
         if not step.left_out:
             ranks.run(step.function, step.given, 0.0)
@@ -197,6 +198,8 @@ class Run:
 
     def measure(self, ranks: Ranks) -> None:
         self._know(ranks.gather(names_here()))
+        ranks.begin()
+        self._began = time.monotonic()
         steps = list(_steps(self._options))
         for number, step in enumerate(steps):
             print(f"[{number + 1}/{len(steps)}] {step.name}", end=" ", flush=True)

@@ -69,6 +69,10 @@ class Ranks:
         self._ends = time.monotonic() + most_s + SILENT_S
         self._next = 0
 
+    def begin(self) -> None:
+        """Until processes of steps can start at once on all ranks: their imports may take long."""
+        self.run(_nothing, None, MEET_S)
+
     def run(self, step: Callable[[Any], Any], given: Any, deadline_s: float) -> list[Ended]:
         """Calls step(given) in a new process beside each rank. Collective.
 
@@ -172,6 +176,10 @@ def _store_errors() -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise StoppedError(f"the launcher's store does not answer: {error}") from error
+
+
+def _nothing(_: None) -> None:
+    pass
 
 
 def _free_port() -> int:
