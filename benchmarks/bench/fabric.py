@@ -52,6 +52,9 @@ PAGES = [8 << 10, 64 << 10, 1 << 20]
 LINE = re.compile(
     r"^([^\n]+?) \.\.\. (?:.*?)(ok, [\d.]+ s|WRONG, [\d.]+ s|skipped: [^\n]*)$", re.M | re.S
 )
+# What the bench prints: an interface that a deep_ep does not serve, and what is wrong.
+NOTE = re.compile(r"^deep_ep (?:low-latency|normal|v2): .*$", re.M)
+WRONG = re.compile(r"^WRONG: (.*)$", re.M)
 LAUNCH = (
     "start it on each host, as many ranks as it has GPUs: torchrun --nnodes 2 --nproc-per-node 8 "
     "--node-rank 0 --master-addr HOST -m moe_p2p fabric-check (--node-rank 1 on the second); srun "
@@ -193,7 +196,8 @@ class Run:
         self._hosts = num_ranks // env.local_world_size()
         self._private = Private((), (), ())
         self._steps: list[Stepped] = []
-        self._found: dict[str, Any] = {"facts": [], "check": [], "rails": [], "pairs": []}
+        names = ("facts", "check", "wrong", "rails", "pairs")
+        self._found: dict[str, list[Any]] = {name: [] for name in names}
         self._ranks = num_ranks
 
     def measure(self, ranks: Ranks) -> None:
@@ -231,22 +235,24 @@ class Run:
     def _take(self, step: Step, ended: list[Ended]) -> None:
         worst = next((each for each in ended if each.how == FAILED), None)
         worst = worst or next((each for each in ended if each.how != DONE), ended[0])
+        first, local = ended[0], env.local_world_size()
+        notes = NOTE.findall(first.output) if step.kind == "deep_ep" else []
         stepped = Stepped(
             kind=step.kind,
             name=step.name,
             how=worst.how,
             rank=ended.index(worst),
             seconds=max(each.seconds for each in ended),
-            why="" if worst.how == DONE else _why(worst),
+            why="; ".join(dict.fromkeys(notes)) if worst.how == DONE else _why(worst),
             output=worst.output[-SHOWN:] if worst.how not in (DONE, LEFT_OUT) else "",
         )
         self._steps.append(stepped)
         print(f"{stepped.how}, {stepped.seconds:.1f} s {stepped.why}", flush=True)
-        first, local = ended[0], env.local_world_size()
         if step.kind == "facts":
             self._found["facts"] = [each.value for each in ended[::local] if each.value]
         elif step.kind == "check":
             self._found["check"] = _lines(first.output)
+            self._found["wrong"] = list(dict.fromkeys(WRONG.findall(first.output)))
         elif step.kind == "rails":
             self._found["rails"] = first.value or []
         elif first.value:
@@ -278,8 +284,9 @@ class Run:
             row | {"predicted": fabric_predicted.of_pair(row, nic), "comparable": comparable}
             for row in found["pairs"]
         ]
-        wrong = [f"{line['name']}: {line['how']}" for line in found["check"] if line["wrong"]]
-        wrong += [
+        told = [f"{line['name']}: {line['how']}" for line in found["check"] if line["wrong"]]
+        wrong = found["wrong"] or told  # a check that was stopped has not said all
+        wrong = wrong + [
             f"rank {row['rank']}, {row['way']}: {row['problem']}" for row in rails if row["problem"]
         ]
         wrong += sorted({text for row in pairs for text in row["wrong"]})

@@ -51,8 +51,9 @@ def of_rail(row: Row, nic: Nic) -> dict[str, list[float]]:
 
 def of_pair(row: Row, nic: Nic) -> list[float] | None:
     """[predicted, least, most] us of a row of the bench; None: the model does not describe it."""
-    ours = row["system"] == "moe_p2p" and not row["interface"]
-    theirs = row["system"] == "deep_ep" and row["interface"] == "low-latency"
+    low_latency = row["interface"] == "low-latency"
+    ours = row["system"] == "moe_p2p" and (low_latency or not row["interface"])
+    theirs = row["system"] == "deep_ep" and low_latency
     phase = row["what"].split()[0]
     if (
         not (ours or theirs)

@@ -20,6 +20,7 @@ import pytest
 from moe_p2p.__main__ import main
 from moe_p2p.bench import fabric, fabric_predicted, fabric_report
 from moe_p2p.bench.fabric_private import Private
+from moe_p2p.bench.fabric_ranks import Ended
 from moe_p2p.tools.model.wire import NICS
 from tests.support import hosts, warm
 from tests.support.programs import program, until
@@ -44,6 +45,13 @@ PLANTED = {
 FAILS = f"""
 print("log in as {USER}@{HOST}.cluster.example.com with {SECRET}, MAC 02:00:0a:4d:00:07")
 raise RuntimeError("{HOST} [fe80::1ff:fe23:4567:890a]:4791 and 10.77.0.2:2049 refuse {USER}")
+"""
+THEIRS = """
+from moe_p2p import deep_ep as ours
+topk_idx_t = ours.topk_idx_t
+class Buffer(ours.Buffer):
+    "DeepEP's calls V1, of another package."
+__version__ = "1.2.test"
 """
 ADDRESS = re.compile(r"10\.77\.\d+\.\d+|fe80:|02:00:0a")
 
@@ -143,8 +151,19 @@ def tables_of(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.more  # its steps are the test's above, and test_bench_check.py's
 @pytest.mark.timeout(600)
 def test_the_whole_of_a_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, body = quick(tmp_path, monkeypatch, status=0)
+    module = tmp_path / "other" / "deep_ep"
+    module.mkdir(parents=True)
+    (module / "__init__.py").write_text(THEIRS)
+    beside = f"--beside=theirs={module.parent}"
+    printed, body = quick(tmp_path / "out", monkeypatch, beside, status=0)
     assert {step["how"] for step in body["steps"]} == {"done", "left out"}
+    step = body["steps"][-1]
+    assert step["name"] == "DeepEP's calls beside theirs"
+    assert re.fullmatch("deep_ep v2: this deep_ep has no V2.*", step["why"])
+    found = {(row["system"], row["interface"]) for row in body["pairs"]}
+    assert {("deep_ep", "low-latency"), ("deep_ep", "normal"), ("moe_p2p", "v2")} <= found
+    assert ("deep_ep", "v2") not in found
+    assert {row["beside"] for row in body["pairs"]} == {"", "theirs 1.2.test"}
     lines = {line["name"]: line["how"] for line in body["check"]}
     assert len(lines) > 65
     assert lines["a process that is killed is named"].startswith("ok, ")
@@ -234,6 +253,26 @@ def test_lines_of_a_check_are_found_among_log_lines() -> None:
         ("graphs", "skipped: ranks are on CPUs", False),
         ("by_rank", "WRONG, 1.0 s", True),
     ]
+
+
+def test_what_a_check_and_a_package_report_is_in_the_report(tmp_path: Path) -> None:
+    options = fabric.Options(
+        quick=True, device="cpu", out=str(tmp_path), only=(), beside={}, sizes={}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        launched(patch, ranks=2, local=1)
+        run = fabric.Run(options, 2)
+        output = "padded ... WRONG, 1.0 s\nWRONG: padded: rank 1: other rows\n"
+        rest = Ended(how="done")
+        check = fabric.Step("check", "correctness", fabric.checked, [])
+        run._take(check, [Ended(how="done", output=output, value=1), rest])
+        calls = fabric.Step("deep_ep", "theirs", fabric.timed_pairs, ("", "", []))
+        value = {"rows": []}
+        run._take(calls, [Ended(how="done", output="deep_ep normal: no IB\n", value=value), rest])
+        assert run.finish("") == 1
+    page = (tmp_path / "report.html").read_text()
+    assert "padded: rank 1: other rows" in page
+    assert "deep_ep normal: no IB" in page
 
 
 def row(**more: Any) -> dict[str, Any]:
