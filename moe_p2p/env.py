@@ -59,7 +59,7 @@ _PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # of a whe
 _SHOWN = ("MOE_P2P_", "NCCL_", "FI_", "UCCL_", "EP_")
 _SECRET = re.compile("SECRET|TOKEN|PASS|CREDENTIAL|AUTH|PRIVATE|COOKIE|_KEY|KEY_|^KEY|APIKEY", re.I)
 _OF_HOSTS = re.compile(
-    "HOSTNAME|_HOST$|^HOST$|NODELIST|NODENAME|NODE_NAME|MASTER_ADDR|SUBMIT_HOST|CLUSTER_NAME|DOMAIN"
+    "HOSTNAME|_HOST$|^HOST$|NODELIST|NODENAME|NODE_NAME|_ADDR$|_STORE$|_SERVERS?$|CLUSTER_NAME|DOMAIN"
 )
 _OF_USERS = re.compile("^USER$|_USER$|USERNAME|LOGNAME|ACCOUNT|EMAIL|_PROJECT$")
 _one_folder = False  # use_cache_folder() was called
@@ -275,11 +275,11 @@ def meet_at(port: int) -> None:
 
 
 def shown() -> dict[str, str]:
-    """Variables that say how links are used, without secrets. Values may name hosts."""
+    """Variables that say how links are used, without those of secrets and hosts."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_SHOWN) and not _SECRET.search(name)
+        if name.startswith(_SHOWN) and not (_SECRET.search(name) or _OF_HOSTS.search(name))
     }
 
 

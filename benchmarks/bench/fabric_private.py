@@ -38,21 +38,26 @@ class Private:
     def __init__(
         self, secrets: Iterable[str], users: Iterable[str], hosts: Sequence[Iterable[str]]
     ) -> None:
-        names = dict.fromkeys(filter(None, secrets), "secret")
-        names |= dict.fromkeys(_names(users), "user")
+        self._secrets = sorted({*secrets} - {""}, key=len, reverse=True)
+        names = dict.fromkeys(_names(users), "user")
         for number, called in enumerate(hosts):
             for name in _names(called):  # of several hosts, as the one of the rendezvous: of none
                 names[name] = (
                     f"host-{number}" if names.get(name) in (None, f"host-{number}") else "host"
                 )
         self._names = {
-            _pattern(name): instead
+            re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", re.IGNORECASE): instead
             for name, instead in sorted(names.items(), key=lambda item: -len(item[0]))
         }
 
     def text(self, text: str) -> str:
-        for pattern, instead in self._names.items():
-            text = pattern.sub(instead, text)
+        for secret in self._secrets:
+            if len(secret) >= _LEAST_SECRET:
+                text = text.replace(secret, "secret")
+            else:
+                text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "secret", text)
+        for name, instead in self._names.items():
+            text = name.sub(instead, text)
         for each, instead in _PATTERNS.items():
             text = re.sub(each, instead, text)
         versions = _VERSION.findall(text)
@@ -85,18 +90,12 @@ def names_here() -> dict[str, list[str]]:
 
 def _names(found: Iterable[str]) -> list[str]:
     """Without those that are no names, as localhost; addresses have a pattern of their own."""
-    names = (name.strip() for each in found for name in re.split(r"[,\s]+", each))
+    names = (re.sub(r":\d+$", "", name) for each in found for name in re.split(r"[,\s]+", each))
     return [
         name
         for name in names
         if len(name) > 1 and name.lower() not in _WELL_KNOWN and not name.isdecimal()
     ]
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    if len(name) >= _LEAST_SECRET:
-        return re.compile(re.escape(name), re.IGNORECASE)
-    return re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
 
 
 def _instead(found: re.Match[str]) -> str:

@@ -40,6 +40,7 @@ PLANTED = {
     "SLURM_JOB_NODELIST": f"{HOST},{HOST}b",
     "NCCL_TOPO_FILE": f"/home/{USER}/topology.xml",
     "NCCL_IB_HCA": "mlx5_0",
+    "MOE_P2P_KV_STORE": f"{HOST}c:29500",
     "RES_OPTIONS": "attempts:0",  # no name server is asked in the namespaces
 }
 FAILS = f"""
@@ -131,7 +132,7 @@ def test_rails_and_pairs_of_two_hosts_and_a_package_that_fails(
     assert len(body["facts"]) == 2
     assert body["facts"][0]["settings"]["NCCL_IB_HCA"] == "mlx5_0"
     assert body["facts"][0]["settings"]["NCCL_TOPO_FILE"] == "/home/user/topology.xml"
-    assert "NCCL_AUTH_KEY" not in body["facts"][0]["settings"]
+    assert not {"NCCL_AUTH_KEY", "MOE_P2P_KV_STORE"} & body["facts"][0]["settings"].keys()
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<svg") == 3
     assert "<script" not in page
@@ -214,7 +215,7 @@ def test_ctrl_c_leaves_the_report_of_what_was_measured(tmp_path: Path) -> None:
     )
 
 
-PRIVATE = Private(["p4ss", "ab"], ["joe"], [["n1.hpc", "n1", "meet"], ["nodeb", "meet"]])
+PRIVATE = Private(["p4ss", "ab"], ["joe", "prod"], [["n1.hpc", "n1", "meet:80"], ["nodeb", "meet"]])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,10 @@ PRIVATE = Private(["p4ss", "ab"], ["joe"], [["n1.hpc", "n1", "meet"], ["nodeb", 
         ("::ffff:10.0.0.1 2001:db8::1 fe80::dead:beef", "address address address"),
         ("c8:7e:11:22:33:44 b859:9f03:00aa:1234", "address address"),
         ("joe@n1.hpc /home/anna/x NODEB meet", "user@host-0 /home/user/x host-1 host"),
-        ("p4ssword ab abc n1 n12", "secretword secret abc host-0 n12"),
+        (
+            "p4ssword ab abc n1 n12 n1_x prod products",
+            "secretword secret abc host-0 n12 host-0_x user products",
+        ),
         ("a.example.com ip-10-0-1-2 GPU-1234abcd-56", "host host GPU-id"),
         ("hf_abcdefghijk eyJhbGciOiJ.x", "secret secret"),
         # Not private: places of PCI, times, versions, names of C++.
