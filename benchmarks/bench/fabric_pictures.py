@@ -57,7 +57,7 @@ def _all(body: Body) -> Iterator[Picture]:
     for interface in dict.fromkeys(row["interface"] for row in body["pairs"]):
         of_one = [row for row in body["pairs"] if row["interface"] == interface]
         title = f"a pair, p50 µs{', ' + interface + ' calls' if interface else ''}"
-        yield title, functools.partial(_lines, rows=of_one), 3.8
+        yield title, functools.partial(_lines, rows=of_one), 4.4
 
 
 def _titled(paint: Callable[[Any], None], title: str, axis: Any) -> None:
@@ -126,7 +126,7 @@ def _lines(axis: Any, rows: Sequence[Body]) -> None:
     axis.margins(x=0.12, y=0.18)
     plain_log(axis.yaxis)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), **NOTES)  # below: it hides nothing
 
 
 def _is_known(row: Body) -> bool:

@@ -37,7 +37,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f5; paddi
       font-size: .8em; }
 </style></head><body>
 <h1>fabric-check: {{ body.ranks }} ranks on {{ body.hosts }} host{{ "s" if body.hosts != 1 }}</h1>
-<p class="{{ 'bad' if body.wrong or unwell else 'good' }}">{{ summary }}</p>
+<p class="{{
+'bad' if body.wrong or unwell else 'good' if body.check }}">{{ summary }}</p>
 <p class="note">moe_p2p {{ body.version }}, {{ body.made }}, {{ "%.0f" % body.seconds }} s{{
 ", --quick" if body.options.quick }}. {{ boundary }}</p>
 {% for text in body.wrong[:20] %}<p class="bad">{{ text }}</p>{% endfor %}
