@@ -1,6 +1,6 @@
-"""`python -m moe_p2p accuracy | bench | compile | demo | doctor | model | plan | store | tune`.
+"""`python -m moe_p2p COMMAND`: accuracy, bench, compile, demo, doctor, fabric-check, model, ...
 
-Each has a --help.
+Each has a --help; without a command it prints all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ COMMANDS = {
         "moe_p2p.tools.doctor.command",
         "what this machine, or the hosts of a job, have and lack",
     ),
+    "fabric-check": (
+        "moe_p2p.bench.fabric",
+        "the NICs of a job: correctness, each rail, pairs beside others; a report to send back",
+    ),
     "model": (
         "moe_p2p.tools.model.command",
         "predicted times at sizes that no machine here has, beside published ones",
@@ -45,7 +49,7 @@ COMMANDS = {
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
-        lines = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
+        lines = [f"  {name:12} {about}" for name, (_, about) in COMMANDS.items()]
         usage = "\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS] | --version", "", *lines])
         if arguments and arguments[0] in ("-h", "--help"):
             print(usage)

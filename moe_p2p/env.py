@@ -40,9 +40,11 @@ MOE_P2P_KV_TIMEOUTS         open_s=300,tail_s=60: deadlines of KV workers in eng
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
-MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs
+MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs; with
+                            TORCHELASTIC_USE_AGENT_STORE set here for steps of fabric-check
 TORCHELASTIC_USE_AGENT_STORE
                             True: torchrun serves the store of the rendezvous
+NCCL_*, FI_*, UCCL_*, EP_*  shown in fabric-check's report, as MOE_P2P_* are, without secrets
 NO_COLOR                    set: no colours on terminals
 GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on several hosts
 """
@@ -50,12 +52,20 @@ GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on seve
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from moe_p2p.errors import InvalidArgumentError, make
 
 _PACKAGED = Path(__file__).resolve().parent / "machine" / "compiled"  # moe_p2p_kernels
+# For a report that leaves this machine: what is shown, and names of variables whose values are not.
+_SHOWN = ("MOE_P2P_", "NCCL_", "FI_", "UCCL_", "EP_")
+_SECRET = re.compile("SECRET|TOKEN|PASS|CREDENTIAL|AUTH|PRIVATE|COOKIE|_KEY|KEY_|^KEY|APIKEY", re.I)
+_OF_HOSTS = re.compile(
+    "HOSTNAME|_HOST$|^HOST$|NODELIST|NODENAME|NODE_NAME|_ADDR$|_STORE$|_SERVERS?$|CLUSTER_NAME|DOMAIN"
+)
+_OF_USERS = re.compile("^USER$|_USER$|USERNAME|LOGNAME|ACCOUNT|EMAIL|_PROJECT$")
 _one_folder = False  # use_cache_folder() was called
 
 
@@ -294,6 +304,33 @@ def of_transports() -> dict[str, str]:
 def colour() -> bool:
     """Whether terminals may show colours (no-color.org)."""
     return not os.environ.get("NO_COLOR")
+
+
+def meet_at(port: int) -> None:
+    """Makes this process meet its ranks at another port, where its rank 0 serves the store."""
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun's store knows the first port
+
+
+def shown() -> dict[str, str]:
+    """Variables that say how links are used, without those of secrets and hosts."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SHOWN) and not (_SECRET.search(name) or _OF_HOSTS.search(name))
+    }
+
+
+def private() -> dict[str, list[str]]:
+    """Values that nobody else shall read: "secret", and names of a "host" and a "user"."""
+    kinds = {"secret": _SECRET, "host": _OF_HOSTS, "user": _OF_USERS}
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for name, value in os.environ.items():
+        for kind, pattern in kinds.items():
+            if value and pattern.search(name):
+                found[kind].append(value)
+                break
+    return found
 
 
 def use_gloo_interface(name: str) -> None:

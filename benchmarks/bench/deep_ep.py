@@ -31,7 +31,8 @@ LOW_LATENCY_TOKENS = 511  # most of a call of DeepEP: the depth of its queues by
 NORMAL_SMS = 24
 # In steps of bf16: an fp8 step is 16 of them, and an interface that quantizes may round otherwise.
 STEPS = 20
-NVLINK_BYTES = 2_000_000_000  # buffers of V1 normal
+NVLINK_BYTES, RDMA_BYTES = 2_000_000_000, 1_000_000_000  # buffers of V1 normal, as its tests have
+RDMA_QPS = 24  # as its tests have
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,7 +156,10 @@ def normal(api: Api) -> Made | str:
     if options.dtype not in ("fp8", "bf16"):
         return "takes fp8 or bf16 rows"
     module.Buffer.set_num_sms(NORMAL_SMS)
-    buffer = _buffer(api, NVLINK_BYTES, 0, low_latency_mode=False, num_qps_per_rank=1)
+    rdma_bytes, num_qps = (RDMA_BYTES, RDMA_QPS) if options.hosts > 1 else (0, 1)
+    buffer = _buffer(
+        api, NVLINK_BYTES, rdma_bytes, low_latency_mode=False, num_qps_per_rank=num_qps
+    )
     idx = tokens.topk_idx.to(module.topk_idx_t)
     # Counts of ranks that are not there cannot be had, so there is room for the worst case.
     worst = {"num_worst_tokens": options.ranks * len(idx)} if job.mirrored else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_p2p.bench.report import Row, headline, title
-from moe_p2p.tools.draw import draw, plain_log
+from moe_p2p.tools.draw import draw, number, plain_log
 
 OURS, MARKERS = "moe_p2p", "os^vDP*X"
 
@@ -89,9 +89,10 @@ def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
         more = {"linestyle": "-", "linewidth": 2.5} if ours else {"linestyle": "--", "mfc": "white"}
         axis.plot(tokens, p50, **style, **more)
         for at, value in zip(tokens, p50, strict=True) if len(series) < 5 else ():
-            text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
             above = (0, -14 if ours else 7)  # or numbers of near lines overlap
-            axis.annotate(text, (at, value), above, textcoords="offset points", ha="center")
+            axis.annotate(
+                number(value), (at, value), above, textcoords="offset points", ha="center"
+            )
         floor = [row.floor_us for row in points]
         key = points[0].ranks, points[0].ranks_per_node, *floor
         if all(floor) and ours and key not in floors:

@@ -49,3 +49,8 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
         figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return None
+
+
+def number(value: float) -> str:
+    """As it stands beside a point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

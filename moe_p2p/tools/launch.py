@@ -247,7 +247,7 @@ def _enter(launcher: int, reports: Path, function: Callable[..., Any], *args: An
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # start_fork_server()
-    _end_with(launcher)
+    end_with(launcher)
     torch.set_num_threads(threads_per_rank(env.local_world_size()))
     try:
         return function(*args)
@@ -267,7 +267,7 @@ def _end(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _end_with(launcher: int) -> None:
+def end_with(launcher: int) -> None:
     """Ends this rank when the launcher ends; its parent is the fork server, which lives on."""
     try:
         process = os.pidfd_open(launcher)

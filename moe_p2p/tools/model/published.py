@@ -38,6 +38,11 @@ def deepep_fits(points: list[Point]) -> tuple[Fit, Fit]:
     return dispatch, combine
 
 
+def margin_us(us: float) -> float:
+    """Of a phase: as far from the model as each published point of DeepEP may be."""
+    return max(8.0, 0.1 * us)
+
+
 class Checked(NamedTuple):
     """A published point and the model's."""
 
@@ -47,7 +52,7 @@ class Checked(NamedTuple):
     def holds(self, phase: int) -> bool:
         """Within 10% or 8 us, whichever is more."""
         measured = self.point.pair[phase]
-        return abs(self.model[phase] - measured) <= max(8.0, 0.1 * measured)
+        return abs(self.model[phase] - measured) <= margin_us(measured)
 
 
 def check(points: list[Point], fits: tuple[Fit, Fit]) -> list[Checked]:
