@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kThreads, 1) clean(const __grid_constant__ Cle
   for (i32 i = thread; i < kLocal * kSteps; i += kThreads) {
     const u64 step = first + static_cast<u64>(i / kLocal);
     if (!is_here(i % kLocal)) continue;
-    u64* word = header_word(partial_at(p.comm, data_of(p.comm, i % kLocal), slot_of(step), self.local));
+    u64* word =
+        header_word(partial_at(p.comm, data_of(p.comm, i % kLocal), slot_of(step), self.local));
     st_release_sys_u64(word, step + 1);  // pairs with wait_combine() there
   }
 }

@@ -405,9 +405,7 @@ void AllToAll::check() {
                 " tokens lack what it had to send, and are NaN");
 }
 
-Lost AllToAll::lost() const noexcept {
-  return state_->backend ? state_->backend->lost() : Lost{};
-}
+Lost AllToAll::lost() const noexcept { return state_->backend ? state_->backend->lost() : Lost{}; }
 
 void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
   state_->require_usable();

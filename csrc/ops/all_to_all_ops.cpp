@@ -44,8 +44,8 @@ std::string layout(int64_t topk) {
                       "\nscale_block ", abi::kScaleBlock, "\nhandle_meta_words ",
                       sizeof(abi::HandleMeta) / sizeof(int32_t), "\nhandle_num_tokens ",
                       offsetof(abi::HandleMeta, num_tokens) / sizeof(int32_t), "\nfault_bytes ",
-                      sizeof(abi::Fault), "\ntable_bytes ", sizeof(abi::EpochTable), "\nmasks_word ",
-                      offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
+                      sizeof(abi::Fault), "\ntable_bytes ", sizeof(abi::EpochTable),
+                      "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,

@@ -61,18 +61,14 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
 }
 
 __device__ __forceinline__ i32 lost_source(i32 rank) { return -2 - rank; }
-// The same. A rank that was masked since the token's dispatch has nothing here: its row is left
-// out, or a lost one, and `source`, of a RowList, names it.
-__device__ inline const char* take_partial(const CombineParams& p, const Self& self, u64 step,
-                                           i32 i, i32 index, i32& source) {
-  const char* row = wait_partial(p, self, step, i, index);
-  if constexpr (kLostSums != LostSums::kUnseen)
-    if (index >= 0 && !row) {
-      source = lost_source(speaker_rank(self, i));
-      if (kLostSums == LostSums::kPoisoned)
-        row = lost_row(p.comm, i < kLocal ? p.stride : far_stride(p));
-    }
-  return row;
+// A rank that was masked since a token was given to it has no row for it: that is left out, or a
+// lost one. In a RowList `source` then names the rank.
+__device__ inline const char* note_lost(const CombineParams& p, const Self& self, i32 i, i32 index,
+                                        const char* row, i32& source) {
+  if (index < 0 || row) return row;
+  source = lost_source(speaker_rank(self, i));
+  return kLostSums == LostSums::kCounted ? nullptr
+                                         : lost_row(p.comm, i < kLocal ? p.stride : far_stride(p));
 }
 
 // The rows of a token in the order of top-k, and what each rank sent at its last k.
@@ -85,10 +81,12 @@ __device__ inline void find_by_topk(const CombineParams& p, const Self& self,
   for (i32 k = worker.thread; k < kTopk; k += RecvWorker::kThreads) {
     const Addition found = addition_at(p, token, k);
     const i32 index = found.rank < 0 ? -1 : send_slots[found.rank];
-    w.source[kBiases + k] = kSelfFlagged ? found.rank : -1;
-    const char* partial =
-        take_partial(p, self, step, found.rank, index, w.source[kBiases + k]);
+    const char* partial = wait_partial(p, self, step, found.rank, index);
+    i32 source = kSelfFlagged ? found.rank : -1;
+    if constexpr (kLostSums != LostSums::kUnseen)
+      partial = note_lost(p, self, found.rank, index, partial, source);
     w.row[kBiases + k] = partial ? partial + static_cast<u64>(found.row) * kOutBytes : nullptr;
+    w.source[kBiases + k] = source;
     sent.partial[k] = found.last ? partial : nullptr;
     sent.source[k] = kSelfFlagged ? found.rank : -1;
   }
@@ -139,9 +137,15 @@ __device__ inline void find_rows(const CombineParams& p, const Self& self, const
   for (i32 i = worker.thread; !kTopkOrder && i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
     const i32 at = kBiases + order_of(self, i);
-    w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
-    w.row[at] = take_partial(p, self, step, i, send_slots[column], w.source[at]);
-    if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
+    w.row[at] = wait_partial(p, self, step, i, send_slots[column]);
+    if constexpr (kLostSums == LostSums::kUnseen) {
+      if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
+      w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
+    } else {
+      w.source[at] = -1;
+      w.row[at] = note_lost(p, self, i, send_slots[column], w.row[at], w.source[at]);
+      if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
+    }
   }
   if (worker.thread < kBiases) {
     const auto bias = p.bias[worker.thread];
@@ -150,7 +154,8 @@ __device__ inline void find_rows(const CombineParams& p, const Self& self, const
   }
   worker.sync();
   if (worker.thread < 32) {  // packs the existing rows, one after the other
-    i32 num = 0, lost = -1;  // lost: a rank, of the token
+    i32 num = 0;
+    [[maybe_unused]] i32 lost = -1;  // a rank of which something is lost
 #pragma unroll 1
     for (i32 first = 0; first < kBiases + kAddends; first += 32) {
       const i32 i = first + worker.thread;
@@ -171,7 +176,8 @@ __device__ inline void find_rows(const CombineParams& p, const Self& self, const
       __syncwarp();
     }
     if (worker.thread == 0) w.num_rows = num;
-    if (counts && lost >= 0 && worker.thread == 0) count_lost(p.comm, step, lost);
+    if constexpr (kLostSums != LostSums::kUnseen)
+      if (counts && lost >= 0 && worker.thread == 0) count_lost(p.comm, step, lost);
   }
   worker.sync();
 }
@@ -229,7 +235,9 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
 // Waits until all speakers have sent all of this step; before that it is not over. The relaying
 // block sees it first. With masks that block ends once a waiting block has masked the missing
 // ranks, so another one waits.
-__device__ inline bool relay_ends(const CombineParams& p) { return !kMasksGrow && has_relay(p.grid); }
+__device__ inline bool relay_ends(const CombineParams& p) {
+  return !kMasksGrow && has_relay(p.grid);
+}
 __device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
 #pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {

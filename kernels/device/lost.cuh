@@ -17,10 +17,10 @@ __device__ __noinline__ void lose(char* to, u64 bytes) {
 }
 
 // Returns a lost row of a combine, of `bytes`. The caller writes it, for the threads of its own
-// block.
+// block; where sums are poisoned it was written before the first step (kernels/enter.cu).
 __device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) {
   char* row = state_words<char>(comm, kWords.lost_row);
-  lose(row, bytes);
+  if constexpr (kLostSums != LostSums::kPoisoned) lose(row, bytes);
   return row;
 }
 
@@ -30,6 +30,7 @@ __device__ __noinline__ void count_lost(const DeviceComm& comm, u64 step, i32 ra
   Fault* fault = comm.fault.get();
   u64* counted = &state_of(comm).lost_tokens;
   const u64 mark = u64{epoch_mark(communicator_of(comm))} << kMarkBit;
+  fence_sc_sys();
   st_relaxed_sys_u64(&fault->lost_step, step);
   st_relaxed_sys_u64(reinterpret_cast<u64*>(&fault->lost_rank), static_cast<u64>(rank));
   // Not every bus carries atomics to the host's memory, so threads store totals, in any order: who

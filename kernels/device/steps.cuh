@@ -131,8 +131,8 @@ __device__ inline void ring_slot(const DeviceComm& comm, Phase phase, u64 step, 
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
                             const RegionPart& part, i32 own_bells = 0) {
   const Signals signals = kSignals;
-  auto* bell =
-      reinterpret_cast<Doorbell*>(signals_of(comm, gateway) + signals.bell(phase, slot_of(step), node));
+  auto* bell = reinterpret_cast<Doorbell*>(signals_of(comm, gateway) +
+                                           signals.bell(phase, slot_of(step), node));
   const BellWords words = BellWords::make(step, part, own_bells);
   stamp(comm, phase, step, Stamp::kRings, stamp_time());
   fence_acq_rel_sys();

@@ -89,7 +89,8 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   const u64 now = globaltimer_ns();
   // This rank's own blocks are late because they wait for other ranks: those should be reported, or
   // masked.
-  if (deadline == 0) return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasksGrow ? 8 : 2);
+  if (deadline == 0)
+    return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasksGrow ? 8 : 2);
   if (now < deadline) return deadline;
   if constexpr (kMasksGrow)
     if (what.source != comm.rank) return mask_late(comm, what, now - deadline) ? 0 : deadline;

@@ -70,8 +70,8 @@ __device__ inline bool await_source(const Receiver& a, u64 step, i32 source) {
 
 // Whether a source that did not arrive is lost, not merely masked.
 __device__ inline bool is_lost(const Receiver& a, i32 source) {
-  return !kMasksGrow ? !is_masked(a.p.comm, source)
-                     : is_aborted(a.p.comm) && !is_masked(a.p.comm, source);
+  if constexpr (kMasks && !kMasksGrow) return !is_masked(a.p.comm, source);
+  return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
 // Called by the block that `reports`: waits for the slots of the own node, and stores whether each
@@ -82,7 +82,8 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   for (i32 i = thread; i < kLocal * chunk_of(comm); i += kBlockThreads) {
     const i32 l = i % kLocal, index = i / kLocal, source = a.self.node * kLocal + l;
     if (index < num_slots[source] &&
-        !wait_flag(comm, inbox_flags_at(comm, data_of(comm, a.self.local), slot_of(step), l) + index,
+        !wait_flag(comm,
+                   inbox_flags_at(comm, data_of(comm, a.self.local), slot_of(step), l) + index,
                    {Phase::kDispatch, source, step}))
       atomicExch(&num_slots[source], -1);
   }

@@ -113,8 +113,8 @@ struct EarlyRoutes {
     if (thread / 32 == kWarps - 1 && lane < kSteps * kLocal) {
       const Self self(p.comm);
       // Pairs with say_read() of that rank, as wait_combine() does.
-      combined = ld_acquire_sys_u64(
-          header_word(partial_at(p.comm, data_of(p.comm, self.local), lane / kLocal, lane % kLocal)));
+      combined = ld_acquire_sys_u64(header_word(
+          partial_at(p.comm, data_of(p.comm, self.local), lane / kLocal, lane % kLocal)));
     }
   }
   // wait_free(), if the words show it already.
@@ -275,7 +275,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk, bool c
       // The flag of header and counts; pairs with wait_dispatch() of rank i. Where rows flag
       // themselves it only means that this rank has read what rank i sent it in earlier steps.
       st_release_sys_u64(
-          header_word(inbox_at(a.p.comm, data_of(a.p.comm, i), slot, a.self.index_at(i))), step + 1);
+          header_word(inbox_at(a.p.comm, data_of(a.p.comm, i), slot, a.self.index_at(i))),
+          step + 1);
     } else {
       *header_word(outbox_of(a.p.comm, a.self, slot, i - kLocal)) = step + 1;
       report_written(a, step, other_node(i - kLocal, a.self.node), -1);

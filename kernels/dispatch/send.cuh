@@ -230,7 +230,8 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
       a, worker, part, token, kLocal,
       [&](i32 i) {
         const i32 l = (a.self.local + i) % kLocal;  // not all sources to rank 0 first
-        return slot_in(inbox_at(p.comm, data_of(p.comm, l), slot, a.self.index_at(l)), kInboxSlots, l);
+        return slot_in(inbox_at(p.comm, data_of(p.comm, l), slot, a.self.index_at(l)), kInboxSlots,
+                       l);
       },
       true, payload, w);
   worker.sync();

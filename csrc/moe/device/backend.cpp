@@ -176,12 +176,13 @@ void DeviceBackend::clean_masks(uint64_t round, const platform::Stream& stream) 
 void DeviceBackend::enter(DeviceBackend* before, const std::vector<uint8_t>& absent,
                           const platform::Stream& stream) {
   const Place place(stream);
-  MOE_P2P_CHECK(place.capture == 0, Code::kInvalidArgument,
-                "members cannot be committed while a CUDA graph is captured; do it between replays");
+  MOE_P2P_CHECK(
+      place.capture == 0, Code::kInvalidArgument,
+      "members cannot be committed while a CUDA graph is captured; do it between replays");
   DeviceBackend& from = before ? *before : *this;
   MOE_P2P_CHECK(from.enter_kernel_, Code::kUnavailable, "no enter kernel is compiled");
-  MOE_P2P_CHECK(comm_.flag_words == from.comm_.flag_words, Code::kUnavailable,
-                "parts have ", comm_.flag_words, " arrival flags with the ranks that come, and ",
+  MOE_P2P_CHECK(comm_.flag_words == from.comm_.flag_words, Code::kUnavailable, "parts have ",
+                comm_.flag_words, " arrival flags with the ranks that come, and ",
                 from.comm_.flag_words, " before, which captured graphs know");
   abi::EnterParams p{.comm = comm_, .table = table_, .absent = {}};
   for (size_t rank = 0; rank < absent.size(); ++rank)
