@@ -634,8 +634,8 @@ class AllToAll(Owner):
     @property
     def lost_tokens(self) -> int:
         """How many tokens of this rank lacked rows of a rank that was lost after their dispatch
-        (`lost` of the configuration), in the epoch that is; on GPUs as far as kernels have reported.
-        UnavailableError in a fixed world on GPUs for which `lost` is None."""
+        (`lost` of the configuration), in the epoch that is. On GPUs: as far as kernels have
+        reported; UnavailableError in a fixed world for which `lost` is None."""
         return self._communicator.lost_tokens
 
     def stage_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:

@@ -10,16 +10,17 @@ import torch
 
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
-from moe_p2p.moe.gpu.kernels import clean_kernel, combine_kernel, dispatch_kernel
+from moe_p2p.moe.gpu.kernels import clean_kernel, combine_kernel, dispatch_kernel, enter_kernel
 from moe_p2p.moe.gpu.prepared import variants_of
-from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.gpu.shape_macros import of_changing, shape_macros
 from moe_p2p.moe.layouts import KERNELS
 
 
 def every_kernel() -> Iterator[Kernel]:
     """Yields them."""
     for kernel in _general_kernels():
-        yield from variants_of(kernel) if kernel.source != "clean.cu" else [kernel]
+        alone = kernel.source in ("clean.cu", "enter.cu")
+        yield from [kernel] if alone else variants_of(kernel)
 
 
 def _general_kernels() -> Iterator[Kernel]:
@@ -76,6 +77,14 @@ def _general_kernels() -> Iterator[Kernel]:
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
     apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
     yield clean_kernel(masked)
+    for local, lost in [*itertools.product((8, 1), ("drop", "poison", None)), (4, None)]:
+        more: dict[str, Any] = job | {"lost": lost, "mask_lost_ranks": lost is not None}
+        changing = shape(8, local, **more) | of_changing(AllToAllConfig(**more))
+        yield enter_kernel(changing)
+        yield dispatch_kernel(changing, torch.bfloat16, quantize=True)
+        yield combine_kernel(changing, torch.bfloat16, torch.bfloat16)
+        if local == 8:
+            yield combine_kernel(changing, torch.bfloat16, torch.bfloat16, by_topk=True)
     for partials, two in itertools.product((1, 2, 3), (shape(8, 4, **job), shape(4, 1, **job))):
         yield combine_kernel(two, torch.bfloat16, torch.bfloat16, partials=partials)
     for other, num_sms in ((usual, None), (long, 24), (masked, None)):
