@@ -1,6 +1,6 @@
-// Enters an epoch of a world that changes (docs/elastic.md, section 9). One block. Kernels before it
-// in the stream were of the epoch before, kernels and replays behind it are of this one. Also runs
-// before the first step of a fixed world whose sums are poisoned.
+// Enters an epoch of a world that changes (docs/elastic.md, section 9). One block. Kernels before
+// it in the stream were of the epoch before, kernels and replays behind it are of this one. Also
+// runs before the first step of a fixed world whose sums are poisoned.
 #include "kernels/device/wait.cuh"
 
 using namespace moe_p2p::device;

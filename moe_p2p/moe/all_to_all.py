@@ -634,8 +634,7 @@ class AllToAll(Owner):
     @property
     def lost_tokens(self) -> int:
         """How many tokens of this rank lacked rows of a rank that was lost after their dispatch
-        (`lost` of the configuration), in the epoch that is. On GPUs: as far as kernels have
-        reported; UnavailableError in a fixed world for which `lost` is None."""
+        in the epoch that is. UnavailableError on GPUs in a fixed world with `lost=None`."""
         return self._communicator.lost_tokens
 
     def stage_members(self, *, add: Iterable[int] = (), remove: Iterable[int] = ()) -> None:

@@ -32,13 +32,15 @@ from tests.support.world_cases import SEATS, together
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 EMULATED = "MOE_P2P_EMULATED_GPU" in os.environ
-# Ranks of a node, and whether lost ranks are masked; nodes of several ranks come and go whole.
+# Ranks of a node, and whether lost ranks are masked, or absent ones alone; nodes of several ranks
+# come and go whole.
 NODES: list[dict[str, Any]] = [
     {"per_node": 4},
     {"per_node": 1},
     {"per_node": 4, "mask_lost_ranks": False},
     {"per_node": 2, "mask_lost_ranks": False},
 ]
+NAMES = ["4 a node", "1 a node", "4 a node, absent alone", "2 a node, absent alone"]
 MASKS = NODES[:2]
 LOST = ["drop", "poison"]
 
@@ -84,7 +86,7 @@ def grow_and_shrink(rank: Rank, _: World, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("lost", LOST)
-@pytest.mark.parametrize("fields", NODES, ids=str)
+@pytest.mark.parametrize("fields", NODES, ids=NAMES)
 def test_grows_and_shrinks(fields: dict[str, Any], lost: str) -> None:
     run(4, grow_and_shrink, fields | {"lost": lost})
 
@@ -203,7 +205,9 @@ def replaced(rank: Rank, _: World, fields: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("lost", LOST)
-@pytest.mark.parametrize("fields", MASKS if EMULATED else NODES, ids=str)
+@pytest.mark.parametrize(
+    "fields", MASKS if EMULATED else NODES, ids=NAMES[:2] if EMULATED else NAMES
+)
 def test_a_lost_rank_is_replaced(fields: dict[str, Any], lost: str) -> None:
     timeout_s = DEADLINE_S if fields["per_node"] > 1 or EMULATED else LATER_S
     given = fields | {"lost": lost, "timeout_s": timeout_s}
@@ -238,7 +242,7 @@ def graphs(rank: Rank, _: World, fields: dict[str, Any]) -> None:
         comm.close()
 
 
-@pytest.mark.parametrize("fields", NODES, ids=str)
+@pytest.mark.parametrize("fields", NODES, ids=NAMES)
 def test_a_captured_graph_goes_on(fields: dict[str, Any]) -> None:
     run(4, graphs, fields)
 
@@ -280,7 +284,7 @@ def lost_sums(rank: Rank, _: World, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("lost", LOST)
-@pytest.mark.parametrize("fields", MASKS, ids=str)
+@pytest.mark.parametrize("fields", MASKS, ids=NAMES[:2])
 def test_sums_of_tokens_whose_rank_was_lost(fields: dict[str, Any], lost: str) -> None:
     run(4, lost_sums, fields | {"lost": lost})
 

@@ -53,8 +53,8 @@ class DeviceBackend final : public Backend {
   void set_enter(const DeviceKernel& kernel) { enter_kernel_ = kernel; }
 
   // Where the world changes: kernels that are launched or replayed behind this in the stream are of
-  // this object's epoch; it takes over the kernels, and the captured calls, of the one before. null:
-  // it is the first. absent: [W], 1 for ranks that are not in it.
+  // this object's epoch, which takes over the kernels, and the captured calls, of the one before.
+  // null: it is the first. absent: [W], 1 for ranks that are not in it.
   void enter(DeviceBackend* before, const std::vector<uint8_t>& absent,
              const platform::Stream& stream);
 

@@ -18,9 +18,23 @@ from moe_p2p.moe.layouts import KERNELS
 
 def every_kernel() -> Iterator[Kernel]:
     """Yields them."""
-    for kernel in _general_kernels():
+    for kernel in itertools.chain(_general_kernels(), _of_changing_worlds()):
         alone = kernel.source in ("clean.cu", "enter.cu")
         yield from [kernel] if alone else variants_of(kernel)
+
+
+JOB: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+
+
+def _of_changing_worlds() -> Iterator[Kernel]:
+    for local, lost in [*itertools.product((8, 1), ("drop", "poison", None)), (4, None)]:
+        config = AllToAllConfig(**JOB, lost=lost, mask_lost_ranks=lost is not None)  # type: ignore[arg-type]
+        shape = shape_macros(config, world_size=8, ranks_per_node=local) | of_changing(config)
+        yield enter_kernel(shape)
+        yield dispatch_kernel(shape, torch.bfloat16, quantize=True)
+        yield combine_kernel(shape, torch.bfloat16, torch.bfloat16)
+        if local == 8:
+            yield combine_kernel(shape, torch.bfloat16, torch.bfloat16, by_topk=True)
 
 
 def _general_kernels() -> Iterator[Kernel]:
@@ -29,7 +43,7 @@ def _general_kernels() -> Iterator[Kernel]:
         config = AllToAllConfig(**fields)
         return shape_macros(config, world_size=world_size, ranks_per_node=local or world_size)
 
-    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+    job = JOB
     usual = shape(8, **job)
     floats = (torch.bfloat16, torch.float16, torch.float32)
     for dtype, quantize in [
@@ -77,14 +91,6 @@ def _general_kernels() -> Iterator[Kernel]:
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
     apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
     yield clean_kernel(masked)
-    for local, lost in [*itertools.product((8, 1), ("drop", "poison", None)), (4, None)]:
-        more: dict[str, Any] = job | {"lost": lost, "mask_lost_ranks": lost is not None}
-        changing = shape(8, local, **more) | of_changing(AllToAllConfig(**more))
-        yield enter_kernel(changing)
-        yield dispatch_kernel(changing, torch.bfloat16, quantize=True)
-        yield combine_kernel(changing, torch.bfloat16, torch.bfloat16)
-        if local == 8:
-            yield combine_kernel(changing, torch.bfloat16, torch.bfloat16, by_topk=True)
     for partials, two in itertools.product((1, 2, 3), (shape(8, 4, **job), shape(4, 1, **job))):
         yield combine_kernel(two, torch.bfloat16, torch.bfloat16, partials=partials)
     for other, num_sms in ((usual, None), (long, 24), (masked, None)):
