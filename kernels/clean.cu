@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(kThreads, 1) clean(const __grid_constant__ Cle
       raise_fault(p.comm, kTwoAtOnce, Phase::kDispatch, p.comm.rank, 0, ended, begun);
     return;
   }
-  const u64 own = p.comm.data[self.local], first = p.round << kRoundBit;
+  const u64 own = data_of(p.comm, self.local), first = p.round << kRoundBit;
   const auto is_here = [&](i32 l) { return (p.gone >> l & 1) == 0; };
   // Flags are low halves of steps, and begin anew in each round: flags of earlier rounds must not
   // pass for later ones. But while one of two ranks has not cleaned, its kernels may still read or
   // store them. So the later one clears what both have at each other; at once, both do.
   for (i32 l = thread; l < kLocal; l += kThreads)
     if (is_here(l))
-      st_release_sys_u64(&words_at(p.comm, p.comm.data[l], self.local)->cleaning, p.round);
+      st_release_sys_u64(&words_at(p.comm, data_of(p.comm, l), self.local)->cleaning, p.round);
   fence_sc_sys();
   __syncthreads();
   fence_sc_sys();
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1) clean(const __grid_constant__ Cle
     const bool later = ld_acquire_sys_u64(&words_at(p.comm, own, l)->cleaning) >= p.round;
     if (!is_here(l) || !__syncthreads_or(later)) continue;
     clear_flags(p.comm, own, l);
-    clear_flags(p.comm, p.comm.data[l], self.local);
+    clear_flags(p.comm, data_of(p.comm, l), self.local);
   }
   begin_round(p.comm, first);
   __syncthreads();
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kThreads, 1) clean(const __grid_constant__ Cle
   for (i32 i = thread; i < kLocal * kSteps; i += kThreads) {
     const u64 step = first + static_cast<u64>(i / kLocal);
     if (!is_here(i % kLocal)) continue;
-    u64* word = header_word(partial_at(p.comm, p.comm.data[i % kLocal], slot_of(step), self.local));
+    u64* word =
+        header_word(partial_at(p.comm, data_of(p.comm, i % kLocal), slot_of(step), self.local));
     st_release_sys_u64(word, step + 1);  // pairs with wait_combine() there
   }
 }

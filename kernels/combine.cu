@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
   const auto is_valid = [&] {
-    return magic == HandleMeta::kMagic && communicator == p.comm.communicator &&
+    return magic == HandleMeta::kMagic && communicator == communicator_of(p.comm) &&
            num_chunks == num_chunks_of(p) && num_slots == p.num_slots &&
            (is_empty(p) || !(receives || p.topk_weights) || num_rows == p.num_rows);
   };
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
         st_relaxed_sys_u64(&open_steps(p.comm)[slot_of(first)].closer, launch.number() + 1);
       if (sends && !receives && valid) combined_step(p) = first;
       if (!valid && !is_empty(p))
-        raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
+        raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, communicator_of(p.comm),
                     communicator);
     }
     // A release without an open dispatch has nothing to do.

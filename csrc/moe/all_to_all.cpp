@@ -362,6 +362,11 @@ void AllToAll::use_signals(const std::vector<uint64_t>& device_addresses) {
   state_->has_signals = true;
 }
 
+void AllToAll::enter(AllToAll* before, const platform::Stream& stream) {
+  if (state_->options.device)
+    device().enter(before ? &before->device() : nullptr, state_->absent, stream);
+}
+
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
   return static_cast<int64_t>(state_->plan.handle_layout(num_rows, max_tokens).total);
 }
@@ -400,10 +405,7 @@ void AllToAll::check() {
                 " tokens lack what it had to send, and are NaN");
 }
 
-Lost AllToAll::lost() const noexcept {
-  const auto* const host = dynamic_cast<const HostBackend*>(state_->backend.get());
-  return host ? host->lost() : Lost{};
-}
+Lost AllToAll::lost() const noexcept { return state_->backend ? state_->backend->lost() : Lost{}; }
 
 void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
   state_->require_usable();

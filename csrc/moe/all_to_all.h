@@ -57,6 +57,10 @@ class AllToAll {
   // The node's signal memory as this process maps it, [L]; use_signals() takes the GPU's addresses.
   std::vector<std::span<std::byte>> signals() const;
   void use_signals(const std::vector<uint64_t>& device_addresses);
+  // Where the world changes: the calls of this rank are from now on those of this object, no longer
+  // those of `before`, which is closed next; null: it is the first. Between two calls, in the order
+  // of the stream.
+  void enter(AllToAll* before, const platform::Stream& stream);
 
   int64_t handle_words(int64_t num_rows, int64_t max_tokens) const;
 

@@ -35,6 +35,9 @@ class Backend {
   // closes waits until these are sent.
   virtual std::vector<Step> last_steps() const = 0;
 
+  // What sums have lacked, where that is counted.
+  virtual Lost lost() const noexcept = 0;
+
   // Which calls are open.
   virtual Ledger& ledger() noexcept = 0;
 

@@ -110,7 +110,7 @@ class Ledger {
   template <typename Visit>
   void each_in_the_way(int64_t num_steps, uint64_t capture, Visit&& visit) const;
 
-  const int64_t steps_in_flight_;
+  int64_t steps_in_flight_;
   bool releases_ = false;
   std::vector<OpenCall> eager_;  // a handful, oldest first
   std::unordered_map<const int32_t*, OpenCall> captured_;

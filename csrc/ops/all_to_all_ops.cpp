@@ -44,8 +44,8 @@ std::string layout(int64_t topk) {
                       "\nscale_block ", abi::kScaleBlock, "\nhandle_meta_words ",
                       sizeof(abi::HandleMeta) / sizeof(int32_t), "\nhandle_num_tokens ",
                       offsetof(abi::HandleMeta, num_tokens) / sizeof(int32_t), "\nfault_bytes ",
-                      sizeof(abi::Fault), "\nmasks_word ",
-                      offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
+                      sizeof(abi::Fault), "\ntable_bytes ", sizeof(abi::EpochTable),
+                      "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,
@@ -129,9 +129,15 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
 }
 
 // From here on `comm` names the communicator that was made and connected as `epoch`, and that names
-// the one before, to be closed. Between two calls.
+// the one before, to be closed. Between two calls. The same number twice: its first epoch.
 void all_to_all_enter(int64_t comm, int64_t epoch) {
+  if (comm == epoch) {
+    const Caller first(comm);
+    first->all_to_all.enter(nullptr, current_stream(first->device));
+    return;
+  }
   const Caller before(comm), next(epoch);
+  next->all_to_all.enter(&before->all_to_all, current_stream(next->device));
   if (before->releases_oldest) {
     next->all_to_all.release_oldest();
     next->releases_oldest = true;
@@ -141,11 +147,7 @@ void all_to_all_enter(int64_t comm, int64_t epoch) {
 
 // Tokens of this rank whose sums have lacked something, of all steps.
 int64_t all_to_all_lost(int64_t comm) {
-  const auto object = communicators().get(comm);
-  MOE_P2P_CHECK(
-      object->device < 0, Code::kUnavailable,
-      "lost tokens are counted on CPUs so far; on a GPU read masked before and after a step");
-  return static_cast<int64_t>(object->all_to_all.lost().num_tokens);
+  return static_cast<int64_t>(communicators().get(comm)->all_to_all.lost().num_tokens);
 }
 
 // Throws where a rank was lost or came between two dispatches of one routing, so that the rows of
@@ -205,6 +207,12 @@ void all_to_all_set_clean_kernel(int64_t comm, const std::string& kernel) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   caller->all_to_all.device().set_clean(made);
+}
+
+void all_to_all_set_enter_kernel(int64_t comm, const std::string& kernel) {
+  const moe::DeviceKernel made = device_kernel_from(kernel);
+  const Caller caller(comm);
+  caller->all_to_all.device().set_enter(made);
 }
 
 void all_to_all_clean_masks(int64_t comm) {
@@ -321,6 +329,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_release_oldest", TORCH_BOX(&all_to_all_release_oldest));
   m.impl("all_to_all_clean_masks", TORCH_BOX(&all_to_all_clean_masks));
   m.impl("all_to_all_set_clean_kernel", TORCH_BOX(&all_to_all_set_clean_kernel));
+  m.impl("all_to_all_set_enter_kernel", TORCH_BOX(&all_to_all_set_enter_kernel));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_layout", TORCH_BOX(&handle_layout));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));

@@ -32,7 +32,7 @@ std::vector<uint64_t> addresses(const Settings& settings, std::string_view key) 
 moe::DeviceMemory device_memory_from(const std::string& text) {
   const Settings settings("device memory", text,
                           {"ordinal", "data", "peer_data", "state", "expert_rank", "expert_local",
-                           "fault", "fault_device", "num_sms", "world", "in_place"});
+                           "fault", "fault_device", "num_sms", "world", "in_place", "table"});
   const auto ordinal = settings.integers("ordinal");  // -1: an emulated device
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   MOE_P2P_CHECK(ordinal.size() == 1 && ordinal[0] >= -1 && ordinal[0] <= kMost,
@@ -48,7 +48,8 @@ moe::DeviceMemory device_memory_from(const std::string& text) {
       .fault = reinterpret_cast<abi::Fault*>(required<uint64_t>(settings, "fault")),
       .fault_device = required<uint64_t>(settings, "fault_device"),
       .num_sms = static_cast<int>(settings.integer("num_sms", 0, 0, static_cast<uint64_t>(kMost))),
-      .world = required<uint64_t>(settings, "world")};
+      .world = required<uint64_t>(settings, "world"),
+      .table = settings.integer("table", 0, 0, std::numeric_limits<int64_t>::max())};
 }
 
 moe::DeviceKernel device_kernel_from(const std::string& text) {

@@ -155,6 +155,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_release_oldest(int comm) -> ()");
   m.def("all_to_all_clean_masks(int comm) -> ()");
   m.def("all_to_all_set_clean_kernel(int comm, str kernel) -> ()");
+  m.def("all_to_all_set_enter_kernel(int comm, str kernel) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("all_to_all_times(int comm) -> int[]");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout

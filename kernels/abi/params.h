@@ -17,10 +17,17 @@ struct Fault {
   u64 step;
   u64 expected;
   u64 got;
-  u32 complete;  // stored last
+  u32 complete;  // stored last: not 0, and in a world that changes epoch_mark()
   u32 padding;
+  // Tokens whose sums lacked what a lost rank had to send: their number, under the mark of the
+  // epoch, and of the last one the step and the rank.
+  u64 lost_tokens, lost_step;
+  i64 lost_rank;
 };
-static_assert(sizeof(Fault) == 48, "shared between host and device");
+static_assert(sizeof(Fault) == 72, "shared between host and device");
+// Of the communicator whose kernels report something; not 0.
+MOE_P2P_HD constexpr u32 epoch_mark(u32 communicator) { return communicator + 1; }
+inline constexpr i32 kMarkBit = 48;  // of Fault::lost_tokens, which counts below it
 enum FaultKind : u32 {
   kNoFault = 0,
   kTimedOut = 1,
@@ -45,7 +52,9 @@ struct DeviceState {
   u32 begun;         // kernels whose first block has begun
   u64 masks;  // i32 [W] on this device, not 0 for masked ranks (csrc/moe/node/masks.h); or null
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
-  u32 reserved[21];
+  u32 padding;
+  u64 lost_tokens;  // as Fault has them
+  u32 reserved[18];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
@@ -113,10 +122,21 @@ struct DevicePtr {
   MOE_P2P_HD explicit operator bool() const { return address != 0; }
 };
 
+// What an epoch of a world that changes has of its own, and what is therefore no argument of its
+// kernels, which a captured graph keeps. In this device's memory, where it stays; stored by
+// kernels/enter.cu.
+struct EpochTable {
+  u64 data[kMaxDomainRanks], signals[kMaxDomainRanks];  // DeviceComm's
+  u32 communicator;                                     // likewise
+  u32 padding;
+};
+static_assert(sizeof(EpochTable) % sizeof(u64) == 0, "copied by words");
+
 // Fixed for a communicator.
 struct DeviceComm {
   // Regions of each rank of the node, as this device maps them; behind them, if a NIC writes in
-  // place, the regions of this rank's partners, by other node.
+  // place, the regions of this rank's partners, by other node. Where the world changes: data[0] is
+  // the address of an EpochTable, which has these, `signals` and `communicator`.
   u64 data[kMaxDomainRanks];
   u64 signals[kMaxDomainRanks];       // signal memory of each rank of the node, likewise
   u64 state;                          // DeviceState and DeviceWords
@@ -226,5 +246,14 @@ struct CleanParams {
   u64 gone;  // bits of the ranks whose memory may be gone: nothing is stored there
 };
 static_assert(kMaxDomainRanks <= 64, "a bit for each rank");
+
+// Of the kernel with which a rank enters an epoch (kernels/enter.cu).
+inline constexpr i32 kMaxRanks = 8192;
+struct EnterParams {
+  DeviceComm comm;
+  EpochTable table;
+  u64 absent[kMaxRanks / 64];  // bits of the ranks that are not in it
+};
+static_assert(sizeof(EnterParams) <= 4096, "the most that a kernel may be given");
 
 }  // namespace moe_p2p::abi

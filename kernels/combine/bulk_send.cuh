@@ -20,7 +20,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
       const auto [source, index] = a.item(num_items, i);
       if (source == a.self.rank && num_rows == 1 && own_stays(a.p)) continue;  // own_row()
       const i32 there = source % kLocal, own = a.self.index_at(there);
-      const u64 data = a.p.comm.data[there];
+      const u64 data = data_of(a.p.comm, there);
       Sum& sum = loader.next();
       if (warp.thread == 0) {
         sum.num_rows = num_rows;

@@ -13,7 +13,8 @@ namespace moe_p2p::device {
 
 struct RowList {
   const char* row[kBiases + kAddends];  // in the order of the sum; null = none
-  i32 source[kBiases + kAddends];       // of a self-flagged row: its sender; else -1
+  // Of a self-flagged row: its sender; lost_source() of a rank that was lost; else -1.
+  i32 source[kBiases + kAddends];
   i32 num_rows;
 };
 // Whether each warp lists the rows of a token for itself: nobody waits for a list.
@@ -45,7 +46,7 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
                                            i32 i, i32 index) {
   if (index < 0) return nullptr;
   const i32 slot = slot_of(step);
-  const u64 own = p.comm.data[self.local];
+  const u64 own = data_of(p.comm, self.local);
   const bool near = i < kLocal;
   const Awaited what{Phase::kCombine, speaker_rank(self, i), step};
   const bool came =
@@ -59,6 +60,17 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
          combine_slots_offset() + static_cast<u64>(index) * stride();
 }
 
+__device__ __forceinline__ i32 lost_source(i32 rank) { return -2 - rank; }
+// A rank that was masked since a token was given to it has no row for it: that is left out, or a
+// lost one. In a RowList `source` then names the rank.
+__device__ inline const char* note_lost(const CombineParams& p, const Self& self, i32 i, i32 index,
+                                        const char* row, i32& source) {
+  if (index < 0 || row) return row;
+  source = lost_source(speaker_rank(self, i));
+  return kLostSums == LostSums::kCounted ? nullptr
+                                         : lost_row(p.comm, i < kLocal ? p.stride : far_stride(p));
+}
+
 // The rows of a token in the order of top-k, and what each rank sent at its last k.
 __device__ inline void find_by_topk(const CombineParams& p, const Self& self,
                                     const RecvWorker& worker, u64 step, const i32* send_slots,
@@ -70,8 +82,11 @@ __device__ inline void find_by_topk(const CombineParams& p, const Self& self,
     const Addition found = addition_at(p, token, k);
     const i32 index = found.rank < 0 ? -1 : send_slots[found.rank];
     const char* partial = wait_partial(p, self, step, found.rank, index);
+    i32 source = kSelfFlagged ? found.rank : -1;
+    if constexpr (kLostSums != LostSums::kUnseen)
+      partial = note_lost(p, self, found.rank, index, partial, source);
     w.row[kBiases + k] = partial ? partial + static_cast<u64>(found.row) * kOutBytes : nullptr;
-    w.source[kBiases + k] = kSelfFlagged ? found.rank : -1;
+    w.source[kBiases + k] = source;
     sent.partial[k] = found.last ? partial : nullptr;
     sent.source[k] = kSelfFlagged ? found.rank : -1;
   }
@@ -112,9 +127,10 @@ __device__ __forceinline__ void list_rows(const CombineParams& p, const Self& se
   __syncwarp();
 }
 
-// The same by a worker.
+// The same by a worker. counts: it is the one that counts what is lost of the token.
 __device__ inline void find_rows(const CombineParams& p, const Self& self, const RecvWorker& worker,
-                                 u64 step, const i32* send_slots, i64 token, RowList& w) {
+                                 u64 step, const i32* send_slots, i64 token, bool counts,
+                                 RowList& w) {
   const u64 offset = static_cast<u64>(token) * kOutBytes;
   if constexpr (kTopkOrder) find_by_topk(p, self, worker, step, send_slots, token);
 #pragma unroll 1
@@ -122,8 +138,14 @@ __device__ inline void find_rows(const CombineParams& p, const Self& self, const
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
     const i32 at = kBiases + order_of(self, i);
     w.row[at] = wait_partial(p, self, step, i, send_slots[column]);
-    if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
-    w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
+    if constexpr (kLostSums == LostSums::kUnseen) {
+      if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
+      w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
+    } else {
+      w.source[at] = -1;
+      w.row[at] = note_lost(p, self, i, send_slots[column], w.row[at], w.source[at]);
+      if constexpr (kFarPacked) w.row[at] = AnyRow::tagged(w.row[at], kNearPacked || i >= kLocal);
+    }
   }
   if (worker.thread < kBiases) {
     const auto bias = p.bias[worker.thread];
@@ -133,11 +155,17 @@ __device__ inline void find_rows(const CombineParams& p, const Self& self, const
   worker.sync();
   if (worker.thread < 32) {  // packs the existing rows, one after the other
     i32 num = 0;
+    [[maybe_unused]] i32 lost = -1;  // a rank of which something is lost
 #pragma unroll 1
     for (i32 first = 0; first < kBiases + kAddends; first += 32) {
       const i32 i = first + worker.thread;
       const char* row = i < kBiases + kAddends ? w.row[i] : nullptr;
       const i32 source = row ? w.source[i] : -1;
+      if constexpr (kLostSums != LostSums::kUnseen) {
+        const i32 mine = i < kBiases + kAddends ? w.source[i] : -1;
+        if (const u32 found = __ballot_sync(~0u, mine < -1))
+          lost = lost_source(__shfl_sync(~0u, mine, __ffs(static_cast<i32>(found)) - 1));
+      }
       const u32 have = __ballot_sync(~0u, row != nullptr);
       __syncwarp();  // all have read before one writes
       if (row) {
@@ -148,6 +176,8 @@ __device__ inline void find_rows(const CombineParams& p, const Self& self, const
       __syncwarp();
     }
     if (worker.thread == 0) w.num_rows = num;
+    if constexpr (kLostSums != LostSums::kUnseen)
+      if (counts && lost >= 0 && worker.thread == 0) count_lost(p.comm, step, lost);
   }
   worker.sync();
 }
@@ -160,7 +190,7 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   if constexpr (kWarpLists)
     list_rows(p, self, step, send_slots, offset, w);
   else
-    find_rows(p, self, worker, step, send_slots, token, w);
+    find_rows(p, self, worker, step, send_slots, token, share.index == 0, w);
   constexpr i32 kMost = RecvWorker::kThreads > 512 ? (kPlain ? 3 : 2)  // as registers allow
                         : kBlockThreads * MOE_P2P_BLOCKS_PER_SM > 512 ? 3
                                                                       : 4;
@@ -205,17 +235,19 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
 // Waits until all speakers have sent all of this step; before that it is not over. The relaying
 // block sees it first. With masks that block ends once a waiting block has masked the missing
 // ranks, so another one waits.
-__device__ inline bool relay_ends(const CombineParams& p) { return !kMasks && has_relay(p.grid); }
+__device__ inline bool relay_ends(const CombineParams& p) {
+  return !kMasksGrow && has_relay(p.grid);
+}
 __device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
 #pragma unroll 1
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
     if (!wait_combine(p.comm, self, step, i)) continue;
     const i32 slot = slot_of(step);
-    const u64 own = p.comm.data[self.local];
+    const u64 own = data_of(p.comm, self.local);
     const RegionHeader* header =
         region_header(i < kLocal ? partial_at(p.comm, own, slot, i)
                                  : combine_landing_at(p.comm, own, slot, i - kLocal));
-    if constexpr (kMasks)  // of a rank that has cleaned meanwhile: it is not in this step
+    if constexpr (kMasksGrow)  // of a rank that has cleaned meanwhile: it is not in this step
       if (ld_relaxed_sys_u64(&header->step) != step + 1) continue;
     const bool far = kFarPacked != kNearPacked && i >= kLocal;
     const DType type = far ? far_type(kOutType, kPartials) : near_type(kOutType, kPartials);

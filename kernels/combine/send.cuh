@@ -163,7 +163,7 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
 // combine_outbox.
 __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u64 step, u64 ranks,
                                     i32 other, i32 index, char* to) {
-  const u64 data = a.p.comm.data[a.self.local];
+  const u64 data = data_of(a.p.comm, a.self.local);
   const i32 slot = slot_of(step), num_ranks = __popcll(ranks);
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   if (!kSelfFlagged) {
@@ -218,7 +218,7 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
   const CombineScratch& w = scratch_of(worker);
   const i32 slot = slot_of(step), gateway = source % kLocal;
   const i32 other = other_index(source / kLocal, a.self.node);
-  const u64 data = a.p.comm.data[gateway], ranks = w.ranks[place];
+  const u64 data = data_of(a.p.comm, gateway), ranks = w.ranks[place];
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   const bool pushes = gateway != a.self.local, alone = ranks == u64{1} << a.self.local;
   char* to = combine_outbox_of(a.p.comm, a.self, slot, other) + offset;
@@ -275,7 +275,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
         continue;
       }
       const i32 there = source % kLocal, own = a.self.index_at(there);
-      const u64 data = p.comm.data[there];
+      const u64 data = data_of(p.comm, there);
       char* to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +
                  static_cast<u64>(index) * p.stride;
 #pragma unroll 1

@@ -32,7 +32,7 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
   const i32 slot = slot_of(step);
   const bool near = d < kLocal;
   const i32 column = near ? d : kLocal + other_node(d - kLocal, self.node);
-  char* region = near ? weights_inbox_at(p.comm, p.comm.data[d], slot, self.index_at(d))
+  char* region = near ? weights_inbox_at(p.comm, data_of(p.comm, d), slot, self.index_at(d))
                       : weights_outbox_of(p.comm, self, slot, d - kLocal);
   float* to = behind_header<float>(region);
   const float* from = p.topk_weights.get();

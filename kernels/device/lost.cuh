@@ -17,11 +17,32 @@ __device__ __noinline__ void lose(char* to, u64 bytes) {
 }
 
 // Returns a lost row of a combine, of `bytes`. The caller writes it, for the threads of its own
-// block.
+// block; where sums are poisoned it was written before the first step (kernels/enter.cu).
 __device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) {
   char* row = state_words<char>(comm, kWords.lost_row);
-  lose(row, bytes);
+  if constexpr (kLostSums != LostSums::kPoisoned) lose(row, bytes);
   return row;
+}
+
+// Counts a token whose sum lacks what a masked rank had to send. Called by one thread. The host
+// finds the total in its own memory, which it may read while kernels wait.
+__device__ __noinline__ void count_lost(const DeviceComm& comm, u64 step, i32 rank) {
+  Fault* fault = comm.fault.get();
+  u64* counted = &state_of(comm).lost_tokens;
+  const u64 mark = u64{epoch_mark(communicator_of(comm))} << kMarkBit;
+  fence_sc_sys();
+  st_relaxed_sys_u64(&fault->lost_step, step);
+  st_relaxed_sys_u64(reinterpret_cast<u64*>(&fault->lost_rank), static_cast<u64>(rank));
+  // Not every bus carries atomics to the host's memory, so threads store totals, in any order: who
+  // finds that another has counted since its store stores again. Fences pair with each other: of
+  // two threads the later one to count stores behind the other, or the other finds its count.
+  u64 total = atomicAdd(counted, 1) + 1;
+  for (u64 stored = 0; stored != total; total = ld_relaxed_sys_u64(counted)) {
+    fence_sc_sys();
+    st_relaxed_sys_u64(&fault->lost_tokens, mark + total);  // pairs with DeviceBackend::lost()
+    stored = total;
+    fence_sc_sys();
+  }
 }
 
 // Returns the next row to poison of a dispatch's rows, which all threads that find something lost

@@ -18,6 +18,11 @@
 #define MOE_P2P_IN_PLACE 0
 #endif
 
+// 1: the world changes (docs/elastic.md).
+#ifndef MOE_P2P_ELASTIC
+#define MOE_P2P_ELASTIC 0
+#endif
+
 namespace moe_p2p::device {
 
 inline constexpr Shape kShape{
@@ -28,8 +33,8 @@ inline constexpr Shape kShape{
     .topk = MOE_P2P_TOPK,
     .chunk_tokens = MOE_P2P_CHUNK_TOKENS,
     .steps_in_flight = MOE_P2P_STEPS_IN_FLIGHT,
-    // With masks either all rows of a source arrive or none.
-    .part_bytes = MOE_P2P_MASKS ? 0 : MOE_P2P_PART_BYTES,
+    // Where masks grow either all rows of a source arrive or none.
+    .part_bytes = MOE_P2P_MASKS == 1 ? 0 : MOE_P2P_PART_BYTES,
     .max_token_bytes = MOE_P2P_MAX_TOKEN_BYTES,
     .max_partial_bytes = MOE_P2P_MAX_PARTIAL_BYTES,
 };
@@ -43,7 +48,16 @@ inline constexpr Signals kSignals = Signals::make(kShape);
 inline constexpr DeviceWords kWords = DeviceWords::make(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
 inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
-inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
+// 1: ranks that are gone are masked, 2: only ranks that are absent from the first step on.
+inline constexpr bool kMasks = MOE_P2P_MASKS, kMasksGrow = MOE_P2P_MASKS == 1;
+// Sums that lack what a masked rank had to send. kUnseen: they go without it; kCounted: that is
+// counted, too; kPoisoned: they are NaN, and counted.
+#ifndef MOE_P2P_LOST
+#define MOE_P2P_LOST 0
+#endif
+enum class LostSums { kUnseen, kCounted, kPoisoned };
+inline constexpr LostSums kLostSums{MOE_P2P_LOST};
+static_assert(kLostSums == LostSums::kUnseen || kMasksGrow);
 // Rows from own-node ranks flag themselves as arrived (device/self_flag.cuh).
 inline constexpr bool kSelfFlagged = MOE_P2P_SELF_FLAGGED;
 // Whether what goes to another node can be more than one part.
@@ -85,6 +99,20 @@ static_assert(!kMirror || (kOthers == 0 && !kMasks && MOE_P2P_UNIFORM_EXPERTS));
 // Whether the grid has a relaying block. Where no arrivals are seen by flags it is known ahead.
 __device__ __forceinline__ bool has_relay(const Grid& grid) {
   return kOthers > 0 && (!MOE_P2P_ARRIVAL_FLAGS || grid.num_relay_blocks > 0);
+}
+inline constexpr bool kElastic = MOE_P2P_ELASTIC;
+__device__ __forceinline__ EpochTable* table_of(const DeviceComm& comm) {
+  return reinterpret_cast<EpochTable*>(comm.data[0]);
+}
+// Regions, and signal memory, of rank `i` of the node (DeviceComm), and the number of handles.
+__device__ __forceinline__ u64 data_of(const DeviceComm& comm, i32 i) {
+  return kElastic ? table_of(comm)->data[i] : comm.data[i];
+}
+__device__ __forceinline__ u64 signals_of(const DeviceComm& comm, i32 i) {
+  return kElastic ? table_of(comm)->signals[i] : comm.signals[i];
+}
+__device__ __forceinline__ u32 communicator_of(const DeviceComm& comm) {
+  return kElastic ? table_of(comm)->communicator : comm.communicator;
 }
 // M: most tokens of a step.
 __device__ __forceinline__ i32 chunk_of(const DeviceComm& comm) {
@@ -189,7 +217,7 @@ struct Self {
       : rank(comm.rank), node(comm.rank / kLocal), local(comm.rank % kLocal) {}
   __device__ bool same_node(i32 source) const { return kNodes == 1 || source / kLocal == node; }
   // Its index among the regions of rank l of the own node: wherever a rank stores into, or reads
-  // from, the memory of another rank, comm.data[l].
+  // from, the memory of another rank, data_of(comm, l).
   __device__ i32 index_at(i32 l) const { return kMirror ? (kLocal - l) % kLocal : local; }
 };
 
@@ -200,7 +228,7 @@ struct FarPlace {
   i32 index;
 
   __device__ FarPlace(const DeviceComm& comm, const Self& self, i32 other)
-      : data(comm.data[MOE_P2P_IN_PLACE ? kLocal + other : self.local]),
+      : data(data_of(comm, MOE_P2P_IN_PLACE ? kLocal + other : self.local)),
         index(MOE_P2P_IN_PLACE ? other_index(self.node, other_node(other, self.node)) : other) {}
 };
 __device__ __forceinline__ char* outbox_of(const DeviceComm& comm, const Self& self, i32 slot,
@@ -257,16 +285,16 @@ __device__ __forceinline__ Item sum_item_of(const Self& self, i32 i, i32 most) {
 // Returns the region with what `source` dispatched to this rank or its node.
 __device__ __forceinline__ char* dispatch_region(const DeviceComm& comm, const Self& self, i32 slot,
                                                  i32 source) {
-  return self.same_node(source) ? inbox_at(comm, comm.data[self.local], slot, source % kLocal)
-                                : landing_at(comm, comm.data[source % kLocal], slot,
+  return self.same_node(source) ? inbox_at(comm, data_of(comm, self.local), slot, source % kLocal)
+                                : landing_at(comm, data_of(comm, source % kLocal), slot,
                                              other_index(source / kLocal, self.node));
 }
 // The same for the weights sent with combine.
 __device__ __forceinline__ char* weights_region(const DeviceComm& comm, const Self& self, i32 slot,
                                                 i32 source) {
   return self.same_node(source)
-             ? weights_inbox_at(comm, comm.data[self.local], slot, source % kLocal)
-             : weights_landing_at(comm, comm.data[source % kLocal], slot,
+             ? weights_inbox_at(comm, data_of(comm, self.local), slot, source % kLocal)
+             : weights_landing_at(comm, data_of(comm, source % kLocal), slot,
                                   other_index(source / kLocal, self.node));
 }
 

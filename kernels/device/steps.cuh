@@ -119,7 +119,7 @@ __device__ inline bool rings_by_slot(const RegionPart& part) {
 __device__ inline void ring_slot(const DeviceComm& comm, Phase phase, u64 step, i32 gateway,
                                  i32 node, i32 index) {
   const Signals signals = kSignals;
-  auto* bell = reinterpret_cast<u32*>(comm.signals[gateway] +
+  auto* bell = reinterpret_cast<u32*>(signals_of(comm, gateway) +
                                       signals.slot_bell(phase, slot_of(step), node, index));
   stamp(comm, phase, step, Stamp::kRings, stamp_time());
   st_release_sys_u32(bell, bell_tag_of(static_cast<u32>(step + 1)));
@@ -131,15 +131,15 @@ __device__ inline void ring_slot(const DeviceComm& comm, Phase phase, u64 step, 
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
                             const RegionPart& part, i32 own_bells = 0) {
   const Signals signals = kSignals;
-  auto* bell =
-      reinterpret_cast<Doorbell*>(comm.signals[gateway] + signals.bell(phase, slot_of(step), node));
+  auto* bell = reinterpret_cast<Doorbell*>(signals_of(comm, gateway) +
+                                           signals.bell(phase, slot_of(step), node));
   const BellWords words = BellWords::make(step, part, own_bells);
   stamp(comm, phase, step, Stamp::kRings, stamp_time());
   fence_acq_rel_sys();
   st_relaxed_sys_u64(&bell->part[part.index].size, words.size);
   st_relaxed_sys_u64(&bell->part[part.index].place, words.place);
   if (part.index == 0) {
-    const u64 own = comm.signals[gateway];
+    const u64 own = signals_of(comm, gateway);
     st_relaxed_sys_u32(reinterpret_cast<u32*>(own + signals.bell_tag(phase, slot_of(step), node)),
                        static_cast<u32>(step + 1));
     st_relaxed_sys_u64(reinterpret_cast<u64*>(own + signals.rung_word(phase, slot_of(step))),
@@ -192,7 +192,7 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
   for (i32 l = thread; l < kLocal; l += num_threads) {
     if constexpr (kMasks)
       if (is_masked(comm, self.node * kLocal + l)) continue;
-    char* region = partial_at(comm, comm.data[l], slot, self.index_at(l));
+    char* region = partial_at(comm, data_of(comm, l), slot, self.index_at(l));
     const CombineHeader header = header_of(self.node * kLocal + l);
     region_header(region)->describe(header.num_tokens, header.flags, header.stride);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
@@ -218,7 +218,7 @@ __device__ __noinline__ void send_empty_dispatch(const DeviceComm& comm, const S
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += static_cast<i32>(blockDim.x)) {
     if constexpr (kMasks)
       if (speaker_masked(comm, self, i)) continue;
-    char* region = i < kLocal ? inbox_at(comm, comm.data[i], slot, self.index_at(i))
+    char* region = i < kLocal ? inbox_at(comm, data_of(comm, i), slot, self.index_at(i))
                               : outbox_of(comm, self, slot, i - kLocal);
     region_header(region)->describe(0, kEmpty, 0);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_dispatch() there

@@ -26,7 +26,8 @@ __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind,
   fault->step = step;
   fault->expected = expected;
   fault->got = got;
-  st_release_sys_u32(&fault->complete, 1);  // pairs with the host's read of the fault
+  // Pairs with the host's read of the fault.
+  st_release_sys_u32(&fault->complete, kElastic ? epoch_mark(communicator_of(comm)) : 1);
 }
 
 // Whether a fault was raised.
@@ -79,7 +80,7 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   // take as long as they do (measured: a combine of 4096 tokens 17 ms instead of 0.5).
   const u32 looks_between_aborts = blockIdx.x == 0 ? kLooksBetweenClocks : 1u << 18;
   if (looks % looks_between_aborts == 0) {
-    const auto* head = reinterpret_cast<const SignalHead*>(comm.signals[comm.rank % kLocal]);
+    const auto* head = reinterpret_cast<const SignalHead*>(signals_of(comm, comm.rank % kLocal));
     if (const u64 abort = ld_relaxed_sys_u64(&head->abort)) {
       raise_fault(comm, kAborted, what.phase, what.source, what.step, want, abort);
       return 0;
@@ -88,9 +89,10 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   const u64 now = globaltimer_ns();
   // This rank's own blocks are late because they wait for other ranks: those should be reported, or
   // masked.
-  if (deadline == 0) return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasks ? 8 : 2);
+  if (deadline == 0)
+    return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasksGrow ? 8 : 2);
   if (now < deadline) return deadline;
-  if constexpr (kMasks)
+  if constexpr (kMasksGrow)
     if (what.source != comm.rank) return mask_late(comm, what, now - deadline) ? 0 : deadline;
   raise_fault(comm, kTimedOut, what.phase, what.source, what.step, want, got);
   return 0;
@@ -147,7 +149,7 @@ __device__ inline bool sees_arrivals(const DeviceComm& comm, Phase phase, i32 so
 __device__ inline const u64* arrival_flags(const DeviceComm& comm, Phase phase, u64 step,
                                            i32 source, i32 part) {
   const i32 other = other_index(source / kLocal, comm.rank / kLocal);
-  return reinterpret_cast<const u64*>(comm.data[comm.rank % kLocal] + kArrivals +
+  return reinterpret_cast<const u64*>(data_of(comm, comm.rank % kLocal) + kArrivals +
                                       arrival_flags_at(kShape, phase, slot_of(step), other, part));
 }
 // For one part, or with the last number there can be for all of them. Each NIC orders its flag
@@ -193,7 +195,7 @@ __device__ inline bool wait_arrival(const DeviceComm& comm, Phase phase, u64 ste
 __device__ inline const u64* word_of(const DeviceComm& comm, const Self& self, Phase phase,
                                      i32 slot, i32 source) {
   if (!self.same_node(source)) return arrival_word(comm, phase, slot, source);
-  const u64 own = comm.data[self.local];
+  const u64 own = data_of(comm, self.local);
   return header_word(phase == Phase::kDispatch ? inbox_at(comm, own, slot, source % kLocal)
                      : phase == Phase::kCombine
                          ? partial_at(comm, own, slot, source % kLocal)
@@ -221,7 +223,7 @@ __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u
                                      i32 source) {
   if (!self.same_node(source)) return wait_arrival(comm, Phase::kDispatch, step, source);
   return wait_word(
-      comm, header_word(inbox_at(comm, comm.data[self.local], slot_of(step), source % kLocal)),
+      comm, header_word(inbox_at(comm, data_of(comm, self.local), slot_of(step), source % kLocal)),
       step + 1, {Phase::kDispatch, source, step});
 }
 // Speaker i: a rank of this node, or after those the rank with our local index on another node. For
@@ -239,7 +241,7 @@ __device__ inline bool speaker_masked(const DeviceComm& comm, const Self& self, 
 __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u64 step, i32 i) {
   const i32 source = speaker_rank(self, i);
   if (i >= kLocal) return wait_arrival(comm, Phase::kCombine, step, source);
-  return wait_word(comm, header_word(partial_at(comm, comm.data[self.local], slot_of(step), i)),
+  return wait_word(comm, header_word(partial_at(comm, data_of(comm, self.local), slot_of(step), i)),
                    step + 1, {Phase::kCombine, source, step});
 }
 // Waits for the weights that `source` sends with its combine of `step`.
@@ -286,7 +288,9 @@ __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Pha
        source += static_cast<i32>(blockDim.x)) {
     if (self.same_node(source) || sees_arrivals(comm, phase, source)) continue;
     if (phase == Phase::kCombine && source % kLocal != self.local) continue;
-    const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
+    if constexpr (kMasks && !kMasksGrow)
+      if (is_masked(comm, source)) continue;
+    const u64 there = signals_of(comm, source % kLocal) + signals.flag(phase, slot, source);
     u64* here = arrival_word(comm, phase, slot, source);  // only this thread writes it
     u64 seen = *here;
     for (Patience patience; seen < want;) {
@@ -296,7 +300,7 @@ __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Pha
         st_release_gpu_u64(here, word);
         seen = word;
         if (word >= want) stamp(comm, phase, step, Stamp::kArrived, stamp_time());
-      } else if constexpr (kMasks) {
+      } else if constexpr (kMasksGrow) {
         if (is_masked(comm, source) || is_aborted(comm)) break;
       } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(word),
                         {phase, source, step})) {

@@ -103,7 +103,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
       i += 32 * stride;
       mine = item_of(a.self, i);
     } while (i < end && mine.index >= num_slots[mine.source]);
-    flag = inbox_flags_at(a.p.comm, a.p.comm.data[a.self.local], slot_of(step), mine.source) +
+    flag = inbox_flags_at(a.p.comm, data_of(a.p.comm, a.self.local), slot_of(step), mine.source) +
            mine.index;
   };
   const auto of_lane = [&](i32 lane) {

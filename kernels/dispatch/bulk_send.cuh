@@ -225,7 +225,7 @@ struct Storer {
         const i32 at = pipe.slot[image.at][l];
         const bool whole = l != a.self.local || !own_stays(p);
         if (at >= 0)
-          bulk_store(inbox_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)) + kInboxSlots +
+          bulk_store(inbox_at(p.comm, data_of(p.comm, l), slot, a.self.index_at(l)) + kInboxSlots +
                          static_cast<u64>(at) * p.parts.slot_bytes,
                      pipe.image[image.at],
                      whole ? static_cast<u32>(p.parts.slot_bytes) : static_cast<u32>(kHeadBytes));
@@ -233,7 +233,7 @@ struct Storer {
         // Pairs with the wait for the flag in fetch_slots() or recv_slot() there.
         pipe.progress.flag[num_stored % Progress<kLocal>::kItems][lane] =
             at < 0 ? nullptr
-                   : inbox_flags_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)) + at;
+                   : inbox_flags_at(p.comm, data_of(p.comm, l), slot, a.self.index_at(l)) + at;
       }
       ++num_stored;
       give_back<kUnderWay>();

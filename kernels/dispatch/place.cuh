@@ -61,7 +61,7 @@ __device__ inline bool await_source(const Receiver& a, u64 step, i32 source) {
   const DeviceComm& comm = a.p.comm;
   if (kInParts && !a.self.same_node(source))  // header and counts are in the first
     return wait_part(comm, Phase::kDispatch, step, source, 0);
-  if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
+  if constexpr (!kMasksGrow) return wait_dispatch(comm, a.self, step, source);
   if (a.reports) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);
   return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
@@ -70,6 +70,7 @@ __device__ inline bool await_source(const Receiver& a, u64 step, i32 source) {
 
 // Whether a source that did not arrive is lost, not merely masked.
 __device__ inline bool is_lost(const Receiver& a, i32 source) {
+  if constexpr (kMasks && !kMasksGrow) return !is_masked(a.p.comm, source);
   return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
@@ -81,7 +82,8 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   for (i32 i = thread; i < kLocal * chunk_of(comm); i += kBlockThreads) {
     const i32 l = i % kLocal, index = i / kLocal, source = a.self.node * kLocal + l;
     if (index < num_slots[source] &&
-        !wait_flag(comm, inbox_flags_at(comm, comm.data[a.self.local], slot_of(step), l) + index,
+        !wait_flag(comm,
+                   inbox_flags_at(comm, data_of(comm, a.self.local), slot_of(step), l) + index,
                    {Phase::kDispatch, source, step}))
       atomicExch(&num_slots[source], -1);
   }
@@ -156,7 +158,7 @@ __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
     }
   __syncwarp();
   lost = __syncthreads_or(lost);
-  if constexpr (kMasks)
+  if constexpr (kMasksGrow)
     if (a.reports && !lost) lost = !decide(a, step, a.s.num_slots[chunk % 2]);
   return !lost;
 }

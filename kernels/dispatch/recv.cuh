@@ -124,11 +124,11 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   const bool takes_x = takes && !kOpaqueX;
   const bool flag = near && (!takes || is_opaque(p));
   if (worker.thread == 0) w.arrived[buffer] = true;
-  if (flag && !kMasks) {
+  if (flag && !kMasksGrow) {
     if (worker.thread == 0) {
       w.arrived[buffer] = wait_flag(
           comm,
-          inbox_flags_at(comm, comm.data[a.self.local], slot_of(step), item.source % kLocal) +
+          inbox_flags_at(comm, data_of(comm, a.self.local), slot_of(step), item.source % kLocal) +
               item.index,
           what);
       if (!w.arrived[buffer]) a.s.lost = true;

@@ -113,8 +113,8 @@ struct EarlyRoutes {
     if (thread / 32 == kWarps - 1 && lane < kSteps * kLocal) {
       const Self self(p.comm);
       // Pairs with say_read() of that rank, as wait_combine() does.
-      combined = ld_acquire_sys_u64(
-          header_word(partial_at(p.comm, p.comm.data[self.local], lane / kLocal, lane % kLocal)));
+      combined = ld_acquire_sys_u64(header_word(
+          partial_at(p.comm, data_of(p.comm, self.local), lane / kLocal, lane % kLocal)));
     }
   }
   // wait_free(), if the words show it already.
@@ -208,7 +208,7 @@ __device__ __forceinline__ void send_count(const Sender& a, u64 step, i32 rank, 
     behind_header<i32>(region)[l * kCountsPerRank + i] = count;
     return;
   }
-  char* region = inbox_at(a.p.comm, a.p.comm.data[l], slot, a.self.index_at(l));
+  char* region = inbox_at(a.p.comm, data_of(a.p.comm, l), slot, a.self.index_at(l));
   if constexpr (kSelfFlagged) {
     st_tagged(behind_header<u64>(region) + i, step, static_cast<u32>(count));
   } else {
@@ -256,7 +256,7 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk, bool c
     if constexpr (kMasks)
       if (speaker_masked(a.p.comm, a.self, i)) continue;
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, a.self.node);
-    char* region = i < kLocal ? inbox_at(a.p.comm, a.p.comm.data[i], slot, a.self.index_at(i))
+    char* region = i < kLocal ? inbox_at(a.p.comm, data_of(a.p.comm, i), slot, a.self.index_at(i))
                               : outbox_of(a.p.comm, a.self, slot, i - kLocal);
     RegionHeader* header = region_header(region);
     const auto num_tokens = static_cast<u32>(tokens_in(a.s.has[column]));
@@ -275,7 +275,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk, bool c
       // The flag of header and counts; pairs with wait_dispatch() of rank i. Where rows flag
       // themselves it only means that this rank has read what rank i sent it in earlier steps.
       st_release_sys_u64(
-          header_word(inbox_at(a.p.comm, a.p.comm.data[i], slot, a.self.index_at(i))), step + 1);
+          header_word(inbox_at(a.p.comm, data_of(a.p.comm, i), slot, a.self.index_at(i))),
+          step + 1);
     } else {
       *header_word(outbox_of(a.p.comm, a.self, slot, i - kLocal)) = step + 1;
       report_written(a, step, other_node(i - kLocal, a.self.node), -1);

@@ -230,7 +230,8 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
       a, worker, part, token, kLocal,
       [&](i32 i) {
         const i32 l = (a.self.local + i) % kLocal;  // not all sources to rank 0 first
-        return slot_in(inbox_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)), kInboxSlots, l);
+        return slot_in(inbox_at(p.comm, data_of(p.comm, l), slot, a.self.index_at(l)), kInboxSlots,
+                       l);
       },
       true, payload, w);
   worker.sync();
@@ -241,7 +242,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
     for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
       if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
         st_release_sys_u32(
-            inbox_flags_at(p.comm, p.comm.data[l], slot, a.self.index_at(l)) + w.slot[l],
+            inbox_flags_at(p.comm, data_of(p.comm, l), slot, a.self.index_at(l)) + w.slot[l],
             flag_of(step));
   if (kTopk > 1 && part.index == 0 && thread < kTopk) check_experts(a, step, token, thread, head);
 }
@@ -249,7 +250,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
 __device__ inline void store_meta(const Sender& a, u64 first_step, i32 block) {
   if (block == 0 && threadIdx.x == 0)
     a.handle.meta() = {.magic = HandleMeta::kMagic,
-                       .communicator = a.p.comm.communicator,
+                       .communicator = communicator_of(a.p.comm),
                        .first_step = first_step,
                        .num_chunks = num_chunks_of(a.p),
                        .num_tokens = a.num_tokens,

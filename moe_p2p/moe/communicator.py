@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,19 @@ from moe_p2p.engine.lifetime import Closing
 from moe_p2p.fleet.bootstrap import Bootstrap, store_of
 from moe_p2p.fleet.client import StoreError
 from moe_p2p.fleet.roll_call import roll_call
-from moe_p2p.library import refuse_lazy
+from moe_p2p.library import call, refuse_lazy
 from moe_p2p.machine import driver, transport, tuned
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.elastic import Changes, Joining
 from moe_p2p.moe.epoch import Epoch, Masks, make_epoch, own_host
+from moe_p2p.moe.gpu.epoch_memory import EpochMemory, Sharers
 from moe_p2p.moe.gpu.kernels import DeviceSide
 from moe_p2p.moe.gpu.partners import partners_of
 from moe_p2p.moe.gpu.prepared import Combines, Dispatches, refuse_capture, usual_calls, when_traced
 from moe_p2p.moe.options import QUANTIZE, gradient_of, partials_from, sum_order_of
 from moe_p2p.moe.rendezvous import mirror, shared_memory
 from moe_p2p.moe.rendezvous.agreement import Offer, agree_on_transport
+from moe_p2p.moe.rendezvous.mirror import sharing_of
 from moe_p2p.moe.shape import CommunicatorShape, forget_shape, remember_shape
 from moe_p2p.moe.tuned import Shared
 
@@ -102,18 +104,14 @@ class Communicator:
                 raise
             self._face(epoch)
             try:
-                self.device = self._make_device(meeting)
+                epoch = self._share(epoch, meeting)
                 self.num_refused = meeting.num_refused
             except BaseException:
                 _close(self.number, self._engine if self._own_engine else None, None, None)
                 raise
             self._closes()
             try:
-                epoch.connect(meeting)
-                if self.device is not None:
-                    self.device.use_signals()
-                    self.device.prepare(*usual_calls(config))
-                    self.device.prepare_clean()
+                self._connect(epoch, meeting)
                 meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
@@ -130,7 +128,7 @@ class Communicator:
 
     def _face(self, epoch: Epoch) -> None:
         """What calls look at, of the first epoch; all later ones are alike."""
-        self.number, self.ranks_per_node, self._masks = epoch
+        self.number, self.ranks_per_node, self._masks, _ = epoch
         config = self.config
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
         self.shape = CommunicatorShape(
@@ -179,11 +177,6 @@ class Communicator:
         gone: Callable[[int], bool],
     ) -> None:
         """Makes this face of the first epoch that calls this process."""
-        if self.config.on_gpu:
-            text = (
-                "worlds that change are for CPU tensors so far; make one without members and join"
-            )
-            raise errors.make(errors.UnavailableError, text)
         text = "masked is given, and a world that changes has masks for each epoch: read .masked"
         errors.require(masked is None, text)
         store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
@@ -191,6 +184,8 @@ class Communicator:
         try:
             with shared_memory.explained(self._shared_memory):
                 self._face(changes.begin(joining, self._stage, gone))
+            if self.device is not None:
+                self.device.look_out()
         except BaseException:
             self._close_own_engine()
             changes.close()
@@ -200,8 +195,11 @@ class Communicator:
     def _stage(self, meeting: Bootstrap, lead: int) -> Epoch:
         """Makes an epoch of the ranks that meet, beside steps. lead: the rank whose figures count
         where ranks have measured different ones."""
-        masks = self._make_masks(None, meeting.absent, always=True)
-        epoch = self._create(meeting, masks, lead)
+        with nullcontext() if self.device is None else self.device.current():
+            return self._staged(meeting, lead)
+
+    def _staged(self, meeting: Bootstrap, lead: int) -> Epoch:
+        epoch = self._create(meeting, self._epoch_masks(meeting.absent), lead)
         try:
             known = getattr(self, "ranks_per_node", epoch.ranks_per_node)
             errors.require(
@@ -209,12 +207,47 @@ class Communicator:
                 f"nodes have {epoch.ranks_per_node} ranks with those that come, and {known} before;"
                 " pass ranks_per_node",
             )
+            epoch = self._share(epoch, meeting)
             epoch.connect(meeting)
+            if self.device is not None:
+                assert epoch.memory is not None
+                self.device.use_signals(epoch.memory)
+                if hasattr(self, "number"):
+                    self._check_flags(epoch)
+                else:
+                    self._begin(self.device, epoch.memory)
             meeting.exchange(b"", "all ranks to be connected")
         except BaseException:
             epoch.close()
             raise
         return epoch
+
+    def _check_flags(self, epoch: Epoch) -> None:
+        """How arrivals are seen is compiled into kernels, which graphs hold."""
+        one, other = (
+            str(_ops.all_to_all_arrival_flags.default(number))
+            for number in (epoch.number, self.number)
+        )
+        text = f"arrivals are seen by {one!r} with the ranks that come, and by {other!r} before"
+        errors.require(one == other, f"{text}; name it in transport_settings: arrival_flags=relay")
+
+    def _enter(self, epoch: Epoch) -> Callable[[], None]:
+        """Makes the calls those of this epoch. Returns what closes the one before."""
+        device = self.device
+        if device is None:
+            call(_ops.all_to_all_enter.default, self.number, epoch.number)
+            return epoch.close  # that number names the epoch before now
+        assert epoch.memory is not None
+        before = epoch._replace(memory=device.memory)
+        leave = device.enter(epoch.memory)
+
+        def close() -> None:
+            try:
+                leave()
+            finally:
+                before.close()
+
+        return close
 
     def stage_members(self, add: Iterable[int], remove: Iterable[int]) -> None:
         self._changing().stage(add, remove, self._stage)
@@ -224,8 +257,10 @@ class Communicator:
 
     def commit_members(self) -> None:
         changes = self._changing()
+        if self._on_gpu:
+            refuse_capture("members are to be committed")
         try:
-            epoch = changes.commit(self.number)
+            epoch = changes.commit(self._enter)
         except StoreError:
             if changes.in_doubt:  # it cannot know whether to stay
                 self.close()
@@ -257,6 +292,13 @@ class Communicator:
         return self.config.lost == "poison" or (
             self.config.lost is None and self._changes is not None
         )
+
+    @property
+    def lost_tokens(self) -> int:
+        if self.device is not None and not self.device.counts_lost:
+            text = "lost tokens are counted on GPUs where the configuration has lost='drop' or "
+            raise errors.make(errors.UnavailableError, f"{text}'poison', with mask_lost_ranks=True")
+        return int(call(_ops.all_to_all_lost.default, self.number))
 
     def _shared_memory(self) -> str:
         """Returns what the communicator needs of /dev/shm, in a sentence."""
@@ -299,12 +341,56 @@ class Communicator:
                 torch.cuda.current_stream().synchronize()
         return given, on_host if self._on_gpu else given
 
-    def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
-        num_local = self.ranks_per_node
+    def _epoch_masks(self, absent: list[int]) -> Masks | None:
+        """On a GPU kernels have one for all epochs, and each epoch's NICs their own."""
         if not self._on_gpu:
-            return None
-        provider = self.engine.provider
-        config = self._shared.on_gpu(self.config, self.world_size, num_local, provider)
+            return self._make_masks(None, absent, always=True)
+        masks = self._make_masks(None, [], always=True) if self.device is None else None
+        of_kernels = masks[0] if masks is not None else self.device.masks  # type: ignore[union-attr]
+        assert of_kernels is not None
+        with torch.inference_mode(False):
+            of_nics = torch.zeros(
+                self.world_size, dtype=torch.int32, device="cpu", pin_memory=self.config.on_gpu
+            )
+        of_nics[absent] = 1
+        return of_kernels, of_nics
+
+    def _share(self, epoch: Epoch, meeting: Bootstrap) -> Epoch:
+        """Returns the epoch with memory of the GPU that its ranks share; first, makes that side."""
+        if not self._on_gpu:
+            return epoch
+        sharers = self._sharers(meeting, epoch.ranks_per_node)
+        masks = (None, None) if epoch.masks is None else epoch.masks
+        if self.device is None:
+            local, provider = epoch.ranks_per_node, self.engine.provider
+            self.device = DeviceSide(
+                self._shared.on_gpu(self.config, self.world_size, local, provider),
+                sharers,
+                device=torch.cuda.current_device(),
+                world_size=self.world_size,
+                ranks_per_node=local,
+                masks=masks[0],
+                chosen=self._shared.chosen(self._tuned),
+                changes=self._changes is not None,
+            )
+        memory = self.device.share(epoch.number, meeting, sharers, masks[1])
+        return epoch._replace(memory=memory)
+
+    def _connect(self, epoch: Epoch, meeting: Bootstrap) -> None:
+        """Of a fixed world."""
+        epoch.connect(meeting)
+        if self.device is not None:
+            assert epoch.memory is not None
+            self.device.use_signals(epoch.memory)
+            self._begin(self.device, epoch.memory)
+            self.device.look_out()
+
+    def _begin(self, device: DeviceSide, memory: EpochMemory) -> None:
+        device.begin(memory)
+        device.prepare(*usual_calls(self.config))
+        device.prepare_clean()
+
+    def _sharers(self, meeting: Bootstrap, num_local: int) -> Sharers:
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
         keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
@@ -314,20 +400,13 @@ class Communicator:
             node_ranks = range(first, first + num_local)
             return [handles[rank] for rank in node_ranks if rank not in meeting.absent]
 
-        return DeviceSide(
-            self.number,
-            config,
-            meeting,
-            device=torch.cuda.current_device(),
-            ranks_per_node=num_local,
-            key=keys[first].decode(),
+        absent_nodes = [n for n in range(num_nodes) if n * num_local in meeting.absent]
+        key = f"{keys[local].decode()}.{local}"
+        return Sharers(
+            sharing_of(meeting, num_local, keys[first].decode()),
             world=int(keys[0][:15], 16) | 1,
-            partners=partners_of(
-                self.engine, node, num_nodes, keys[local].decode(), meeting.absent
-            ),
+            partners=partners_of(self.engine, node, num_nodes, key, absent_nodes),
             exchange=among_node if env.fabric() else None,
-            masks=self._masks,
-            chosen=self._shared.chosen(self._tuned),
         )
 
     def _create(self, meeting: Bootstrap, masks: Masks | None, lead: int = 0) -> Epoch:

@@ -100,8 +100,8 @@ class AllToAllConfig(EngineConfig):
         on without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
     lost: what a combine returns of a token whose rank was lost after its dispatch. "drop": the sum
         of what the other ranks sent. "poison": NaN; check() then raises once, naming step and rank,
-        as calls do that autograd records. On CPUs. None: "poison" in worlds that change, else
-        "drop". `AllToAll.lost_tokens` counts either.
+        as calls do that autograd records; on GPUs as soon as kernels have reported. None: "poison"
+        in worlds that change, else "drop". `AllToAll.lost_tokens` counts either.
 
     Raises InvalidArgumentError naming the field, its value and the limit.
     """
@@ -165,9 +165,6 @@ class AllToAllConfig(EngineConfig):
         object.__setattr__(self, "device", torch.device(self.device))
         self._check_choice("mask_lost_ranks", (False, True))
         self._check_choice("lost", (None, "poison", "drop"))
-        if self.lost == "poison" and self.on_gpu:
-            text = "lost='poison' is for CPU tensors so far; pass None or 'drop'"
-            raise errors.make(errors.UnavailableError, text)
         errors.require(
             self.topk <= self.num_experts,
             f"topk is {self.topk}, must be at most num_experts {self.num_experts}",

@@ -4,7 +4,7 @@ fleet/world.py has the words in the store.
 
 An attempt runs on a thread of its own: who is called, a meeting of these, an epoch made and
 connected, "staged", the decision. The thread that makes the calls takes its outcome and enters, by
-one swap in C++; the epoch before drains and closes on a thread again.
+one swap in C++ (on a GPU also a kernel); the epoch before drains and closes on a thread again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
 
-import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from moe_p2p import errors, log
@@ -23,13 +22,13 @@ from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.fleet.client import Client, Deadline, StoreError
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.fleet.world import YES, Called, World
-from moe_p2p.library import call
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.epoch import Epoch
 
-_ops = torch.ops.moe_p2p
 _PREFIX = "moe_p2p/elastic"
 MakeEpoch = Callable[[Bootstrap, int], Epoch]
+# Makes the calls those of the epoch; returns what closes the one before, which may wait.
+EnterEpoch = Callable[[Epoch], Callable[[], None]]
 
 
 class Joining(NamedTuple):
@@ -201,7 +200,7 @@ class Changes:
         """Whether commit would wait for nobody; asks no store."""
         return self._attempt is not None and self._attempt.done()
 
-    def commit(self, face: int) -> Epoch | None:
+    def commit(self, enter: EnterEpoch) -> Epoch | None:
         """Enters what was staged, once it is decided. None: this process was removed."""
         attempt, self._attempt = self._attempt, None
         errors.require(attempt is not None, "nothing is staged; call stage_members() first")
@@ -212,12 +211,12 @@ class Changes:
                 return None
             self.is_out = True
             raise errors.make(errors.AbortedError, self._why_out(called))
-        call(_ops.all_to_all_enter.default, face, epoch.number)
+        close_before = enter(epoch)
         self.world.enter(called)
         self.is_out = False
 
         def drain() -> None:
-            epoch.close()  # that number names the epoch before now
+            close_before()
             self.world.sweep(called)
 
         self._in_background(drain)

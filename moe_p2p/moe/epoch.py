@@ -18,6 +18,7 @@ from moe_p2p.engine.transfers import bytes_from, tensor_from
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.library import call
 from moe_p2p.moe.config import AllToAllConfig
+from moe_p2p.moe.gpu.epoch_memory import EpochMemory
 from moe_p2p.moe.rendezvous import mirror
 from moe_p2p.moe.rendezvous.agreement import Facts, Host, conclude
 from moe_p2p.moe.tuned import Shared
@@ -27,11 +28,12 @@ Masks = tuple[Tensor, Tensor]  # [W] of the calls and of the NICs: the same on t
 
 
 class Epoch(NamedTuple):
-    """number: of the C++ object."""
+    """number: of the C++ object. memory: on a GPU, what of its memory is this epoch's."""
 
     number: int
     ranks_per_node: int
     masks: Masks | None
+    memory: EpochMemory | None = None
 
     def connect(self, meeting: Bootstrap) -> None:
         """Connects to the ranks that meet; the others have no address, and are masked."""
@@ -48,7 +50,13 @@ class Epoch(NamedTuple):
 
     def close(self) -> None:
         """Waits until what was sent has arrived, as AllToAll.close does."""
-        _ops.all_to_all_close.default(self.number)
+        try:
+            if self.memory is not None:
+                self.memory.finish()
+        finally:
+            _ops.all_to_all_close.default(self.number)
+            if self.memory is not None:
+                self.memory.close()  # NICs read it until then
 
 
 def own_host() -> Host:

@@ -21,6 +21,7 @@ class Layout(NamedTuple):
 
     slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
     its arrays. handle_num_tokens: index of the word num_tokens. fault_bytes: of a Fault.
+    table_bytes: of an EpochTable.
     masks_word: index of the DeviceState's 64-bit word with the address of masks. scale_block:
     values that share one fp8 scale.
     """
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
     handle_meta_words: int
     handle_num_tokens: int
     fault_bytes: int
+    table_bytes: int
     masks_word: int
 
 

@@ -35,10 +35,6 @@ from moe_p2p.nixl_ep.meeting import Card, Meetings
 CONNECT_S = 300.0
 _PREFIX = "moe_p2p/nixl_ep"
 _PAUSE_S = 0.002  # between two looks whether ranks are staged
-_ON_CPUS_ONLY = (
-    "ranks come and go for CPU tensors only so far: on GPUs connect all ranks of "
-    "update_memory_buffers, once, before the first call"
-)
 
 
 class Shape(NamedTuple):
@@ -150,8 +146,6 @@ class Worlds:
         if fresh:
             text = f"ranks {sorted(self._staged)} are connected and not active; unmask them first"
             errors.require(not self._staged, text)
-            if any(made.config.on_gpu for made in self._made.values()):
-                raise errors.make(errors.UnavailableError, _ON_CPUS_ONLY)
             self._meet(fresh, store())
             text = (
                 "connect_ranks(activate=False) is for ranks that come beside calls, and no call "
@@ -174,6 +168,7 @@ class Worlds:
             "home": _address(self._home),
             "local": self._local,
             "shapes": list(self._made),
+            "devices": [str(made.config.device) for made in self._made.values()],
             "epochs": [_epoch(made) for made in self._made.values()],
         }
         try:
@@ -241,9 +236,9 @@ class Worlds:
         self._close_worlds()
         self._settle(member["token"], self._home_of(member, store))
         self._local = member["local"]
-        for fields in member["shapes"]:
+        for fields, device in zip(member["shapes"], member["devices"], strict=True):
             shape = Shape(*fields)
-            self._made[shape] = self._make(shape, torch.device("cpu"), join=True)
+            self._made[shape] = self._make(shape, torch.device(device), join=True)
 
     def _home_of(self, member: Card, store: Store) -> Store:
         words = StoreKeys(_bare(store), _PREFIX)
@@ -320,12 +315,9 @@ class Worlds:
         """Takes back whoever is connected and lives, by a change of members without newcomers."""
         self._staged = set()
         for made in self._made.values():
-            if made.config.on_gpu:
-                made.clean_masks()
-            else:
-                if not made.members_staged():
-                    made.stage_members(remove=set(range(self.num_ranks)) - self.connected)
-                made.commit_members()
+            if not made.members_staged():
+                made.stage_members(remove=set(range(self.num_ranks)) - self.connected)
+            made.commit_members()
         self._by_hand.clear()
         self._applied.clear()
 
@@ -372,8 +364,6 @@ class Worlds:
     def _alone_of(self, key: LowLatencyKey, device: torch.device) -> ReleasingAllToAll:
         shape = self._shape(key, self.num_ranks)
         if shape not in self._alone_made:
-            if device.type != "cpu":
-                raise errors.make(errors.UnavailableError, _ON_CPUS_ONLY)
             self._alone_made[shape] = ReleasingAllToAll(
                 HashStore(),
                 self._config(shape, device),
@@ -405,10 +395,6 @@ class Worlds:
     def _make(self, shape: Shape, device: torch.device, *, join: bool = False) -> ReleasingAllToAll:
         members = self.connected - self.lost()
         who: dict[str, object] = {"join": True} if join else {"members": members}
-        if device.type != "cpu":
-            if len(members) < self.num_ranks:
-                raise errors.make(errors.UnavailableError, _ON_CPUS_ONLY)
-            who = {}
         store = self._home or HashStore()
         return ReleasingAllToAll(
             PrefixStore(f"{_PREFIX}/{self._token}/{len(self._made)}", store),

@@ -158,6 +158,14 @@ CASES = {
         "test_gpu_masks.py::test_a_rank_that_waits_for_a_lost_one_is_not_masked",
         "test_gpu_masks.py::test_halves_in_flight_and_releases[3ranks-3pernode]",
     ],
+    "worlds that change": [
+        "test_gpu_elastic.py::test_a_captured_graph_goes_on[4 a node]",
+        "test_gpu_elastic.py::test_sums_of_tokens_whose_rank_was_lost[1 a node-poison]",
+        "test_gpu_elastic.py::test_what_is_refused",
+        "test_gpu_elastic.py::test_grows_and_shrinks[2 a node, absent alone-drop]",
+        "test_gpu_elastic.py::test_a_lost_rank_is_replaced[4 a node-drop]",
+        "test_gpu_nixl_ep.py::test_masks_by_hand[3ranks-3pernode]",
+    ],
 }
 # Of these, what `make test` leaves out: cases whose kernels, compiled for a shape of their own, are
 # most of their time, while another case runs the same paths at another shape. No case that shows a
@@ -191,6 +199,9 @@ REST = (
     "test_gpu_masks.py::test_a_rank_stops_behind_a_half[3ranks-3pernode-dispatch_send]",
     "test_gpu_masks.py::test_a_rank_stops_behind_a_half[4ranks-1pernode-dispatch]",
     "test_gpu_masks.py::test_halves_in_flight_and_releases[3ranks-3pernode]",
+    "test_gpu_elastic.py::test_grows_and_shrinks[2 a node, absent alone-drop]",
+    "test_gpu_elastic.py::test_a_lost_rank_is_replaced[4 a node-drop]",
+    "test_gpu_nixl_ep.py::test_masks_by_hand[3ranks-3pernode]",
 )
 
 

@@ -212,7 +212,7 @@ def without_a_flag(rank: Rank, world: World, wanted: Wanted) -> None:
             plan = comm.config.plan(world_size=world.ranks, ranks_per_node=world.per_node)
             regions, slots = world.ranks * 2, comm.config.steps_in_flight
             assert slots * world.ranks == regions
-            memory: torch.Tensor = comm._device._memory  # type: ignore[attr-defined]
+            memory: torch.Tensor = comm._device._memory_bytes  # type: ignore[attr-defined]
             first = -memory.data_ptr() % 4096 + plan["inbox"] // slots
             flags = memory[first : first + plan["inbox_flags"] // slots].view(torch.int32)
             of_last = flags.view(world.ranks, -1)[-1]

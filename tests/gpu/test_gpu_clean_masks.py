@@ -112,7 +112,7 @@ def header_alone(rank: Rank, world: World) -> None:
         if rank.rank != 2:
             inboxes = comm.config.plan(world_size=3, ranks_per_node=3)["inbox"] // slots // 3
             first = regions_of(comm, "inbox") + 2 * inboxes  # from rank 2, in step slot 0
-            memory = comm._device._memory  # type: ignore[union-attr]
+            memory = comm._device._memory_bytes  # type: ignore[union-attr]
             at = first - memory.data_ptr()
             header = memory[at : at + 24].view(torch.int64)
             header[0] = (1 << 40) + slots + 1  # the next step: slot 0

@@ -240,7 +240,7 @@ def header_alone(rank: Rank, world: World) -> None:
             plan = comm.config.plan(world_size=3, ranks_per_node=3)
             regions = [size for name, size in plan.items() if name not in _NO_REGIONS]
             assert isinstance(comm._device, EmulatedDevice)
-            inbox = (comm._device._memory.data_ptr() + 4095) // 4096 * 4096  # of step slot 0
+            inbox = (comm._device._memory_bytes.data_ptr() + 4095) // 4096 * 4096  # of step slot 0
             header = inbox + sum(regions) // 2 + 2 * (plan["inbox"] // 2 // 3)
             word = ctypes.c_uint64.from_address(header)  # RegionHeader of the last use of slot 1
             assert word.value == 3 + 1
@@ -258,7 +258,7 @@ def regions_of(comm: AllToAll, region: str) -> int:
     """Where those of an emulated rank begin, for step slot 0."""
     assert isinstance(comm._device, EmulatedDevice)
     plan = comm.config.plan(world_size=comm.world_size, ranks_per_node=comm.ranks_per_node)
-    at = (comm._device._memory.data_ptr() + 4095) // 4096 * 4096
+    at = (comm._device._memory_bytes.data_ptr() + 4095) // 4096 * 4096
     for name, size in plan.items():
         if name == region:
             return at

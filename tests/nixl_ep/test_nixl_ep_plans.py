@@ -35,6 +35,21 @@ PLANS: dict[str, tuple[list[Phase], list[Process]]] = {
 }
 
 
+def ends(name: str) -> list[str]:
+    """How each process of a plan ends."""
+    plan, processes = PLANS[name]
+
+    def end(process: Process) -> str:
+        for phase in plan[process.first :]:
+            if process.rank in phase.killed:
+                return "killed"
+            if process.rank not in phase.active:
+                return "left"
+        return "done"
+
+    return [end(process) for process in processes]
+
+
 def cells() -> Iterator[Any]:
     kept = ("fault and expansion", {}), ("expansion, fault, contraction", NICS)
     for name in PLANS:
@@ -47,14 +62,5 @@ def cells() -> Iterator[Any]:
 def test_each_phase_is_that_of_its_ranks(name: str, options: dict[str, Any]) -> None:
     plan, processes = PLANS[name]
     results = run_processes(len(processes), run_plan, plan, processes, options, return_errors=True)
-    for process, result in zip(processes, results, strict=True):
-        end = "done"
-        for phase in plan[process.first :]:
-            if process.rank in phase.killed:
-                end = "killed"
-                break
-            if process.rank not in phase.active:
-                end = "left"
-                break
-        found = "killed" if isinstance(result, DiedError) else result
-        assert found == end, (process, result)
+    found = ["killed" if isinstance(result, DiedError) else result for result in results]
+    assert found == ends(name), results

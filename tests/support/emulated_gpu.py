@@ -27,25 +27,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.kv import ring, signals
-from moe_p2p.library import call
 from moe_p2p.machine import transport
 from moe_p2p.moe import communicator, expert_map, routing_counts, row_counts
-from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu import prepared
+from moe_p2p.moe.gpu.epoch_memory import EpochMemory, Sharers
 from moe_p2p.moe.gpu.kernel import Kernel
-from moe_p2p.moe.gpu.kernels import _NO_REGIONS, DeviceSide
-from moe_p2p.moe.gpu.launch_shape import Chosen
-from moe_p2p.moe.gpu.partners import Partners
-from moe_p2p.moe.rendezvous.mirror import sharing_of
+from moe_p2p.moe.gpu.kernels import DeviceSide
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"
@@ -271,7 +267,8 @@ def compute(step: Callable[[], object]) -> None:
 @functools.cache
 def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
     name = source.removesuffix(".cu")
-    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine", "clean") else f"moe_p2p_{name}"
+    of_communicators = ("dispatch", "combine", "clean", "enter")
+    entry = f"moe_p2p::{name}" if name in of_communicators else f"moe_p2p_{name}"
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     text = (
         f'{defines}#include "kernels/{source}"\n'
@@ -315,60 +312,86 @@ def _meet(key: str, local: int, count: int, address: int, deadline: float) -> li
         return [_regions[key, other] for other in range(count)]
 
 
-class EmulatedDevice(DeviceSide):
-    def __init__(
-        self,
-        comm: int,
-        config: AllToAllConfig,
-        meeting: Bootstrap,
-        *,
-        ranks_per_node: int,
-        key: str,
-        world: int,
-        partners: Partners | None,
-        masks: tuple[torch.Tensor, torch.Tensor] | None,
-        chosen: Chosen,
-        **_: Any,
-    ) -> None:
-        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
-        self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
-        self._world = world
-        sharing = sharing_of(meeting, ranks_per_node, key)
-        self._take_shape(
-            config, partners, chosen, world_size=world_size, ranks_per_node=ranks_per_node
-        )
-        self._shape |= sharing.macros
-        self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
-        self._lookout = None
-        plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
-        size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
+class Room:
+    """Memory that ranks share: there until the last of them has unmapped it, as a GPU's."""
+
+    at: ClassVar[dict[int, Room]] = {}
+
+    def __init__(self, size: int, arrivals: int) -> None:
         room = torch.zeros(size + _PAGE, dtype=torch.uint8)
-        self._memory = room[-room.data_ptr() % _PAGE :][:size]
-        own = self._memory.data_ptr()
+        self.memory = room[-room.data_ptr() % _PAGE :][:size]
+        self._mapped, begin = 0, self.memory.data_ptr()
+        self._shared = ctypes.c_void_p(begin), ctypes.c_size_t(size)
+        _machine().moe_p2p_shared_memory(*self._shared)
+        # The last of the regions: stored by NICs or the proxy.
+        self._arrivals = (ctypes.c_void_p(begin + size - arrivals), ctypes.c_size_t(arrivals))
+        if arrivals:
+            _machine().moe_p2p_host_memory(*self._arrivals)
+        self.at[begin] = self
+
+    def map(self) -> Callable[[], None]:
+        with _meeting:
+            self._mapped += 1
+        return self._unmap
+
+    def _unmap(self) -> None:
+        with _meeting:
+            self._mapped -= 1
+            if self._mapped:
+                return
+            if self._arrivals[1].value:
+                _machine().moe_p2p_no_host_memory(self._arrivals[0])
+            _machine().moe_p2p_no_shared_memory(*self._shared)
+            del self.at[self.memory.data_ptr()]
+
+
+class EmulatedDevice(DeviceSide):
+    def _on_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _share(
+        self, undo: ExitStack, meeting: Bootstrap, sharers: Sharers, deadline: float
+    ) -> tuple[list[int], list[int]]:
+        sharing, _, partners, _ = sharers
+        size = self._region_bytes
+        self._memory_made = made = Room(size, self._plan["arrivals"]).memory
+        own = made.data_ptr()
         met = _meet(sharing.key, sharing.place, sharing.num_places, own, deadline)
-        addresses = sharing.as_ranks(met)
-        peers = [0] * (world_size // ranks_per_node)
+        addresses, peers = sharing.as_ranks(met), [0] * self._num_nodes
         if partners is not None:
-            met = _meet(partners.key, partners.place, len(partners.nodes), own, deadline)
-            peers = partners.by_node(met)
-        shared = ctypes.c_void_p(own), ctypes.c_size_t(size)
-        _machine().moe_p2p_shared_memory(*shared)
-        self._undo.callback(_machine().moe_p2p_no_shared_memory, *shared)
-        self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
-        self._share_with_host(self._fault.data_ptr(), self._fault.nbytes)
-        if plan["arrivals"]:  # the last of the regions: stored by NICs or the proxy
-            self._share_with_host(own + size - plan["arrivals"], plan["arrivals"])
+            far = _meet(partners.key, partners.place, len(partners.nodes), own, deadline)
+            peers = partners.by_node(far)
+            met = [*met, *far]
+        for address in {own, *met}:
+            undo.callback(Room.at[address].map())
+        return addresses, peers
 
-    def _share_with_host(self, address: int, size: int) -> None:
+    def _use(self, made: EpochMemory, addresses: list[int], peers: list[int]) -> None:
+        self._share_with_host(made.undo, self._fault.data_ptr(), self._fault.nbytes)
+        super()._use(made, addresses, peers)
+
+    def begin(self, memory: EpochMemory) -> None:
+        self._memory_bytes = self._memory_made
+        super().begin(memory)
+
+    def enter(self, memory: EpochMemory) -> Callable[[], None]:
+        leave = super().enter(memory)
+        self._memory_bytes = self._memory_made
+        return leave
+
+    def _share_with_host(self, undo: ExitStack, address: int, size: int) -> None:
         _machine().moe_p2p_host_memory(ctypes.c_void_p(address), ctypes.c_size_t(size))
-        self._undo.callback(_machine().moe_p2p_no_host_memory, ctypes.c_void_p(address))
+        undo.callback(_machine().moe_p2p_no_host_memory, ctypes.c_void_p(address))
 
-    def use_signals(self) -> None:
-        *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
-        for host in hosts:
-            self._share_with_host(host, size)
-        call(_ops.all_to_all_use_signals.default, self._comm, hosts)
-        self._look_out()
+    def _map_signals(self, undo: ExitStack, host: int, size: int) -> int:
+        self._share_with_host(undo, host, size)
+        return host
+
+    def _mark(self) -> Callable[[], None]:
+        return lambda: None  # launches have ended when they return
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def _load(self, kernel: Kernel) -> str:
         half = RESIDENT_BLOCKS // 2

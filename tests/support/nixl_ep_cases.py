@@ -121,7 +121,11 @@ def begin(store: Store, rank: int, num_ranks: int, **options: Any) -> Buffer:
 
 
 def run_plan(
-    rank: Rank, plan: list[Phase], processes: list[Process], options: dict[str, Any]
+    rank: Rank,
+    plan: list[Phase],
+    processes: list[Process],
+    options: dict[str, Any],
+    device: str = "cpu",
 ) -> str:
     """One process of the plan; returns how it ended."""
     seat, first = processes[rank.rank]
@@ -140,13 +144,13 @@ def run_plan(
             buffer.connect_ranks(new)
         if gone := sorted(before - there):
             buffer.disconnect_ranks(gone)
-        assert masked(buffer) == sorted(set(range(num_ranks)) - there)
+        assert masked(buffer, device) == sorted(set(range(num_ranks)) - there)
         num_experts = E * (max(there) + 1)
         for index in range(6):
             kill = seat in phase.killed and index == 3
             dies = ("dispatch", "combine")[number % 2] if kill else ""
-            step(buffer, 10 * number + index, (num_experts, None)[index % 2], dies)
-        assert masked(buffer) == sorted(set(range(num_ranks)) - set(phase.active))
+            step(buffer, 10 * number + index, (num_experts, None)[index % 2], dies, device)
+        assert masked(buffer, device) == sorted(set(range(num_ranks)) - set(phase.active))
         if phase.killed:
             buffer.disconnect_ranks(list(phase.killed))
         before = set(phase.active)

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "base/log.h"
+#include "engine/imm_counter.h"
 #include "kernels/abi/handle.h"
 #include "moe/device/plain.h"
 #include "moe/plan/token_parts.h"
@@ -64,7 +65,8 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
   MOE_P2P_CHECK(memory.peer_data.size() == static_cast<size_t>(plan.shape.num_nodes()),
                 Code::kInvalidArgument, memory.peer_data.size(), " addresses of peers for ",
                 plan.shape.num_nodes(), " nodes");
-  std::copy(memory.data.begin(), memory.data.end(), comm_.data);
+  uint64_t* const data = memory.table != 0 ? table_.data : comm_.data;
+  std::copy(memory.data.begin(), memory.data.end(), data);
   if (memory.in_place) {
     const auto others = static_cast<size_t>(plan.shape.num_other_nodes());
     MOE_P2P_CHECK(memory.data.size() + others <= abi::kMaxDomainRanks, Code::kInvalidArgument,
@@ -73,8 +75,13 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
                   " and ", others);
     for (int node = 0; node < plan.shape.num_nodes(); ++node)
       if (const int own = options.rank / plan.shape.ranks_per_node; node != own)
-        comm_.data[memory.data.size() + static_cast<size_t>(abi::other_index(node, own))] =
+        data[memory.data.size() + static_cast<size_t>(abi::other_index(node, own))] =
             memory.peer_data[static_cast<size_t>(node)];
+  }
+  if (memory.table != 0) {
+    comm_.data[0] = memory.table;
+    table_.communicator = options.communicator;
+    static_assert(engine::ImmKey::kMaxSources <= abi::kMaxRanks);
   }
   comm_.state = memory.state;
   comm_.fault = {memory.fault_device};
@@ -90,7 +97,8 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
 void DeviceBackend::set_signals(const std::vector<uint64_t>& addresses) {
   MOE_P2P_CHECK(addresses.size() == memory_.data.size(), Code::kInvalidArgument, addresses.size(),
                 " addresses of signal memory for ", memory_.data.size(), " ranks of a node");
-  std::copy(addresses.begin(), addresses.end(), comm_.signals);
+  std::copy(addresses.begin(), addresses.end(),
+            memory_.table != 0 ? table_.signals : comm_.signals);
 }
 
 void DeviceBackend::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
@@ -152,6 +160,9 @@ void DeviceBackend::clean_masks(uint64_t round, const platform::Stream& stream) 
   const Place place(stream);
   MOE_P2P_CHECK(place.capture == 0, Code::kInvalidArgument,
                 "clean_masks cannot be captured in a CUDA graph; call it between replays");
+  MOE_P2P_CHECK(memory_.table == 0, Code::kUnavailable,
+                "clean_masks is for fixed worlds; in one that changes update_members takes masked "
+                "ranks back, on all ranks");
   MOE_P2P_CHECK(clean_kernel_, Code::kUnavailable, "no clean kernel is compiled");
   abi::CleanParams p{.comm = comm_, .round = round, .gone = 0};
   for (int l = 0; l < plan_.shape.ranks_per_node; ++l)
@@ -160,6 +171,36 @@ void DeviceBackend::clean_masks(uint64_t round, const platform::Stream& stream) 
     launch(*clean_kernel_, &p, 1, place, false);
     ledger_.restart(ledger_.next_step());
   });
+}
+
+void DeviceBackend::enter(DeviceBackend* before, const std::vector<uint8_t>& absent,
+                          const platform::Stream& stream) {
+  const Place place(stream);
+  MOE_P2P_CHECK(
+      place.capture == 0, Code::kInvalidArgument,
+      "members cannot be committed while a CUDA graph is captured; do it between replays");
+  DeviceBackend& from = before ? *before : *this;
+  MOE_P2P_CHECK(from.enter_kernel_, Code::kUnavailable, "no enter kernel is compiled");
+  MOE_P2P_CHECK(comm_.flag_words == from.comm_.flag_words, Code::kUnavailable, "parts have ",
+                comm_.flag_words, " arrival flags with the ranks that come, and ",
+                from.comm_.flag_words, " before, which captured graphs know");
+  abi::EnterParams p{.comm = comm_, .table = table_, .absent = {}};
+  for (size_t rank = 0; rank < absent.size(); ++rank)
+    if (absent[rank]) p.absent[rank / 64] |= uint64_t{1} << rank % 64;
+  if (before) {
+    const platform::ContextGuard current(context_);
+    (void)before->order_.follow(place.stream, 0);
+  }
+  waits_.latching([&] { launch(*from.enter_kernel_, &p, 1, place, false); },
+                  [](Code code) { return code == Code::kTransport; });
+  if (before) {
+    before->failed_ = before->failed();
+    dispatch_kernels_ = std::move(before->dispatch_kernels_);
+    combine_kernels_ = std::move(before->combine_kernels_);
+    enter_kernel_ = before->enter_kernel_;
+    ledger_ = std::move(before->ledger_);
+    ledger_.restart(0);
+  }
 }
 
 abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {

@@ -35,6 +35,7 @@ struct DeviceMemory {
   uint64_t fault_device = 0;    // the same as the device sees it
   int num_sms = 0;              // most blocks of a kernel; 0: as many as help
   uint64_t world = 0;           // number of the communicator, the same on all ranks
+  uint64_t table = 0;           // abi::EpochTable on this device, where the world changes; or 0
 };
 
 class DeviceBackend final : public Backend {
@@ -49,6 +50,13 @@ class DeviceBackend final : public Backend {
   void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
   void set_combine(const CombineVariant& variant, const DeviceKernel& kernel);
   void set_clean(const DeviceKernel& kernel) { clean_kernel_ = kernel; }
+  void set_enter(const DeviceKernel& kernel) { enter_kernel_ = kernel; }
+
+  // Where the world changes: kernels that are launched or replayed behind this in the stream are of
+  // this object's epoch, which takes over the kernels, and the captured calls, of the one before.
+  // null: it is the first. absent: [W], 1 for ranks that are not in it.
+  void enter(DeviceBackend* before, const std::vector<uint8_t>& absent,
+             const platform::Stream& stream);
 
   // One kernel for both halves. They throw before anything is launched.
   void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
@@ -56,11 +64,12 @@ class DeviceBackend final : public Backend {
   void release(Handle handle, const platform::Stream& stream) override;
   void clean_masks(uint64_t round, const platform::Stream& stream) override;
   void check() const override;
-  bool failed() const noexcept override { return fault() != nullptr; }
+  bool failed() const noexcept override { return failed_ || fault() != nullptr; }
   std::vector<Step> last_steps() const override {
     return {};
   }  // kernels have rung whatever they will
   Ledger& ledger() noexcept override { return ledger_; }
+  Lost lost() const noexcept override;
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
@@ -120,7 +129,9 @@ class DeviceBackend final : public Backend {
   abi::DeviceComm comm_{};
   std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
   std::map<CombineVariant, DeviceKernel> combine_kernels_;
-  std::optional<DeviceKernel> clean_kernel_;
+  std::optional<DeviceKernel> clean_kernel_, enter_kernel_;
+  abi::EpochTable table_{};
+  bool failed_ = false;  // when a later epoch was entered: the fault is that one's from then on
   Ledger ledger_;
   platform::StreamOrder order_;
 };

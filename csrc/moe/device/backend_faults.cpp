@@ -7,10 +7,23 @@
 namespace moe_p2p::moe {
 
 const abi::Fault* DeviceBackend::fault() const noexcept {
+  if (failed_) return nullptr;  // a later epoch's, if it is one
   // acquire: pairs with raise_fault() of the device.
-  const bool complete =
-      std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
-  return complete ? memory_.fault : nullptr;
+  const uint32_t complete =
+      std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire);
+  const bool ours =
+      memory_.table != 0 ? complete == abi::epoch_mark(table_.communicator) : complete != 0;
+  return ours ? memory_.fault : nullptr;
+}
+
+Lost DeviceBackend::lost() const noexcept {
+  // acquire: pairs with count_lost() of the device.
+  const uint64_t word = std::atomic_ref(memory_.fault->lost_tokens).load(std::memory_order_acquire);
+  if (word >> abi::kMarkBit != abi::epoch_mark(comm_.communicator)) return {};
+  return {.num_tokens = word & ((uint64_t{1} << abi::kMarkBit) - 1),
+          .step = std::atomic_ref(memory_.fault->lost_step).load(std::memory_order_relaxed),
+          .rank = static_cast<int>(
+              std::atomic_ref(memory_.fault->lost_rank).load(std::memory_order_relaxed))};
 }
 
 void DeviceBackend::check() const {

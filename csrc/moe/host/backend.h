@@ -26,7 +26,7 @@ class HostBackend final : public Backend {
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
-  Lost lost() const noexcept {
+  Lost lost() const noexcept override {
     const HostKernels::Losses& lost = kernels_.lost();
     return {lost.num_tokens.load(std::memory_order_relaxed),
             lost.step.load(std::memory_order_relaxed), lost.rank.load(std::memory_order_relaxed)};

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from moe_p2p import errors
 from moe_p2p.library import call, settings_text
 from moe_p2p.machine import driver, jit
 from moe_p2p.machine.launches import TunedLaunch
+from moe_p2p.moe.gpu.epoch_memory import EpochMemory, Sharers
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.launch_shape import (
     NO_BULK,
@@ -35,7 +36,6 @@ from moe_p2p.moe.gpu.launch_shape import (
 )
 from moe_p2p.moe.gpu.lookout import Lookout
 from moe_p2p.moe.gpu.memory import PinnedPages, share_memory, share_node_memory
-from moe_p2p.moe.gpu.partners import Partners
 from moe_p2p.moe.gpu.prepared import (
     Combines,
     Dispatches,
@@ -47,10 +47,14 @@ from moe_p2p.moe.gpu.prepared import (
     refuse_capture,
     variants_of,
 )
-from moe_p2p.moe.gpu.shape_macros import of_any_length, of_arrivals, shape_macros
+from moe_p2p.moe.gpu.shape_macros import (
+    of_any_length,
+    of_arrivals,
+    of_changing,
+    shape_macros,
+)
 from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.options import QUANTIZE, rows_of, scale_format_of, variant_of
-from moe_p2p.moe.rendezvous.mirror import sharing_of
 from moe_p2p.moe.shape import layout as numbers
 
 if TYPE_CHECKING:
@@ -156,7 +160,16 @@ def combine_kernel(
 
 
 def clean_kernel(shape: dict[str, int]) -> Kernel:
-    """Returns the kernel that takes masked ranks back. It is one block."""
+    """Returns the kernel that takes masked ranks back."""
+    return _one_block("clean.cu", shape)
+
+
+def enter_kernel(shape: dict[str, int]) -> Kernel:
+    """Returns the kernel that enters an epoch of a world that changes."""
+    return _one_block("enter.cu", shape)
+
+
+def _one_block(source: str, shape: dict[str, int]) -> Kernel:
     macros = NO_BULK | {
         "MOE_P2P_PLAIN": 0,
         "MOE_P2P_BLOCK_THREADS": 512,
@@ -164,7 +177,7 @@ def clean_kernel(shape: dict[str, int]) -> Kernel:
         "MOE_P2P_SEND_WORKERS": 1,
         "MOE_P2P_RECV_WORKERS": 1,
     }
-    return Kernel("clean.cu", of_any_length(shape) | macros, 1, 1, 1, 1)
+    return Kernel(source, of_any_length(shape) | macros, 1, 1, 1, 1)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:
@@ -178,122 +191,129 @@ def _block_macros(bulk: Bulk) -> dict[str, int]:
 class DeviceSide:
     """Memory and kernels of one rank on one GPU. Made by Communicator; close() after its last call.
 
-    Raises UnavailableError when the driver, NVRTC or peer access is missing, TimeoutError when a
-    rank of the node is missing.
+    What a captured graph has the addresses of stays for its life: state, fault, masks, owners of
+    experts. Memory that ranks share is an epoch's (`share`, `enter`).
     """
 
     _tuned: Sequence[TunedLaunch] = ()
 
     def __init__(
         self,
-        comm: int,
         config: AllToAllConfig,
-        meeting: Bootstrap,
+        sharers: Sharers,
         *,
         device: int,
-        ranks_per_node: int,
-        key: str,
-        world: int,
-        partners: Partners | None,
-        exchange: Callable[[bytes], list[bytes]] | None,
-        masks: tuple[Tensor, Tensor] | None,
-        chosen: Chosen,
-    ) -> None:
-        """meeting: of all ranks. key: of this node's exchange of file descriptors.
-        world: number of the communicator.
-
-        partners: ranks of other nodes on this host, with the key of their exchange; None: none.
-        exchange: carries bytes among the ranks of this node; memory is then shared by fabric
-            handle.
-        masks: the kernels' masks, on the device, and the host's masks; None: without masks.
-        """
-        self._comm, self._device, self._num_sms = comm, device, config.num_sms
-        self._world = world
-        self._masks = masks
-        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
-        self._copy_blocks = 0 if partners is None else partners.copy_blocks
-        sharing = sharing_of(meeting, ranks_per_node, key)
-        self._take_shape(
-            config, partners, chosen, world_size=world_size, ranks_per_node=ranks_per_node
-        )
-        self._shape |= sharing.macros
-        self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
-        self._undo, self._signals = ExitStack(), ExitStack()
-        self._lookout: Lookout | None = None
-        plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
-        try:
-            memory = self._undo.enter_context(
-                share_node_memory(
-                    sharing.place,
-                    sharing.num_places,
-                    key=sharing.key,
-                    device=device,
-                    size_bytes=sum(s for name, s in plan.items() if name not in _NO_REGIONS),
-                    deadline=deadline,
-                    meeting=meeting,
-                    exchange=exchange,
-                )
-            )
-            peers = [0] * (world_size // ranks_per_node)
-            if partners is not None:
-                windows = share_memory(
-                    memory.own,
-                    partners.place,
-                    len(partners.nodes),
-                    key=partners.key,
-                    deadline=deadline,
-                    meeting=meeting,
-                )
-                peers = partners.by_node(self._undo.enter_context(windows).addresses)
-            state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
-            addresses = sharing.as_ranks(memory.addresses)
-            self._use(config, world_size, state_bytes, on_device, addresses, peers)
-        except BaseException:
-            self._undo.close()
-            raise
-
-    def _take_shape(
-        self,
-        config: AllToAllConfig,
-        partners: Partners | None,
-        chosen: Chosen,
-        *,
         world_size: int,
         ranks_per_node: int,
+        masks: Tensor | None,
+        chosen: Chosen,
+        changes: bool = False,
     ) -> None:
+        """sharers: of the first epoch. masks: int32 [W] on the device, of the kernels; None:
+        without masks. changes: the world changes."""
+        self._config, self._device, self._num_sms = config, device, config.num_sms
+        self._world_size, self.masks, self._changes = world_size, masks, changes
+        partners = sharers.partners
+        self._copy_blocks = 0 if partners is None else partners.copy_blocks
         self._in_place = partners is not None and partners.in_place
         self._tuned = chosen.launches
         self._shape = shape_macros(
             config, world_size=world_size, ranks_per_node=ranks_per_node, bulk=chosen.bulk
         )
         self._shape |= measuring | ({"MOE_P2P_IN_PLACE": 1} if self._in_place else {})
+        self._shape |= sharers.sharing.macros | (of_changing(config) if changes else {})
+        self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
+        self._lookout: Lookout | None = None
+        self._memory: EpochMemory | None = None  # of the epoch that is
+        self._plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
+        self._make_words(self._on_device())
 
-    def _use(
-        self,
-        config: AllToAllConfig,
-        world_size: int,
-        state_bytes: int,
-        on_device: torch.device,
-        addresses: list[int],
-        peers: list[int],
-    ) -> None:
-        owners = config.expert_owners(world_size)
+    def _on_device(self) -> torch.device:
+        return torch.device("cuda", self._device)
+
+    def _make_words(self, on_device: torch.device) -> None:
+        owners = self._config.expert_owners(self._world_size)
         local = [owners[:expert].count(owner) for expert, owner in enumerate(owners)]
-        self._state = torch.zeros(state_bytes // 8, dtype=torch.int64, device=on_device)
+        num_words = self._plan["device_state"] // 8
+        self._state = torch.zeros(num_words, dtype=torch.int64, device=on_device)
         self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
         self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
-        if self._masks is not None:
-            self._state[numbers().masks_word] = self._masks[0].data_ptr()
+        num_words = numbers().table_bytes // 8 if self._changes else 0
+        self._table = torch.zeros(num_words, dtype=torch.int64, device=on_device)
+        if self.masks is not None:
+            self._state[numbers().masks_word] = self.masks.data_ptr()
         pinned = on_device.type == "cuda"
         self._fault = torch.zeros(
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
         self._wait()
+
+    # --- what is an epoch's ---
+
+    def share(
+        self, comm: int, meeting: Bootstrap, sharers: Sharers, masks: Tensor | None
+    ) -> EpochMemory:
+        """Makes the memory of a communicator that is not connected yet, and passes it to that.
+
+        meeting: of all its ranks. masks: of its NICs. Raises UnavailableError when the driver or
+        peer access is missing, TimeoutError when a rank of the node is missing.
+        """
+        made = EpochMemory(comm, sharers.world, masks)
+        try:
+            deadline = time.monotonic() + self._config.timeout_s
+            addresses, peers = self._share(made.undo, meeting, sharers, deadline)
+            self._use(made, addresses, peers)
+        except BaseException:
+            made.close()
+            raise
+        self._memory = self._memory or made
+        return made
+
+    def _share(
+        self, undo: ExitStack, meeting: Bootstrap, sharers: Sharers, deadline: float
+    ) -> tuple[list[int], list[int]]:
+        """Returns the addresses of regions by rank of the node, and by other node or 0."""
+        sharing, _, partners, exchange = sharers
+        memory = undo.enter_context(
+            share_node_memory(
+                sharing.place,
+                sharing.num_places,
+                key=sharing.key,
+                device=self._device,
+                size_bytes=self._region_bytes,
+                deadline=deadline,
+                meeting=meeting,
+                exchange=exchange,
+            )
+        )
+        addresses = sharing.as_ranks(memory.addresses)
+        if partners is None:
+            return addresses, [0] * self._num_nodes
+        windows = share_memory(
+            memory.own,
+            partners.place,
+            len(partners.nodes),
+            key=partners.key,
+            deadline=deadline,
+            meeting=meeting,
+        )
+        return addresses, partners.by_node(undo.enter_context(windows).addresses)
+
+    @property
+    def _region_bytes(self) -> int:
+        return sum(size for name, size in self._plan.items() if name not in _NO_REGIONS)
+
+    @property
+    def _num_nodes(self) -> int:
+        return self._world_size // self._shape["MOE_P2P_RANKS_PER_NODE"]
+
+    def _use(self, made: EpochMemory, addresses: list[int], peers: list[int]) -> None:
+        index = self._state.device.index
         call(
             _ops.all_to_all_use_device.default,
-            self._comm,
+            made.comm,
             settings_text(
-                ordinal=-1 if on_device.index is None else on_device.index,
+                ordinal=-1 if index is None else index,
                 data=addresses,
                 peer_data=peers,
                 in_place=int(self._in_place),
@@ -303,23 +323,79 @@ class DeviceSide:
                 fault=self._fault.data_ptr(),
                 fault_device=self._fault.data_ptr(),  # the same on both sides: pinned by torch
                 num_sms=self._num_sms or 0,
-                world=self._world,
+                world=made.world,
+                **({"table": self._table.data_ptr()} if self._changes else {}),
             ),
         )
 
-    def use_signals(self) -> None:
+    def use_signals(self, memory: EpochMemory) -> None:
         """Maps the node's signal memory for the GPU. Called once the communicator is connected."""
-        *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
-        pinned = [self._signals.enter_context(PinnedPages(self._device, at, size)) for at in hosts]
-        addresses = [pages.device_address for pages in pinned]
-        call(_ops.all_to_all_use_signals.default, self._comm, addresses)
-        self._look_out()
+        *hosts, size = call(_ops.all_to_all_signals.default, memory.comm)
+        addresses = [self._map_signals(memory.signals, host, size) for host in hosts]
+        call(_ops.all_to_all_use_signals.default, memory.comm, addresses)
 
-    def _look_out(self) -> None:
-        """Begins what needs the node's signal memory."""
+    def _map_signals(self, undo: ExitStack, host: int, size: int) -> int:
+        return undo.enter_context(PinnedPages(self._device, host, size)).device_address
+
+    def begin(self, memory: EpochMemory) -> None:
+        """Makes it ready for calls in what may be the first epoch, but for their kernels."""
+        self._memory, self._comm = memory, memory.comm  # the face's number from now on
+        self._ready.clear()
         self._shape |= of_arrivals(self._comm)
-        if self._masks is not None and self._shape["MOE_P2P_RANKS_PER_NODE"] > 1:
-            self._lookout = Lookout(self._comm, self._masks[0])
+        if self._changes or self._shape.get("MOE_P2P_LOST") == 2:
+            op = _ops.all_to_all_set_enter_kernel.default
+            call(op, self._comm, self._load(enter_kernel(self._shape)))
+            call(_ops.all_to_all_enter.default, self._comm, self._comm)
+            self._wait()
+
+    def look_out(self) -> None:
+        """Begins to mask ranks of the node that end, where lost ranks are masked."""
+        if self._shape["MOE_P2P_MASKS"] == 1 and self._shape["MOE_P2P_RANKS_PER_NODE"] > 1:
+            assert self.masks is not None
+            self._lookout = Lookout(self._comm, self.masks)
+
+    def enter(self, memory: EpochMemory) -> Callable[[], None]:
+        """Calls are of that epoch from here on, in the order of the current stream; between two.
+
+        Returns what waits until kernels have left the epoch before, whose C++ object then has that
+        number, and unregisters its signal memory; the caller closes both."""
+        before = self._memory
+        assert before is not None
+        assert before.masks is not None
+        with nullcontext() if self._lookout is None else self._lookout.paused():
+            # The host then does not wait for writes to ranks that kernels have masked.
+            before.masks.copy_(self.masks, non_blocking=True)  # type: ignore[arg-type]
+            call(_ops.all_to_all_enter.default, self._comm, memory.comm)
+        passed = self._mark()
+        self._memory = memory
+
+        def leave() -> None:
+            passed()
+            before.finish()
+
+        return leave
+
+    def _mark(self) -> Callable[[], None]:
+        """Returns what waits for the work of the current stream so far."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes its device the current one of a thread."""
+        return torch.cuda.device(self._device)
+
+    @property
+    def memory(self) -> EpochMemory:
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def counts_lost(self) -> bool:
+        """Whether sums that lack something are counted."""
+        return "MOE_P2P_LOST" in self._shape
+
+    # --- kernels ---
 
     def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
         """Prepares the kernels of all these calls.
@@ -335,8 +411,7 @@ class DeviceSide:
 
     def prepare_clean(self) -> None:
         """Prepares the kernel that takes masked ranks back; nothing where none can be."""
-        world, local = self._shape["MOE_P2P_WORLD_SIZE"], self._shape["MOE_P2P_RANKS_PER_NODE"]
-        if self._masks is not None and world == local:
+        if self.masks is not None and self._num_nodes == 1 and not self._changes:
             op = _ops.all_to_all_set_clean_kernel.default
             call(op, self._comm, self._load(clean_kernel(self._shape)))
 
@@ -433,11 +508,14 @@ class DeviceSide:
         finally:
             if self._lookout is not None:
                 self._lookout.close()
-        if self._masks is not None:  # the host then does not wait for writes to masked ranks
-            self._masks[1].copy_(self._masks[0])
-        self._signals.close()
+        if self._memory is None:
+            return
+        if self.masks is not None:  # the host then does not wait for writes to masked ranks
+            assert self._memory.masks is not None
+            self._memory.masks.copy_(self.masks)
+        self._memory.finish()
 
     def close(self) -> None:
         """Unmaps and frees. Called once the communicator is closed."""
-        self._signals.close()
-        self._undo.close()
+        if self._memory is not None:
+            self._memory.close()

@@ -8,6 +8,8 @@ communicator sent all before, and is left to the deadline.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,18 +30,21 @@ class Lookout:
         if masks.is_cuda:  # a copy engine is free while kernels that wait have all multiprocessors
             stream = torch.cuda.Stream(masks.device)  # type: ignore[no-untyped-call]
             self._copies = stream, torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._stop = threading.Event()
+        self._stop, self._lock, self._known = threading.Event(), threading.Lock(), set[int]()
         self._thread = threading.Thread(target=self._run, name="moe_p2p.lookout", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        known = set[int]()
         while not self._stop.wait(_EVERY_S):
-            for rank in call(_ops.all_to_all_ended.default, self._comm):
-                if rank not in known:
-                    log.warning(f"rank {rank} is masked: its process has ended")
-                    known.add(rank)
-                self._mask(rank)  # again each time: clean_masks may have taken it back
+            with self._lock:
+                self._look()
+
+    def _look(self) -> None:
+        for rank in call(_ops.all_to_all_ended.default, self._comm):
+            if rank not in self._known:
+                log.warning(f"rank {rank} is masked: its process has ended")
+                self._known.add(rank)
+            self._mask(rank)  # again each time: clean_masks may have taken it back
 
     def _mask(self, rank: int) -> None:
         if self._copies is None:
@@ -48,6 +53,15 @@ class Lookout:
         stream, one = self._copies
         with torch.cuda.stream(stream):
             self._masks[rank : rank + 1].copy_(one, non_blocking=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, another epoch is entered: who was lost of the one before is not masked in it."""
+        with self._lock:
+            if self._copies is not None:
+                self._copies[0].synchronize()
+            yield
+            self._known.clear()
 
     def close(self) -> None:
         """No mask is written afterwards."""

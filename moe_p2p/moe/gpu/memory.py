@@ -97,8 +97,7 @@ class DeviceMemory(_Owner):
                 handle = call("cuMemCreate", size, properties, 0)
             memory = cls(device, handle, size, fabric=fabric)
             try:
-                call("cuMemsetD8", memory.address, 0, size)
-                call("cuCtxSynchronize")
+                _clear(memory.address, size)
             except BaseException:
                 memory.close()
                 raise
@@ -142,6 +141,16 @@ class DeviceMemory(_Owner):
             return call(
                 "cuMemExportToShareableHandle", self._handle, _handle_type(fabric=self._fabric), 0
             )
+
+
+def _clear(address: int, size: int) -> None:
+    """Not in the order of any other stream: an epoch is made while kernels of another one wait."""
+    stream = call("cuStreamCreate", module().CUstream_flags.CU_STREAM_NON_BLOCKING)
+    try:
+        call("cuMemsetD8Async", address, 0, size, stream)
+        call("cuStreamSynchronize", stream)
+    finally:
+        call("cuStreamDestroy", stream)
 
 
 def _handle_type(*, fabric: bool) -> Any:

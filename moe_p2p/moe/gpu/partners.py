@@ -31,15 +31,15 @@ class Partners(NamedTuple):
 
 
 def partners_of(
-    engine: Engine, node: int, num_nodes: int, key: str, absent: list[int]
+    engine: Engine, node: int, num_nodes: int, key: str, absent_nodes: list[int]
 ) -> Partners | None:
     """Returns None unless NICs are software NICs: only these write through mapped memory.
 
-    absent: ranks that did not come; where there are several nodes, each is a node of its own.
+    absent_nodes: those whose ranks did not come.
     """
     if num_nodes == 1 or engine.provider not in SOFTWARE:
         return None
     timed = engine.provider == TIMED
-    nodes = [each for each in range(num_nodes) if each not in absent]
+    nodes = [each for each in range(num_nodes) if each not in absent_nodes]
     blocks = 0 if timed else engine.num_nics
     return Partners(nodes.index(node), nodes, num_nodes, f"{key}.partners", blocks, timed)

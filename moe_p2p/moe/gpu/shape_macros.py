@@ -27,6 +27,8 @@ def shape_macros(
     settings = config.settings(world_size, ranks_per_node)
     shape = numbers_of(call(_ops.shape.default, settings))
     named = {f"MOE_P2P_{name.upper()}": number for name, number in shape.items()}
+    if config.mask_lost_ranks and config.lost is not None:
+        named["MOE_P2P_LOST"] = 2 if config.lost == "poison" else 1
     return named | {
         "MOE_P2P_HIDDEN_DIM": config.hidden_dim,
         "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
@@ -41,6 +43,14 @@ def shape_macros(
             )
         ),
     }
+
+
+def of_changing(config: AllToAllConfig) -> dict[str, int]:
+    """What kernels are compiled with in addition, or instead, where the world changes."""
+    grow = config.mask_lost_ranks
+    lost = {"MOE_P2P_LOST": 1 if config.lost == "drop" else 2} if grow else {}
+    masks = {"MOE_P2P_MASKS": 1 if grow else 2, "MOE_P2P_SELF_FLAGGED": 0}
+    return {"MOE_P2P_ELASTIC": 1} | masks | lost
 
 
 def of_any_length(shape: dict[str, int]) -> dict[str, int]:

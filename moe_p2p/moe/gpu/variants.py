@@ -10,16 +10,31 @@ import torch
 
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
-from moe_p2p.moe.gpu.kernels import clean_kernel, combine_kernel, dispatch_kernel
+from moe_p2p.moe.gpu.kernels import clean_kernel, combine_kernel, dispatch_kernel, enter_kernel
 from moe_p2p.moe.gpu.prepared import variants_of
-from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.gpu.shape_macros import of_changing, shape_macros
 from moe_p2p.moe.layouts import KERNELS
 
 
 def every_kernel() -> Iterator[Kernel]:
     """Yields them."""
-    for kernel in _general_kernels():
-        yield from variants_of(kernel) if kernel.source != "clean.cu" else [kernel]
+    for kernel in itertools.chain(_general_kernels(), _of_changing_worlds()):
+        alone = kernel.source in ("clean.cu", "enter.cu")
+        yield from [kernel] if alone else variants_of(kernel)
+
+
+JOB: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+
+
+def _of_changing_worlds() -> Iterator[Kernel]:
+    for local, lost in [*itertools.product((8, 1), ("drop", "poison", None)), (4, None)]:
+        config = AllToAllConfig(**JOB, lost=lost, mask_lost_ranks=lost is not None)  # type: ignore[arg-type]
+        shape = shape_macros(config, world_size=8, ranks_per_node=local) | of_changing(config)
+        yield enter_kernel(shape)
+        yield dispatch_kernel(shape, torch.bfloat16, quantize=True)
+        yield combine_kernel(shape, torch.bfloat16, torch.bfloat16)
+        if local == 8:
+            yield combine_kernel(shape, torch.bfloat16, torch.bfloat16, by_topk=True)
 
 
 def _general_kernels() -> Iterator[Kernel]:
@@ -28,7 +43,7 @@ def _general_kernels() -> Iterator[Kernel]:
         config = AllToAllConfig(**fields)
         return shape_macros(config, world_size=world_size, ranks_per_node=local or world_size)
 
-    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+    job = JOB
     usual = shape(8, **job)
     floats = (torch.bfloat16, torch.float16, torch.float32)
     for dtype, quantize in [
