@@ -75,7 +75,10 @@ class Common:
 def file(name: str, what: str) -> Any:
     """The field of a file that is written."""
     return option(
-        f"bench_out/{name}", f"{what} (bench_out/{name}; '': none)", type=output_file, metavar="FILE"
+        f"bench_out/{name}",
+        f"{what} (bench_out/{name}; '': none)",
+        type=output_file,
+        metavar="FILE",
     )
 
 
