@@ -40,7 +40,7 @@ from moe_p2p.bench.fabric_ranks import (
 from moe_p2p.bench.options import CHECK
 from moe_p2p.machine.models import MODELS
 from moe_p2p.tools.doctor.examine import examine
-from moe_p2p.tools.option_types import at_least_1, each_at_least_1, output_file, some_of
+from moe_p2p.tools.option_types import Parser, at_least_1, each_at_least_1, output_file, some_of
 from moe_p2p.version import __version__
 
 FORMAT = 1  # of bundle.json; benchmarks/fabric_bundles.py reads it
@@ -410,7 +410,7 @@ def _deep_ep_of() -> str:
 
 
 def _parse(arguments: list[str]) -> Options:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m moe_p2p fabric-check",
         description="Correctness, each rail, and dispatch and combine beside others on the hosts "
         "of a job, in ten minutes: a report (HTML) and a bundle to send back.",
@@ -421,7 +421,9 @@ def _parse(arguments: list[str]) -> Options:
     devices = ["auto", "cpu", "cuda"]
     add("--device", choices=devices, default="auto", help="auto: GPUs if any (auto)")
     add("--out", default="fabric_check", metavar="FOLDER", help="of the report (fabric_check)")
-    add("--only", type=some_of(STEPS), default=STEPS, help=f"steps, with commas: {','.join(STEPS)}")
+    add(
+        "--only", type=some_of(STEPS), default=STEPS, help=f"steps, with commas ({','.join(STEPS)})"
+    )
     add(
         *("--beside", "-b"),
         action="append",
@@ -434,14 +436,14 @@ def _parse(arguments: list[str]) -> Options:
     for name in ("hidden", "topk", "experts"):
         add(f"--{name}", type=at_least_1, help=f"as of bench: --{name}")
     given = parser.parse_args(arguments)
-    if not env.launched() or env.world_size() < 2:
-        parser.error(f"it needs two ranks or more: {LAUNCH}")
     beside = {"deep_ep": "", "UCCL": ""}
     for each in given.beside:
         label, _, folder = each.partition("=")
         if not (label and folder):
             parser.error(f"--beside {each}: give LABEL=FOLDER, the folder that holds deep_ep")
         beside[next((name for name in beside if name.lower() == label.lower()), label)] = folder
+    if not env.launched() or env.world_size() < 2:
+        parser.error(f"it needs two ranks or more: {LAUNCH}")
     sizes = {
         name: value
         for name in ("model", "hidden", "topk", "experts")
