@@ -427,7 +427,6 @@ def _parse(arguments: list[str]) -> Options:
     add(
         *("--beside", "-b"),
         action="append",
-        default=[],
         metavar="LABEL=FOLDER",
         help="a deep_ep that lies in this folder, under this name; several may be given",
     )
@@ -437,7 +436,7 @@ def _parse(arguments: list[str]) -> Options:
         add(f"--{name}", type=at_least_1, help=f"as of bench: --{name}")
     given = parser.parse_args(arguments)
     beside = {"deep_ep": "", "UCCL": ""}
-    for each in given.beside:
+    for each in given.beside or []:
         label, _, folder = each.partition("=")
         if not (label and folder):
             parser.error(f"--beside {each}: give LABEL=FOLDER, the folder that holds deep_ep")

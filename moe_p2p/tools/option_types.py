@@ -39,7 +39,7 @@ class Defaults(argparse.HelpFormatter):
 
 def _is_none(default: Any) -> bool:
     """Whether no parentheses show a default."""
-    return default is None or default is False or default in ("", [], argparse.SUPPRESS)
+    return default is None or default is False or default in ("", argparse.SUPPRESS)
 
 
 def at_least(least: int) -> Callable[[str], int]:
