@@ -1,7 +1,4 @@
-"""`python -m moe_p2p fabric-check`: on two hosts that are network namespaces, and its pieces.
-
-Over soft-RoCE it is part of tests/engine/test_rdma.py.
-"""
+"""`python -m moe_p2p fabric-check`: on two hosts that are network namespaces, and its pieces."""
 
 from __future__ import annotations
 
