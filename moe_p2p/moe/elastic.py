@@ -211,7 +211,11 @@ class Changes:
                 return None
             self.is_out = True
             raise errors.make(errors.AbortedError, self._why_out(called))
-        close_before = enter(epoch)
+        try:
+            close_before = enter(epoch)
+        except BaseException:
+            epoch.close()
+            raise
         self.world.enter(called)
         self.is_out = False
 
