@@ -329,9 +329,7 @@ def test_rounds_leave_nothing_behind(count: int, overrides: dict[str, Any]) -> N
     for found in run_processes(3, rounds, count, given, deadline_s=count + 60.0)[:2]:
         assert len(found) == count // 5
         half = len(found) // 2
-        # Over libfabric's tcp each killed peer leaves about 1.5 MiB behind (docs/elastic.md).
-        kept = {"MiB": 8 + 2 * count} if overrides is NETWORK else {}
-        for what, slack in (SLACK | kept).items():
+        for what, slack in SLACK.items():
             before, after = (
                 max(each[what] for each in part) for part in (found[:half], found[half:])
             )
