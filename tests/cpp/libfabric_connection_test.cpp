@@ -85,6 +85,27 @@ TEST_CASE("libfabric over tcp: a connection stays until a read over it is answer
   }
 }
 
+TEST_CASE("libfabric over tcp: a peer that is gone is not waited for, one that is slow is") {
+  if (!has_tcp()) return;
+  const ProviderUnderTest patient = {.name = "libfabric",
+                                     .settings = "provider=tcp,interfaces=lo,timeout_ms=600000"};
+  for (const bool connected : {true, false}) {
+    CAPTURE(connected);
+    Pair pair(patient, 100);
+    if (connected) REQUIRE(pair.write_until_done(pair.write(1, 0, 100)));
+    pair.b.domain.reset();
+    if (connected) settle({&pair.a}, 1000);  // libfabric learns of it
+    pair.post(pair.write(2, 0, 100));
+    CHECK(pump({&pair.a}, [&] { return pair.a.code(2) == Code::kPeerDead; }));
+  }
+  Pair slow(patient, 100);
+  slow.post(slow.write(1, 0, 100));
+  const auto asked = platform::Clock::now() + std::chrono::milliseconds(500);
+  pump({&slow.a}, [&] { return platform::Clock::now() > asked; });
+  CHECK(slow.a.done.empty());
+  CHECK(pump({&slow.a, &slow.b}, [&] { return slow.a.code(1) == Code::kOk; }));
+}
+
 TEST_CASE("libfabric over tcp: nothing is kept of peers that have gone") {
   if (!has_tcp()) return;
   Node a = open(kTcp), other = open(kTcp);

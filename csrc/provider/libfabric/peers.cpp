@@ -114,6 +114,7 @@ void Peers::disconnect(PeerId id) {
   peer.connected = false;
   peer.announced.clear();
   peer.num_announced = 0;
+  peer.listener.forget();
   const auto entry = entries_.find(peer.address.name);
   if (--entry->second.num_peers != 0) return;
   // Bug in libfabric 1.17's shm: it unmaps a peer's memory at once, and then still reads there for

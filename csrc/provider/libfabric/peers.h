@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "platform/wait.h"
+#include "provider/libfabric/listener.h"
 #include "provider/libfabric/session.h"
 #include "provider/provider.h"
 
@@ -47,6 +48,7 @@ struct Peer {
   bool listed = false;    // in the list of peers with such writes; left at the next pump()
   bool answered = false;  // its last completed write succeeded: handshakes are over
   std::optional<platform::Clock::time_point> refused_since = {};
+  Listener listener = {};  // over tcp
   // What was announced (writers.h), and how many of it libfabric has taken since the last failure.
   std::vector<uint64_t> announced = {};
   size_t num_announced = 0;

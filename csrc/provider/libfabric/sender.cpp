@@ -22,6 +22,11 @@ constexpr uint32_t kChain = 16;
 // fails although the peer is alive. Too large: a dead peer is reported this late.
 constexpr auto kReconnect = std::chrono::milliseconds(1000);
 
+// A write over tcp that has to wait so long may have no connection: whether there is anybody at all
+// is asked from then on. Too small: each new connection is asked about. Too large: a process that
+// has ended is found this late.
+constexpr auto kConnects = std::chrono::milliseconds(50);
+
 }  // namespace
 
 Writes::Writes(const Session& session, const Config& config, Regions& regions, Peers& peers,
@@ -201,8 +206,9 @@ std::optional<bool> Writes::announce(Peer& peer) noexcept {
     return std::nullopt;
   }
   const bool busy = result == -EAGAIN;
-  if (!has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect))) return false;
-  fail(peer, busy ? Status{Code::kPeerDead, ETIMEDOUT} : status_of(static_cast<int>(-result)));
+  const int why = has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect));
+  if (why == 0) return false;
+  fail(peer, busy ? Status{Code::kPeerDead, why} : status_of(static_cast<int>(-result)));
   return true;
 }
 
@@ -217,8 +223,9 @@ std::optional<bool> Writes::give_up(Peer& peer, bool busy, Status status) noexce
     return false;
   }
   if (!busy && status.code != Code::kPeerDead) return std::nullopt;
-  if (!has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect))) return false;
-  fail(peer, busy ? stalled : status);
+  const int why = has_given_up(peer, busy ? timeout_ : std::min(timeout_, kReconnect));
+  if (why == 0) return false;
+  fail(peer, busy ? Status{Code::kPeerDead, why} : status);
   return true;
 }
 
@@ -353,11 +360,16 @@ bool Writes::has_stalled() noexcept {
   return now - last_completion_ >= timeout_;
 }
 
-// `patience` counts from the first refusal.
-bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept {
+// Returns the error: 0 within `patience`, which counts from the first refusal, unless nobody is
+// there.
+int Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept {
   const auto now = Clock::now();
   if (!peer.refused_since) peer.refused_since = now;
-  return now - *peer.refused_since >= patience;
+  const auto refused_for = now - *peer.refused_since;
+  if (refused_for >= patience) return ETIMEDOUT;
+  const base::Bytes& name = peer.address.name;
+  if (!over_rxm_ || refused_for < std::min(timeout_, kConnects)) return 0;
+  return peer.listener.is_gone(name, now) && !has_posted_to(name) ? ECONNREFUSED : 0;
 }
 
 // --- completing ---

@@ -109,7 +109,7 @@ class Writes {
   void ring() noexcept;
   bool is_full() const noexcept { return num_held_ >= queue_size_; }
   bool has_stalled() noexcept;
-  bool has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept;
+  int has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept;
   template <typename Concerns>
   void fail_if(base::Status status, Concerns&& concerns) noexcept;
   void note(const Slot& slot, base::Status status, int prov_errno) noexcept;
