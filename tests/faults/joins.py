@@ -348,6 +348,7 @@ def run_process(rank: Rank, case: Case, places: list[Place]) -> dict[str, Any]:
             _before(_Beat, "renew", lambda *_: rank.store.set("spare claimed", ""))
             made.begin(join=True)
             if rank.store.get("spare") == JOINS.encode():
+                rank.store.wait(["entered"], timedelta(seconds=120))
                 made.make_steps(LATER)
         else:
             _members_road(made)
@@ -405,6 +406,8 @@ def _members_road(made: Process) -> None:
         assert len(made.noes) < 3, made.noes
         _call_spare(made)
         made.comm.stage_members(add=[JOINER])
+    if made.leads:  # before that newcomers make no step: members may wait for a stopped one first
+        made.words.set("entered", "")
     _first_steps(made)
 
 
@@ -423,8 +426,22 @@ def _join(made: Process) -> None:
     made.words.wait(["joiner"], timedelta(seconds=90))
     if made.case.point == CLAIMS and not made.is_victim:
         made.fault.await_it()
-    made.begin(join=True)
+    while not _begun(made):
+        pass
+    made.words.wait(["entered"], timedelta(seconds=120))
     _first_steps(made)
+
+
+def _begun(made: Process) -> bool:
+    """False: nobody called it again in time, as whoever calls waited for a stopped one first. It
+    comes anew, as one that is started again."""
+    try:
+        made.begin(join=True)
+    except MoeP2pError:
+        if made.is_victim or made.case.timeout_s == LONG_S:
+            raise
+        return False
+    return True
 
 
 def of_another_version() -> None:
