@@ -118,6 +118,7 @@ def live(rank: Rank) -> str:
             grow(worker, rank, "grown", MOST, 3)
         else:
             worker = come(rank, seat, "grown", MOST, 3)
+        together(rank, "all have grown", MOST)
         if seat == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         lose(worker, rank)
@@ -172,7 +173,7 @@ def keep_what_is_left(worker: Worker) -> None:
 
 
 def test_its_executor_grows_loses_a_rank_replaces_it_and_shrinks() -> None:
-    results = run_processes(MOST + 1, live, return_errors=True, deadline_s=380)
+    results = run_processes(MOST + 1, live, return_errors=True, deadline_s=340)
     assert isinstance(results.pop(3), DiedError), results
     assert results == ["done", "done", "left", "left"], [
         getattr(each, "__dict__", {}).get("traceback", each) for each in results
