@@ -78,7 +78,7 @@ def run_script(environment: dict[str, str], *arguments: str) -> subprocess.Compl
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=800,
     )
 
 
@@ -272,7 +272,7 @@ def check_table(output: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_script_of_slurm_runs_between_hosts(
     both: hosts.Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,7 @@ def test_the_script_of_slurm_runs_between_hosts(
 
 
 @pytest.mark.more
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_pods_of_an_indexed_job_run_between_hosts(both: hosts.Hosts, tmp_path: Path) -> None:
     names = [f"moe-p2p-{host}.moe-p2p" for host in range(2)]
     environment = environment_of_hosts(both, tmp_path, names)
@@ -295,6 +295,6 @@ def test_pods_of_an_indexed_job_run_between_hosts(both: hosts.Hosts, tmp_path: P
         task = [sys.executable, slurm.__file__, "task", *command]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         pods.append(subprocess.Popen(task, env=environment | own, cwd=tmp_path, **pipes))
-    outputs = [pod.communicate(timeout=250)[0] for pod in pods]
+    outputs = [pod.communicate(timeout=800)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n---\n".join(outputs)[-8000:]
     check_table(outputs[0])
