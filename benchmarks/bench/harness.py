@@ -74,9 +74,8 @@ class Common:
 
 def file(name: str, what: str) -> Any:
     """The field of a file that is written."""
-    return option(
-        f"bench_out/{name}", f"{what} (bench_out/{name}; '': none)", type=output_file, metavar="FILE"
-    )
+    path = f"bench_out/{name}"
+    return option(path, f"{what} ({path}; '': none)", type=output_file, metavar="FILE")
 
 
 def parser_of(kind: Any, api: str, about: str, epilog: str = EPILOG) -> argparse.ArgumentParser:

@@ -91,9 +91,9 @@ class Options(Common):
     trace: str | None = option(None, "replay a routing that the demo recorded", metavar="FILE")
     checks: int = option(4, "steps compared with the reference, per token count (4)",
                          type=at_least_0)
-    seconds: float = option(6.0, f"of timing per token count; on GPUs at most {MAX_ROUNDS} rounds (6; 0.5 for each "
-                            "measurement)",
-                            cuda=0.5, type=above_zero)
+    seconds: float = option(
+        6.0, f"of timing per token count; on GPUs at most {MAX_ROUNDS} rounds (6; 0.5 for each "
+        "measurement)", cuda=0.5, type=above_zero)
     nics: int = option(2, "NICs per rank (2)", type=at_least_0)  # 0: the nearest
     hosts: int = 1  # each with as many ranks; several need torchrun
     transport: str = option(
