@@ -200,7 +200,7 @@ def measure(given: Given) -> list[dict[str, Any]]:
 def _lanes(given: Given) -> Iterator[tuple[str, EngineConfig]]:
     """Each NIC of this rank by itself, as many as the rank with the most has; then all of them."""
     provider, local = transport.choose("auto").provider, env.local_world_size()
-    wait = "spin" if len(os.sched_getaffinity(0)) >= 4 * local else "sleep"
+    wait = "spin" if len(os.sched_getaffinity(0)) >= 4 * local else "yield"
     fields: dict[str, Any] = {"transport": provider, "wait": wait, "timeout_s": TIMEOUT_S}
     pci = transport.pci_of(launch.device_index()) if given.device == "cuda" else ""
     wish = transport.Wish(pci=pci, share=(env.local_rank(), local))
