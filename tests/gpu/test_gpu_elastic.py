@@ -115,7 +115,8 @@ class Replayed:
         if EMULATED:
             return record(self._rank, name, pair)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             results = pair()
         return graph, results
 

@@ -18,7 +18,7 @@ from moe_p2p import AllToAllConfig, DispatchOptions, errors
 from moe_p2p.machine import driver, jit
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import usual_calls
-from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.gpu.shape_macros import of_changing, shape_macros
 from moe_p2p.moe.gpu.variants import every_kernel
 from moe_p2p.moe.layouts import KERNELS, NAMES
 from tests.support import ranks, warm
@@ -375,6 +375,19 @@ def test_no_kernel_is_compiled_while_a_graph_is_captured(monkeypatch: pytest.Mon
         side.prepare_combine(torch.bfloat16, torch.float32, True)
     side._ready.add((torch.bfloat16, torch.float32, True, 0))
     side.prepare_combine(torch.bfloat16, torch.float32, True)
+
+
+def test_kernels_of_fixed_worlds_know_nothing_of_epochs() -> None:
+    """So their machine code is what it was; those of a world that changes know masks, always."""
+    for masks, lost in ((False, None), (True, None), (True, "drop"), (True, "poison")):
+        config = AllToAllConfig(**SIZES, mask_lost_ranks=masks, lost=lost)  # type: ignore[arg-type]
+        fixed = shape_macros(config, world_size=2, ranks_per_node=2)
+        assert "MOE_P2P_ELASTIC" not in fixed
+        assert fixed.get("MOE_P2P_LOST") == {None: None, "drop": 1, "poison": 2}[lost]
+        changing = fixed | of_changing(config)
+        assert changing["MOE_P2P_ELASTIC"] == 1
+        assert changing["MOE_P2P_MASKS"] == (1 if masks else 2)
+        assert changing.get("MOE_P2P_LOST") == (2 if masks and lost != "drop" else lost and 1)
 
 
 def test_lines_are_for_profilers(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
