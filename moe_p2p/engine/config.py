@@ -7,14 +7,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from moe_p2p import env, errors
-from moe_p2p.machine.transport import MAX_NICS, setting, without
+from moe_p2p import errors
+from moe_p2p.machine.transport import (
+    CPU_KEY,
+    FLAGS_KEY,
+    MAX_NICS,
+    OF_ENGINE,
+    in_environment,
+    setting,
+    without,
+)
 
 MAX_CPUS = 1 << 16
 Wait = Literal["spin", "yield", "sleep"]
 ArrivalFlags = Literal["auto", "write", "gdrcopy", "relay"]
-# Of transport_settings: read here, no provider sees them.
-_CPU_KEY, _FLAGS_KEY = "proxy_cpu", "arrival_flags"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +34,7 @@ class EngineConfig:
     nics: RDMA devices to use instead, "mlx5_0,mlx5_1": the NICs of the rank in this order.
     transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400"; also
         proxy_cpu, the core that the engine's thread stays on, and arrival_flags. Empty: from the
-        environment.
+        environment, if they are for this transport.
     timeout_s: deadline of every wait, in seconds.
     wait: how waiting threads wait: "spin", "yield" or "sleep".
 
@@ -52,15 +58,15 @@ class EngineConfig:
         for name in ("transport", "transport_settings", "nics"):
             value = getattr(self, name)
             errors.require(isinstance(value, str), f"{name} is {value!r}, must be a string")
-        cpu = setting(self._settings, _CPU_KEY) or "0"
+        cpu = setting(self.all_settings, CPU_KEY) or "0"
         errors.require(
             cpu.isdecimal() and int(cpu) < MAX_CPUS,
-            f"transport_settings: {_CPU_KEY}={cpu} is refused; it must be an integer from 0 to "
+            f"transport_settings: {CPU_KEY}={cpu} is refused; it must be an integer from 0 to "
             f"{MAX_CPUS - 1}",
         )
         errors.require(
             self.arrivals in get_args(ArrivalFlags),
-            f"transport_settings: {_FLAGS_KEY}={self.arrivals} is refused; it must be one of "
+            f"transport_settings: {FLAGS_KEY}={self.arrivals} is refused; it must be one of "
             f"{get_args(ArrivalFlags)}",
         )
 
@@ -80,25 +86,26 @@ class EngineConfig:
         errors.require(value in choices, f"{name} is {value!r}, must be one of {shown}")
 
     @property
-    def _settings(self) -> str:
-        return self.transport_settings or env.transport_settings()
+    def all_settings(self) -> str:
+        """transport_settings, or those in the environment that are for this transport."""
+        return self.transport_settings or in_environment(self.transport)
 
     @property
     def provider_settings(self) -> str:
-        """transport_settings, or the settings in the environment, as the provider reads them."""
-        return without(self._settings, _CPU_KEY, _FLAGS_KEY)
+        """all_settings, as the provider reads them."""
+        return without(self.all_settings, *OF_ENGINE)
 
     @property
     def proxy_cpu(self) -> int:
         """The core that the engine's thread stays on; -1: any."""
-        return int(setting(self._settings, _CPU_KEY) or -1)
+        return int(setting(self.all_settings, CPU_KEY) or -1)
 
     @property
     def arrivals(self) -> str:
         """How GPUs of communicators on the engine see what has arrived from other nodes: a NIC
         stores a flag behind the data ("write"), the engine's thread does ("gdrcopy"), or it raises
         a word on the host ("relay"); "auto": the first that can be."""
-        return setting(self._settings, _FLAGS_KEY) or "auto"
+        return setting(self.all_settings, FLAGS_KEY) or "auto"
 
     def check_beside_engine(self) -> None:
         """Raises when a field is set that a given engine already has."""

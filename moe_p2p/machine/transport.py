@@ -23,6 +23,8 @@ from moe_p2p.machine.topology import Host, Nic
 
 LOOPBACK, TIMED, LIBFABRIC, VERBS = "loopback", "timed", "libfabric", "verbs"
 SOFTWARE = (LOOPBACK, TIMED)  # providers without devices
+# Of transport_settings: read by EngineConfig, no provider sees them.
+OF_ENGINE = CPU_KEY, FLAGS_KEY = "proxy_cpu", "arrival_flags"
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
 DEFAULT_NICS = 2  # for providers without devices
 
@@ -250,6 +252,27 @@ def with_row_kernel(provider: str, settings: str, device: int | None) -> str:
 def shared_settings(settings: str) -> str:
     """`settings` without keys that name devices of one host: comparable between hosts."""
     return without(settings, *_OF_ONE_HOST)
+
+
+def in_environment(provider: str) -> str:
+    """MOE_P2P_TRANSPORT_SETTINGS, as far as they are for `provider`, or "auto".
+
+    They are for the transport that MOE_P2P_TRANSPORT names. Without a name, what the software NIC
+    would not understand is for this machine's NICs, where it has some.
+    """
+    settings = env.transport_settings()
+    if not settings or provider == "auto":
+        return settings
+    named = env.transport()
+    if not named and provider == LOOPBACK:
+        named = choose("auto").provider
+    return settings if named in ("", provider) else for_any(settings)
+
+
+def for_any(settings: str) -> str:
+    """What of `settings` is for the engine, over whatever provider."""
+    items = settings.split(",")
+    return ",".join(item for item in items if item.partition("=")[0] in OF_ENGINE)
 
 
 def without(settings: str, *keys: str) -> str:

@@ -465,7 +465,9 @@ class Communicator:
         """neighbours: ranks of this host, itself included."""
         config = self.config
         gpu = driver.current_gpu() if config.on_gpu else None
-        settings = config.transport_settings or env.transport_settings()
+        settings = dataclasses.replace(config, transport=choice.provider).all_settings
+        if config.transport == "auto" and choice.provider != self._mine.provider:
+            settings = transport.for_any(settings)  # all are of one node, and these are for NICs
         if gpu is not None and (config.ranks_per_node or self.world_size) < self.world_size:
             settings = transport.with_copy_kernel(choice.provider, settings, gpu)
         engine = Engine(

@@ -131,7 +131,7 @@ class AllToAllConfig(EngineConfig):
             given = f"arrival_flags={arrival_flags}"
             text = f"arrival_flags became a setting: transport_settings={given!r}"
             warnings.warn(text, DeprecationWarning, stacklevel=3)
-            settings = ",".join(filter(None, [self._settings, given]))
+            settings = ",".join(filter(None, [self.all_settings, given]))
             object.__setattr__(self, "transport_settings", settings)
         super().__post_init__()
         self._check_range("num_experts", 1, 32768)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 import moe_p2p
-from moe_p2p import Engine, EngineConfig, errors
+from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig, errors
 from moe_p2p.machine import transport
 from moe_p2p.machine.transport import Choice, Opening, Wish, choose, open_with
 from moe_p2p.moe.rendezvous.agreement import Offer, agree_on_transport
@@ -303,3 +304,68 @@ def test_software_nics_of_a_gpu_get_the_kernel_of_rows(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(transport.jit, "load", refuse)
     assert with_kernel("loopback", "gbps=5", 0) == "gbps=5"
+
+
+# --- settings of the environment ---
+
+
+def beside(machine: str) -> Callable[..., Choice]:
+    """Chooses as on a machine that prefers this provider."""
+    return lambda asked, **_: Choice(machine if asked == "auto" else asked, "", asked == "auto")
+
+
+@pytest.mark.parametrize(
+    ("named", "machine", "asked", "taken"),
+    [
+        ("", "verbs", "verbs", True),
+        ("", "verbs", "auto", True),
+        ("", "loopback", "loopback", True),  # there is nothing else that they can be for
+        ("", "loopback", "libfabric", True),
+        ("verbs", "verbs", "verbs", True),
+        ("", "verbs", "loopback", False),
+        ("", "libfabric", "loopback", False),
+        ("verbs", "verbs", "loopback", False),
+        ("libfabric", "loopback", "loopback", False),
+        ("libfabric", "loopback", "verbs", False),
+    ],
+)
+def test_settings_of_the_environment_are_for_one_transport(
+    named: str, machine: str, asked: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exported for NICs, they once failed whatever ran over the software NIC beside these."""
+    monkeypatch.setattr(transport, "choose", beside(machine))
+    monkeypatch.setenv("MOE_P2P_TRANSPORT", named)
+    monkeypatch.setenv("MOE_P2P_TRANSPORT_SETTINGS", "traffic_class=104,proxy_cpu=3")
+    config = EngineConfig(transport=asked)
+    assert config.provider_settings == ("traffic_class=104" if taken else "")
+    assert config.proxy_cpu == 3
+    own = EngineConfig(transport=asked, transport_settings="seed=7")
+    assert own.provider_settings == "seed=7"
+
+
+def test_an_engine_beside_nics_that_the_environment_has_settings_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOE_P2P_TRANSPORT", "libfabric")
+    monkeypatch.setenv("MOE_P2P_TRANSPORT_SETTINGS", "provider=tcp,interfaces=lo")
+    Engine(EngineConfig(transport="loopback", nics_per_rank=1)).close()
+
+
+@pytest.mark.parametrize("given", ["environment", "configuration"])
+def test_ranks_of_one_node_beside_nics_with_settings(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the software NIC, which knows nothing of traffic classes."""
+    settings = "traffic_class=104,proxy_cpu=0"
+    if given == "environment":
+        monkeypatch.setenv("MOE_P2P_TRANSPORT_SETTINGS", settings)
+    monkeypatch.setattr(transport, "choose", beside("verbs"))
+    config = AllToAllConfig(
+        num_experts=2,
+        hidden_dim=128,
+        topk=1,
+        max_tokens=4,
+        transport_settings=settings if given == "configuration" else "",
+    )
+    with AllToAll(HashStore(), config, rank=0, world_size=1) as all_to_all:
+        assert all_to_all.engine.provider == "loopback"
