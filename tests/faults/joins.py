@@ -28,7 +28,7 @@ from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig, MoeP2pError,
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.fleet.member import _Beat
 from moe_p2p.fleet.world import YES, World
-from moe_p2p.moe import elastic, epoch
+from moe_p2p.moe import communicator, epoch
 from tests.faults import causes
 from tests.faults.calls import LONG_S, SLACK_S, step
 from tests.support.cases import SMALL
@@ -191,7 +191,7 @@ class Fault:
                 self.reach(points[op])
             return library.call(op, *arguments)
 
-        epoch.call = elastic.call = call  # type: ignore[attr-defined]
+        epoch.call = communicator.call = call  # type: ignore[attr-defined]
 
     def reach(self, point: str) -> None:
         if point != self.case.point or not self._armed:
