@@ -39,12 +39,12 @@ def go_on_from(comm: AllToAll, step: int) -> None:
     names = list(plan)[: list(plan).index("signals")]
     step_bytes = sum(plan[name] for name in names) // slots
     before = sum(plan[name] for name in names[: names.index("partial_inbox")]) // slots
-    start = -device._memory.data_ptr() % 4096
+    start = -device._memory_bytes.data_ptr() % 4096
     region_bytes = plan["partial_inbox"] // slots // local
     for last in range(step - slots, step):  # in its slot
         for source in range(local):
             at = start + last % slots * step_bytes + before + source * region_bytes
-            device._memory[at : at + 8].view(torch.int64)[0] = last + 1  # RegionHeader.step
+            device._memory_bytes[at : at + 8].view(torch.int64)[0] = last + 1  # RegionHeader.step
 
 
 def far_steps(
