@@ -202,14 +202,12 @@ def test_ctrl_c_leaves_the_report_of_what_was_measured(tmp_path: Path) -> None:
         assert file is not None
         body = json.load(file)
     assert body["interrupted"] == "interrupted by SIGINT"
-    assert [(step["kind"], step["how"]) for step in body["steps"]] == [
-        ("facts", "done"),
-        ("check", "interrupted"),
-    ]
+    done, *begun = [(step["kind"], step["how"]) for step in body["steps"]]
+    assert done == ("facts", "done")
+    assert begun in ([], [("check", "interrupted")])  # it may come between two steps
     assert len(body["facts"]) == 1
-    assert (
-        "correctness: interrupted; interrupted by SIGINT" in (tmp_path / "report.html").read_text()
-    )
+    text = "correctness: interrupted; interrupted by SIGINT" if begun else "interrupted by SIGINT"
+    assert text in (tmp_path / "report.html").read_text()
 
 
 PRIVATE = Private(["p4ss", "ab"], ["joe", "prod"], [["n1.hpc", "n1", "meet:80"], ["nodeb", "meet"]])
