@@ -40,7 +40,7 @@ DOORS = [
         "moe_p2p.deep_ep:ElasticBuffer",
         _DEEP_EP,
         "deep_ep.md",
-        own=("count", "handle_of", "route", "sums_of"),  # for deep_ep_v25
+        own=("count", "route", "sums_of"),  # for deep_ep_v25
     ),
     Door(
         "DeepEP's branch hybrid-ep",

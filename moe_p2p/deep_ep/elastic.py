@@ -26,7 +26,7 @@ from moe_p2p.moe.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.moe.dispatched import APART, Dispatched, new_tuple, tensors_of, without_rows
 from moe_p2p.moe.options import DEFAULT_COMBINE, CombineOptions, DispatchForm
 from moe_p2p.moe.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
-from moe_p2p.moe.row_counts import HostCounts, HostSizes
+from moe_p2p.moe.row_counts import HostCounts
 from moe_p2p.moe.shape import SCALE_BLOCK, num_scales
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
@@ -350,12 +350,24 @@ class ElasticBuffer:
             if async_with_compute_stream:
                 stats = cumulative_local_expert_recv_stats
                 turn.uses((values, packs, topk_idx, topk, topk_weights, stats), tensors_of(fields))
+        if handle is None:
+            handle = EPHandle(
+                all_to_all,
+                received,
+                counts,
+                do_expand=do_expand,
+                num_experts=route.num_experts,
+                expert_alignment=route.alignment,
+                num_sms=num_sms or self._usual_num_sms,
+            )
+        else:
+            handle.take(received)
         got, scales = fields[:2]
         return (
             got if scales is None else (got, scales),
             received.row_topk,
             None if topk_weights is None else received.row_weights,
-            self.handle_of(route, received, counts, handle, num_sms),
+            handle,
             turn.event,
         )
 
@@ -373,7 +385,8 @@ class ElasticBuffer:
             key = self._key(values, packs, topk_idx, how)
             assert topk_idx is not None
             made = self._made.get(key) or self._make(values, key)
-            return Route(*made, topk_idx.contiguous(), key[3][0], key[3][3])
+            fields = (*made, topk_idx.contiguous(), key[3][0], key[3][3])
+            return new_tuple(Route, fields)
         num_experts, num_tokens, _, alignment, rows = how
         assert not rows[1] or rows[0], _PADDING_NEEDS
         assert topk_idx is None, "a handle was given with topk_idx; give one of them"
@@ -388,28 +401,6 @@ class ElasticBuffer:
         form = counts.form(handle.num_max_tokens_per_rank, alignment, (*rows[:3], False))
         first = handle.all_to_all, counts, form
         return Route(*first, handle.topk_idx, handle.num_experts, alignment)
-
-    def handle_of(
-        self,
-        route: Route,
-        received: Dispatched,
-        counts: RowCounts,
-        handle: EPHandle | None,
-        num_sms: int,
-    ) -> EPHandle:
-        """Returns a new handle, or the given one, which takes what was received."""
-        if handle is not None:
-            handle.take(received)
-            return handle
-        return EPHandle(
-            route.all_to_all,
-            received,
-            counts,
-            do_expand=route.form.options.layout == "grouped",
-            num_experts=route.num_experts,
-            expert_alignment=route.alignment,
-            num_sms=num_sms or self._usual_num_sms,
-        )
 
     def _key(
         self, values: Tensor, packs: Tensor | None, topk_idx: Tensor | None, how: Asked
@@ -545,14 +536,17 @@ class ElasticBuffer:
             alignment=alignment,
             max_tokens=form.max_tokens,
         )
-        return fields, _row_counts(sizes)
+        num_tokens, _, num_grouped, per_expert, gathered = sizes
+        return fields, new_tuple(RowCounts, (num_tokens, num_grouped, per_expert, gathered))
 
     def count(self, route: Route) -> RowCounts:
         """Waits for the counts of all ranks of a dispatch that was sent. Collective."""
         config = route.all_to_all.config
         given = self._host_counts.of(route.topk, config.num_experts, self.num_ranks)
         num_counts = self.num_ranks + config.num_experts + 1
-        return _row_counts(given.sizes(route.all_to_all, num_counts, route.alignment))
+        sizes = given.sizes(route.all_to_all, num_counts, route.alignment)
+        num_tokens, _, num_grouped, per_expert, gathered = sizes
+        return RowCounts(num_tokens, num_grouped, per_expert, gathered)
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
         dtype, _, (hidden, num_packs, topk), how = key
@@ -584,11 +578,6 @@ class ElasticBuffer:
         made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made
         return made
-
-
-def _row_counts(sizes: HostSizes) -> RowCounts:
-    num_tokens, _, num_grouped, per_expert, gathered = sizes
-    return new_tuple(RowCounts, (num_tokens, num_grouped, per_expert, gathered))
 
 
 def usual_steps(pool: AllToAllPool, config: AllToAllConfig, step_tokens: int) -> AllToAllConfig:

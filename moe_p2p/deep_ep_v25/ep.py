@@ -366,7 +366,19 @@ class EPBuffer(BufferBase):
             if sent.stats is not None:
                 sent.stats.add_(fields.counts)
             received = without_rows(fields)
-        handle = self.elastic.handle_of(route, received, counts, sent.handle, sent.num_sms)
+        handle = sent.handle
+        if handle is not None:
+            handle.take(received)
+        else:
+            handle = EPHandle(
+                route.all_to_all,
+                received,
+                counts,
+                do_expand=_is_grouped(route),
+                num_experts=route.num_experts,
+                expert_alignment=route.alignment,
+                num_sms=sent.num_sms or self.elastic.get_theoretical_num_sms(0, 0),
+            )
         if sent.handle is None:
             handle.hold_topk()
         got, scales = fields[:2]
