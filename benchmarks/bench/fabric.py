@@ -195,7 +195,7 @@ class Run:
         self._options, self._began = options, time.monotonic()
         self._hosts = num_ranks // env.local_world_size()
         self._private = Private((), (), ())
-        self._steps: list[Stepped] = []
+        self._all, self._steps = list(_steps(options)), list[Stepped]()
         names = ("facts", "check", "wrong", "rails", "pairs")
         self._found: dict[str, list[Any]] = {name: [] for name in names}
         self._ranks = num_ranks
@@ -204,9 +204,8 @@ class Run:
         self._know(ranks.gather(names_here()))
         ranks.begin()
         self._began = time.monotonic()
-        steps = list(_steps(self._options))
-        for number, step in enumerate(steps):
-            print(f"[{number + 1}/{len(steps)}] {step.name}", end=" ", flush=True)
+        for number, step in enumerate(self._all):
+            print(f"[{number + 1}/{len(self._all)}] {step.name}", end=" ", flush=True)
             self._take(step, self._run(ranks, step))
 
     def _run(self, ranks: Ranks, step: Step) -> list[Ended]:
@@ -216,10 +215,7 @@ class Run:
             return [Ended(how=LEFT_OUT, output=step.left_out)]
         deadline_s = max(1.0, min(limits.of_step[step.kind], left))
         print(f"(at most {deadline_s:.0f} s) ...", end=" ", flush=True)
-        self._steps.append(Stepped(kind=step.kind, name=step.name, how=INTERRUPTED))
-        ended = ranks.run(step.function, step.given, deadline_s)
-        self._steps.pop()
-        return ended
+        return ranks.run(step.function, step.given, deadline_s)
 
     def _know(self, everyone: Sequence[dict[str, list[str]]]) -> None:
         local = env.local_world_size()
@@ -246,8 +242,7 @@ class Run:
             why="; ".join(dict.fromkeys(notes)) if worst.how == DONE else _why(worst),
             output=worst.output[-SHOWN:] if worst.how not in (DONE, LEFT_OUT) else "",
         )
-        self._steps.append(stepped)
-        print(f"{stepped.how}, {stepped.seconds:.1f} s {stepped.why}", flush=True)
+        # Before the step counts as ended: a signal in between loses nothing.
         if step.kind == "facts":
             self._found["facts"] = [each.value for each in ended[::local] if each.value]
         elif step.kind == "check":
@@ -257,9 +252,14 @@ class Run:
             self._found["rails"] = first.value or []
         elif first.value:
             self._found["pairs"] += first.value["rows"]
+        self._steps.append(stepped)
+        print(f"{stepped.how}, {stepped.seconds:.1f} s {stepped.why}", flush=True)
 
     def finish(self, interrupted: str) -> int:
         """Writes the report and the bundle; returns the exit status."""
+        if interrupted:
+            for step in self._all[len(self._steps) :][:1]:
+                self._steps.append(Stepped(kind=step.kind, name=step.name, how=INTERRUPTED))
         body = self._private.all_of(self._body(interrupted))
         out = Path(self._options.out)
         paths = fabric_report.write(body, out)
