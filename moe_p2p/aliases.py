@@ -33,7 +33,12 @@ class Aliases:
         self._replaced: dict[str, ModuleType] = {}
 
     def install(self, *, force: bool = False) -> None:
-        """Idempotent. Raises ImportError when the real one was imported and force is not set."""
+        """Makes imports of the other package give this one from now on. Idempotent.
+
+        force: also after the real one was imported; modules that hold the real one keep it.
+
+        Raises ImportError when the real one was imported and force is not set.
+        """
         theirs = {name: m for name, m in sys.modules.items() if self._is_theirs(name, m)}
         if theirs and not force:
             file = getattr(next(iter(theirs.values())), "__file__", None)

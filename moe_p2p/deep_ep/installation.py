@@ -34,18 +34,4 @@ _ALIASES = Aliases(
         "deep_ep.utils.testing": "moe_p2p.deep_ep.utils.testing",
     },
 )
-
-
-def install(*, force: bool = False) -> None:
-    """Makes `import deep_ep` give this package from now on. Idempotent.
-
-    force: also after the real one was imported; modules that hold the real one keep it.
-
-    Raises ImportError when the real one was imported and force is not set.
-    """
-    _ALIASES.install(force=force)
-
-
-def uninstall() -> None:
-    """Undoes install: `import deep_ep` behaves as before."""
-    _ALIASES.uninstall()
+install, uninstall = _ALIASES.install, _ALIASES.uninstall

@@ -45,18 +45,4 @@ _ALIASES = Aliases(
         **{f"deep_ep_v25.{name}": f"moe_p2p.deep_ep.{at}" for name, at in _OF_V2.items()},
     },
 )
-
-
-def install(*, force: bool = False) -> None:
-    """Makes `import deep_ep_v25` give this package from now on. Idempotent.
-
-    force: also after the real one was imported; modules that hold the real one keep it.
-
-    Raises ImportError when the real one was imported and force is not set.
-    """
-    _ALIASES.install(force=force)
-
-
-def uninstall() -> None:
-    """Undoes install: `import deep_ep_v25` behaves as before."""
-    _ALIASES.uninstall()
+install, uninstall = _ALIASES.install, _ALIASES.uninstall

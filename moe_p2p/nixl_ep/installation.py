@@ -23,18 +23,4 @@ _ALIASES = Aliases(
         "nixl_ep.utils": "moe_p2p.deep_ep.event",
     },
 )
-
-
-def install(*, force: bool = False) -> None:
-    """Makes `import nixl_ep` give this package from now on. Idempotent.
-
-    force: also after the real one was imported; modules that hold the real one keep it.
-
-    Raises ImportError when the real one was imported and force is not set.
-    """
-    _ALIASES.install(force=force)
-
-
-def uninstall() -> None:
-    """Undoes install: `import nixl_ep` behaves as before."""
-    _ALIASES.uninstall()
+install, uninstall = _ALIASES.install, _ALIASES.uninstall
