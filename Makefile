@@ -121,14 +121,14 @@ kernels: build
 	  $(PY) -m moe_p2p compile --model $${shape%%:*} --tokens $${shape#*:} --quantize \
 	    --combine-dtype block16 --arch $$arch --into build/compiled || exit 1; \
 	done; done
-	@$(PY) release/kernels.py build/compiled dist
+	@$(PY) contrib/release/kernels.py build/compiled dist
 
 release: packages
 	@rm -rf dist
 	+@$(MAKE) --no-print-directory wheel
 	+@CXX=aarch64-linux-gnu-g++ $(MAKE) --no-print-directory wheel
 	+@$(MAKE) --no-print-directory kernels sdist
-	@$(PY) release/finish.py dist
+	@$(PY) contrib/release/finish.py dist
 
 sdist: $(ENVIRONMENT)
 	@rm -rf moe_p2p.egg-info && mkdir -p dist

@@ -169,7 +169,7 @@ def tuned_file() -> str:
 
 
 def packaged_kernels() -> Path | None:
-    """The folder of the wheel moe_p2p_kernels (release/kernels.py); None: it is not used."""
+    """The folder of the wheel moe_p2p_kernels (contrib/release/kernels.py), or None."""
     return None if _one_folder else _PACKAGED
 
 

@@ -67,7 +67,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "benchmarks/kv_": ("kv/", "tools/", "package/"),
     "contrib/": ("package/test_contrib.py",),
     "contrib/collectivex/": ("engines/test_collectivex",),
-    "release/": ("package/test_release.py", "package/test_wheel.py"),
+    "contrib/release/": ("package/test_release.py", "package/test_wheel.py"),
     "docs/": (),
     "setup.py": ("package/",),
     "pyproject.toml": ("package/",),

@@ -41,7 +41,7 @@ PAGES = [
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A path in backticks: below a folder of the tree, or a file of the root.
-FOLDERS = "csrc|kernels|moe_p2p|tests|docs|benchmarks|contrib|release"
+FOLDERS = "csrc|kernels|moe_p2p|tests|docs|benchmarks|contrib"
 PATH = re.compile(rf"^(?:(?:{FOLDERS})(?:/[\w.*{{}},-]+)*/?|[A-Z]\w+\.md)$")
 MOST_README_LINES = 200
 HEADINGS = [

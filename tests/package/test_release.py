@@ -1,4 +1,4 @@
-"""release/: the wheel of compiled kernels, and what `make release` refuses and writes."""
+"""contrib/release/: the wheel of compiled kernels, and what `make release` refuses and writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from contrib.release import finish, kernels
 from moe_p2p import env
 from moe_p2p.machine import kernel_cache
-from release import finish, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 CUBIN, LOG = b"\x7fELF of a kernel", "no spills"

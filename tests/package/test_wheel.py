@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import moe_p2p.version
+from contrib.release import kernels
 from moe_p2p.machine import kernel_cache
-from release import kernels
 from tests.support import cells
 from tests.support.installation import copy_installed, make_environment, run_installed
 

@@ -1,6 +1,6 @@
 """The wheel moe_p2p_kernels: compiled kernels, for every Python and both kinds of host.
 
-    python release/kernels.py COMPILED DIST
+    python contrib/release/kernels.py COMPILED DIST
 
 COMPILED is what `python -m moe_p2p compile --into` has filled, by one build of NVRTC. The wheel
 puts them into the folder of moe_p2p where moe_p2p/machine/kernel_cache.py looks last. There their
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wheel.wheelfile import WheelFile
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLACE = "moe_p2p/machine/compiled"
 ENDS = (".cubin", ".log", ".sha256")
 METADATA = """\
@@ -30,7 +30,7 @@ Requires-Dist: moe-p2p=={version}
 """
 WHEEL = """\
 Wheel-Version: 1.0
-Generator: moe_p2p release/kernels.py
+Generator: moe_p2p contrib/release/kernels.py
 Root-Is-Purelib: true
 Tag: py3-none-any
 """

@@ -1,6 +1,6 @@
 """The end of `make release`: is all there, and small enough; then checksums and release notes.
 
-    python release/finish.py DIST
+    python contrib/release/finish.py DIST
 
 Writes SHA256SUMS, as `sha256sum --check` reads it, and NOTES.md, which is this version's part of
 CHANGELOG.md with a table of the files.
@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Name behind the version, and the most MiB. 2_34: RHEL 9, Amazon Linux 2023, Ubuntu 22.04.
 WANTED = {
     "moe_p2p-{}-cp310-abi3-manylinux_2_34_x86_64.whl": 2,
