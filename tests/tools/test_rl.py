@@ -65,9 +65,12 @@ def test_runs_are_alike_and_ctrl_c_ends_one_without_a_traceback(output: str) -> 
 
 
 @pytest.mark.more  # the tests before and behind this one see both halves, each in another run
-def test_a_short_run_begins_alike_and_has_learned_nothing(output: str) -> None:
+def test_a_short_run_begins_alike_and_need_not_have_learned(output: str) -> None:
     again = run(4)
-    assert again.returncode == 1
+    assert again.returncode == 0, again.stdout + again.stderr
+    learned = re.search(r"(\d+)% right at the end", again.stdout)
+    assert learned, again.stdout
+    assert int(learned[1]) < 50  # which of 20 steps would be status 1
     assert rewards(again.stdout)[:2] == rewards(output)[:2], again.stdout + again.stderr
 
 
