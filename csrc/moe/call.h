@@ -77,11 +77,23 @@ struct DispatchRecv {
   platform::Stream stream{};
 };
 
+// Counters of rows of y (kernels/abi/params.h, RowCounters), and who may wait for them.
+struct ReadyRows {
+  const uint32_t* counters = nullptr;  // [E_local, per_expert]; null: y is complete
+  const uint32_t* base = nullptr;
+  uint32_t want = 0;
+  int32_t rows = 1;
+  int32_t per_expert = 1;
+  int32_t num_sms = 0;  // on a GPU: most blocks of the sending half
+};
+
 struct CombineSend {
   Handle handle{};
   const void* y = nullptr;  // [y_rows, H] of y_dtype, laid out as x was received
   abi::DType y_dtype{};
   int64_t y_rows = 0;
+  ReadyRows ready;
+  int64_t capacity = 0;                // of an expert, with `ready`
   abi::RowLayout layout{};             // of y; kPadded also where it is not known
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
   // [y_rows]: returned to their (token, k); [y_rows, K]: all K are added up; null: none

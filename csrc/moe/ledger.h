@@ -39,6 +39,7 @@ struct CombineVariant {
   bool by_topk = false;  // SumOrder::kTopk or kRows
   abi::Partials partials{};
   bool plain = false;
+  bool ready = false;  // for rows that are written meanwhile
 
   auto operator<=>(const CombineVariant&) const = default;
 };

@@ -241,6 +241,45 @@ static abi::Partials partials_among(const AllToAllObject& comm, abi::Partials pa
   return far_only && comm.plan().shape.num_nodes() == 1 ? abi::Partials::kSame : partials;
 }
 
+static void check_counters(const Tensor& tensor, const char* name) {
+  const ScalarType dtype = dtype_of(tensor);
+  MOE_P2P_CHECK(dtype == ScalarType::Int || dtype == ScalarType::UInt32, Code::kInvalidArgument,
+                name, " is ", describe(tensor), ", must be of torch.int32 or torch.uint32");
+  check_placed(tensor, name);
+}
+
+// Rows of y that are written meanwhile.
+static void fill_ready(const AllToAllObject& comm, const CombineArguments& in,
+                       moe::CombineSend& send) {
+  MOE_P2P_CHECK(in.y.dim() == 3, Code::kInvalidArgument, "y is ", describe(in.y),
+                ", must be [E_local, capacity, H] with `ready`: of a dispatch in layout 'padded'");
+  const int64_t num_experts = in.y.size(0), capacity = in.y.size(1);
+  MOE_P2P_CHECK(in.ready_rows >= 1 && in.ready_rows <= INT32_MAX, Code::kInvalidArgument,
+                "rows of a counter are ", in.ready_rows, ", must be at least 1");
+  const int64_t per_expert = (capacity + in.ready_rows - 1) / in.ready_rows;
+  moe::ReadyRows& to = send.ready;
+  check_counters(*in.ready, "ready");
+  to.counters = static_cast<const uint32_t*>(data_of(*in.ready));
+  MOE_P2P_CHECK(in.ready->numel() >= num_experts * per_expert, Code::kInvalidArgument, "ready is ",
+                describe(*in.ready), ", must have ", per_expert, " counters for each of the ",
+                num_experts, " local experts: one for ", in.ready_rows, " of ", capacity, " rows");
+  if (in.ready_base) {
+    check_counters(*in.ready_base, "ready_base");
+    MOE_P2P_CHECK(in.ready_base->numel() == 1, Code::kInvalidArgument, "ready_base is ",
+                  describe(*in.ready_base), ", must be one number");
+    to.base = static_cast<const uint32_t*>(data_of(*in.ready_base));
+  }
+  to.want = static_cast<uint32_t>(in.ready_want);
+  to.rows = static_cast<int32_t>(in.ready_rows);
+  to.per_expert = static_cast<int32_t>(per_expert);
+  to.num_sms = static_cast<int32_t>(in.num_sms);
+  send.capacity = capacity;
+  MOE_P2P_CHECK(comm.device < 0 || (in.num_sms >= 1 && in.num_sms <= INT32_MAX),
+                Code::kInvalidArgument, "num_sms is ", in.num_sms,
+                ", must be at least 1: as many multiprocessors may wait for rows of y, which the "
+                "product must not need");
+}
+
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& in,
                                    const Tensor& handle) {
   moe::CombineSend send;
@@ -279,6 +318,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
                 "rows that travel one by one are added as they are; pass weighted=False, and no "
                 "topk_weights");
   send.max_tokens = in.max_tokens;
+  if (in.ready) fill_ready(comm, in, send);
   return send;
 }
 

@@ -128,6 +128,7 @@ void check_outputs(const AllToAllObject& comm, const Layout& layout,
 moe::DispatchRecv dispatch_recv_from(const AllToAllObject& comm, const Layout& layout,
                                      const DispatchOutputs& outputs, const moe::Handle& handle);
 
+inline const std::optional<Tensor> kNoTensor;
 struct CombineArguments {
   const Tensor& y;
   const std::optional<Tensor>& row_weights;
@@ -138,6 +139,10 @@ struct CombineArguments {
   abi::SumOrder order{};
   abi::Partials partials{};
   abi::RowLayout layout{};  // of y, as moe::CombineSend has it
+  // Counters of rows of y, [E_local, n] or [E_local * n] of int32 or uint32; null: y is complete.
+  const std::optional<Tensor>& ready = kNoTensor;
+  const std::optional<Tensor>& ready_base = kNoTensor;
+  int64_t ready_rows = 0, ready_want = 0, num_sms = 0;
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);

@@ -105,12 +105,12 @@ void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t op
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
                                    const std::string& kernel, bool by_topk, int64_t partials,
-                                   bool plain) {
+                                   bool plain, bool ready) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   caller->all_to_all.device().set_combine(
       {payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), by_topk,
-       moe::partials_of(partials), plain},
+       moe::partials_of(partials), plain, ready},
       made);
 }
 
@@ -276,13 +276,15 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
                   std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens,
-                  int64_t partials) {
+                  int64_t partials, std::optional<Tensor> ready,
+                  std::optional<Tensor> ready_base, int64_t ready_rows, int64_t ready_want,
+                  int64_t num_sms) {
   const Caller caller(comm);
-  const auto send =
-      combine_send_from(*caller,
-                        {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens,
-                         abi::SumOrder::kRanks, moe::partials_of(partials)},
-                        handle);
+  const auto send = combine_send_from(
+      *caller,
+      {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, abi::SumOrder::kRanks,
+       moe::partials_of(partials), {}, ready, ready_base, ready_rows, ready_want, num_sms},
+      handle);
   caller->all_to_all.combine(&send, nullptr);
 }
 

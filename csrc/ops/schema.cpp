@@ -141,7 +141,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int x_bytes=0, bool plain=False) -> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "str kernel, bool by_topk=False, int partials=0, bool plain=False) -> ()");
+      "str kernel, bool by_topk=False, int partials=0, bool plain=False, bool ready=False) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_enter(int comm, int epoch) -> ()");
@@ -189,7 +189,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
       "Tensor? row_scalars, Tensor? topk_weights, ScalarType out_dtype, int max_tokens, "
-      "int partials=0) -> ()");
+      "int partials=0, Tensor? ready=None, Tensor? ready_base=None, int ready_rows=0, "
+      "int ready_want=0, int num_sms=0) -> ()");
   m.def(
       "combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars, "
       "Tensor[] bias, Tensor(d!)? wait_ticks, int partials=0) -> ()");

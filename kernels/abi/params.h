@@ -40,6 +40,7 @@ enum FaultKind : u32 {
   kDuplicateExpert = 8,  // expected: token, got: expert id
   kTwoAtOnce = 9,        // expected: kernels that had ended, got: that had begun
   kOtherMaxTokens = 10,  // expected, got: max_tokens of the call
+  kRowsNotReady = 11,    // expected: which counter of RowCounters, got: what it stands at
 };
 
 // Device memory of one communicator that only its own kernels use: DeviceState, then the words.
@@ -213,6 +214,22 @@ struct DispatchParams {
   i32 drop;  // rows past the capacity are no fault; the last offset says how many would be enough
 };
 
+// Counters that the caller's kernel raises when rows of y are written (kernels/combine/send.cuh).
+// Row r of local expert e is, once counter e * per_expert + r / rows is at `want` or beyond, where
+// the counter may have passed 2^32: differences are signed.
+struct RowCounters {
+  DevicePtr<const u32> counters;  // 0: all rows are written when the kernel begins
+  DevicePtr<const u32> base;      // a word that `want` is added to, or 0
+  u32 want;
+  i32 rows;        // of a counter
+  i32 per_expert;  // counters
+  i32 capacity;    // rows of an expert
+
+  MOE_P2P_HD i32 counter_of(i32 row) const {
+    return row / capacity * per_expert + row % capacity / rows;
+  }
+};
+
 struct CombineParams {
   DeviceComm comm;
   u64 handle;
@@ -237,6 +254,7 @@ struct CombineParams {
   DevicePtr<const void> topk_idx;  // i32 or i64 [T, K] of the dispatch
   i32 topk_is_int64;
   i32 rows_apart;  // SumOrder::kRows
+  RowCounters ready;
 };
 
 // Of the kernel that takes lost ranks back (kernels/clean.cu).

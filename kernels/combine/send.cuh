@@ -17,11 +17,20 @@ inline constexpr i32 kBatch = SendWorker::kThreads / kLanes;
 using CombineScratch = Rows<kBatch>;
 // Whether late weights are waited for while rows of y travel: that takes registers, and each thread
 // a part of each row.
-inline constexpr bool kWeightsWhileRowsTravel = kTaggedWeights &&
+inline constexpr bool kWeightsWhileRowsTravel = kTaggedWeights && !kReady &&
                                                 kGroups % SendWorker::kThreads == 0 &&
                                                 kBlockThreads * MOE_P2P_BLOCKS_PER_SM <= 512;
+// Items of a worker that it looks at again and again until their rows of y are written: whole
+// batches, so that 512 or more are.
+inline constexpr i32 kReadyBatches = kBatch >= 512 ? 1 : 512 / kBatch;
+static_assert(!kReady || !kMasks, "a counter has no rank that could be masked");
+struct Unready {
+  i32 row[kBatch];  // of each item of a batch one that is not written, or -1
+  i32 lasts;
+};
 struct CombineSendShared {
   CombineScratch worker[SendWorker::kCount];
+  Unready unready[kReady ? SendWorker::kCount : 1];
 };
 
 __device__ __forceinline__ CombineScratch& scratch_of(const SendWorker& worker) {
@@ -68,6 +77,13 @@ struct Trusts {
   __device__ bool operator()() const { return true; }
 };
 
+// The bits of a vote that are of the kLanes threads of this thread's item.
+template <typename W>
+__device__ __forceinline__ u32 lanes_of(const W& worker, u32 votes) {
+  const u32 ours = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
+  return votes >> (worker.thread % 32 / kLanes * kLanes) & ours;
+}
+
 // Finds the rows and weights of items i, i + count, ...: of each slot the rows of this rank. All
 // words of the handle are asked for at once, needed or not. If the handle is not trusted, nothing
 // is found.
@@ -94,9 +110,7 @@ __device__ inline LateWeight look_up(const Adder& a, const W& worker, u64 step, 
   }
   LateWeight late;
   const i32 row = mine ? found : -1;
-  const u32 have = __ballot_sync(~0u, row >= 0);
-  const u32 ours = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
-  const u32 bits = have >> (worker.thread % 32 / kLanes * kLanes) & ours;
+  const u32 bits = lanes_of(worker, __ballot_sync(~0u, row >= 0));
   if (row >= 0) {
     const i32 at = __popc(bits & ((1u << lane) - 1));
     w.row[place][at] = row;
@@ -131,23 +145,24 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
   const CombineScratch& w = scratch_of(worker);
   // Most tokens' rows are loaded for the latency of one, where a thread has the registers.
   constexpr i32 kMost = kGroups <= SendWorker::kThreads * kRowParts<SendWorker> ? 4 : 2;
+  constexpr Written kWritten = kReady ? Written::kByPeers : Written::kBefore;
   constexpr i32 kRowsAtOnce = kTopk < kMost ? kTopk : kMost;
   const auto row_at = [&](i32 r) {
     return a.p.y.as<const char>() + static_cast<u64>(w.row[place][r]) * kYBytes;
   };
   if (kTopkOrder && !kPlain && a.p.rows_apart) {
     for (i32 r = 0; r < w.num_rows[place]; ++r)
-      sum_rows<kYType, Written::kBefore, 1, kOutType>(
+      sum_rows<kYType, kWritten, 1, kOutType>(
           worker, part, to + static_cast<u64>(r) * kOutBytes, flag, 1,
           [&](i32) { return row_at(r); }, false, [](i32) { return 1.0f; });
   } else if constexpr (kPacks) {
-    sum_pieces<Piece<kYType, Written::kBefore>, kRowsAtOnce>(
+    sum_pieces<Piece<kYType, kWritten>, kRowsAtOnce>(
         worker, part, w.num_rows[place], row_at, a.weighted(),
         [&](i32 r) { return w.weight[place][r]; },
         WhileRowsTravel<kWeightsWhileRowsTravel, Settle>{settle},
         StorePacked</*kRounded=*/!kNearPacked>{to, flag});
   } else {
-    sum_rows<kYType, Written::kBefore, kRowsAtOnce, kSentType>(
+    sum_rows<kYType, kWritten, kRowsAtOnce, kSentType>(
         worker, part, to, flag, w.num_rows[place], row_at, a.weighted(),
         [&](i32 r) { return w.weight[place][r]; },
         WhileRowsTravel<kWeightsWhileRowsTravel, Settle>{settle});
@@ -244,6 +259,27 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
   }
 }
 
+// Sends what this rank has for an item of the batch: stores the partial, and raises its flag.
+template <typename Settle>
+__device__ __forceinline__ void send_item(const Adder& a, const SendWorker& worker,
+                                          const Part& share, u64 step, i32 chunk, i32 place,
+                                          const Item& item, const Settle& settle) {
+  const auto [source, index] = item;
+  if (!a.self.same_node(source)) return send_to_node(a, worker, step, chunk, place, source, index);
+  const i32 there = source % kLocal, own = a.self.index_at(there), slot = slot_of(step);
+  const u64 data = data_of(a.p.comm, there);
+  char* to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +
+             static_cast<u64>(index) * a.p.stride;
+#pragma unroll 1
+  for (i32 part = share.index; part < kRowParts<SendWorker>; part += share.count)
+    store_partial(a, worker, part, place, chunk, source, index, to, true, settle);
+  if constexpr (kSelfFlagged) return;
+  worker.sync();
+  // The row's flag, after every thread's stores; pairs with the wait in wait_partial() there.
+  if (worker.thread == 0)
+    st_release_sys_u32(partial_flags_at(a.p.comm, data, slot, own) + index, flag_of(step));
+}
+
 __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, const Part& share,
                                      u64 step, i32 chunk, LateWeight late) {
   const CombineParams& p = a.p;
@@ -269,26 +305,102 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
 #pragma unroll 1
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
-      const auto [source, index] = a.item(num_items, i);
-      if (!a.self.same_node(source)) {
-        send_to_node(a, worker, step, chunk, place, source, index);
-        continue;
-      }
-      const i32 there = source % kLocal, own = a.self.index_at(there);
-      const u64 data = data_of(p.comm, there);
-      char* to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +
-                 static_cast<u64>(index) * p.stride;
-#pragma unroll 1
-      for (i32 part = share.index; part < kRowParts<SendWorker>; part += share.count)
-        store_partial(a, worker, part, place, chunk, source, index, to, true, settle);
-      if constexpr (kSelfFlagged) continue;
-      worker.sync();
-      // The row's flag, after every thread's stores; pairs with the wait in wait_partial() there.
-      if (worker.thread == 0)
-        st_release_sys_u32(partial_flags_at(a.p.comm, data, slot, own) + index, flag_of(step));
+      send_item(a, worker, share, step, chunk, place, a.item(num_items, i), settle);
     }
     worker.sync();  // the next batch takes the place of this one
   }
+}
+
+// --- rows of y that are written meanwhile ---
+// The caller's kernel raises counters on other multiprocessors. Which rows come first is its own
+// affair, so a worker looks at many items in turns and sends those that are complete. No thread
+// waits for a counter while other ranks wait for something that it could send: late weights are
+// pushed before, and sums of the node, which wait for neighbours, come behind all other items.
+
+// Whether the gateway adds up what its neighbours push for this item.
+__device__ __forceinline__ bool waits_for_node(const Adder& a, const Item& item, u64 ranks) {
+  return kOthers > 0 && !a.self.same_node(item.source) && item.source % kLocal == a.self.local &&
+         ranks != u64{1} << a.self.local;
+}
+
+// Looks up the batch that begins with item i, and which of its rows are not written. Called by all
+// threads of the worker.
+__device__ inline void look_up_unready(const Adder& a, const SendWorker& worker, u64 step,
+                                       i32 chunk, i32 num_items, i32 i) {
+  CombineScratch& w = scratch_of(worker);
+  Unready& unready = shared<CombineSendShared>().unready[worker.place];
+  const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
+  look_up(a, worker, step, chunk, num_items, i, w);
+  worker.sync();
+  const RowCounters& ready = a.p.ready;
+  bool missing = false;
+  if (lane < w.num_rows[place] && !MOE_P2P_MUTATED(kRowsUnasked)) {
+    const u32 want = ready.want + (ready.base ? *ready.base.get() : 0);
+    // Pairs with the release of who wrote the row.
+    const u32 got = ld_acquire_sys_u32(ready.counters.get() + ready.counter_of(w.row[place][lane]));
+    missing = static_cast<i32>(got - want) < 0;
+  }
+  const u32 bits = lanes_of(worker, __ballot_sync(~0u, missing));
+  if (lane == 0) unready.row[place] = bits ? w.row[place][__ffs(static_cast<int>(bits)) - 1] : -1;
+  worker.sync();
+}
+
+// Returns whether to look again, for all threads of the worker. row: one that is not written.
+__device__ inline bool row_may_come(const Adder& a, const SendWorker& worker, Patience& patience,
+                                    u64 step, i32 row) {
+  Unready& unready = shared<CombineSendShared>().unready[worker.place];
+  if (worker.thread == 0) {
+    const i32 counter = a.p.ready.counter_of(row);
+    unready.lasts = lasts(a.p.comm, patience, static_cast<u32>(counter),
+                          ld_relaxed_sys_u32(a.p.ready.counters.get() + counter),
+                          {Phase::kCombine, -1, step});
+  }
+  worker.sync();
+  return unready.lasts;
+}
+
+// Sends items first, first + count, ... of a window. of_node: those that wait for neighbours, and
+// not the others. Returns false if rows did not come.
+__device__ inline bool send_window(const Adder& a, const SendWorker& worker, const Part& share,
+                                   u64 step, i32 chunk, i32 num_items, i32 begin, bool of_node) {
+  const CombineScratch& w = scratch_of(worker);
+  const Unready& unready = shared<CombineSendShared>().unready[worker.place];
+  u32 done[(kReadyBatches * kBatch + 31) / 32] = {};  // the same in all threads
+  for (Patience patience;;) {
+    i32 missing = -1;
+#pragma unroll 1
+    for (i32 at = 0, first = begin; at < kReadyBatches * kBatch && first < num_items;
+         at += kBatch, first += worker.count * kBatch) {
+      look_up_unready(a, worker, step, chunk, num_items, first);
+#pragma unroll 1
+      for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
+        u32& word = done[(at + place) / 32];
+        const u32 bit = 1u << (at + place) % 32;
+        const Item item = a.item(num_items, i);
+        if (w.num_rows[place] < 0 || (word & bit) ||
+            waits_for_node(a, item, kOthers > 0 ? w.ranks[place] : 0) != of_node)
+          continue;
+        if (unready.row[place] >= 0) {
+          missing = unready.row[place];
+          continue;
+        }
+        send_item(a, worker, share, step, chunk, place, item, DoNothing{});
+        word |= bit;
+      }
+      worker.sync();  // the next batch takes the place of this one
+    }
+    if (missing < 0) return true;
+    if (!row_may_come(a, worker, patience, step, missing)) return false;
+  }
+}
+
+__device__ inline bool combine_unready_chunk(const Adder& a, const SendWorker& worker,
+                                             const Part& share, u64 step, i32 chunk) {
+  const i32 num_items = a.num_items(chunk);
+  for (i32 pass = 0; pass < (kOthers > 0 ? 2 : 1); ++pass)
+    for (i32 begin = worker.id; begin < num_items; begin += worker.count * kReadyBatches * kBatch)
+      if (!send_window(a, worker, share, step, chunk, num_items, begin, pass == 1)) return false;
+  return true;
 }
 
 // A combine that opens steps of its own begins each with an empty dispatch to, and from, all ranks.
@@ -366,7 +478,7 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
   const SendWorker worker = share.team(own);
   LateWeight late;
   const auto look_first = [&](u64 step, i32 chunk, const auto& trusts) {
-    if (kWeightsWhileRowsTravel || !p.topk_weights)  // otherwise weights have to arrive before
+    if (!kReady && (kWeightsWhileRowsTravel || !p.topk_weights))  // or weights arrive before
       late = look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker),
                      trusts);
   };
@@ -381,7 +493,11 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
       __syncthreads();
     }
     if (!open_chunk(a, begun.opens, step, chunk, block)) return;
-    combine_chunk(a, worker, share, step, chunk, late);
+    if constexpr (kReady) {
+      if (!combine_unready_chunk(a, worker, share, step, chunk)) return;
+    } else {
+      combine_chunk(a, worker, share, step, chunk, late);
+    }
     if (chunk + 1 < num_chunks_of(p))
       worker.sync();  // the next chunk's first batch takes the place of this one's last
   }

@@ -16,6 +16,7 @@ enum class Mutation {
   kSumsOverwritten,   // a combine of many chunks ignores sums that are still to be read
   kSoloReadByFirst,   // a solo dispatch is acknowledged by the first worker, not by the last
   kSumBeforeWeights,  // partial sums without waiting for late weights
+  kRowsUnasked,       // rows of y are read whether their counters are up or not
   kMaskAtOnce,        // a late rank is masked at the first deadline, however many are missing
   kStepOfOneWord,     // blocks that start late read the step that the first has already left
   kScaleRoundedDown,  // a scale barely above a power of two becomes that power

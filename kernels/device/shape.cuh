@@ -22,6 +22,10 @@
 #ifndef MOE_P2P_ELASTIC
 #define MOE_P2P_ELASTIC 0
 #endif
+// 1: rows of y are written while combine runs (kernels/combine/send.cuh).
+#ifndef MOE_P2P_READY
+#define MOE_P2P_READY 0
+#endif
 
 namespace moe_p2p::device {
 
@@ -70,6 +74,7 @@ inline constexpr bool kInParts = kShape.num_nodes() > 1 &&
 // Plain kernels are for calls without rare options (is_plain() in csrc/moe/device/backend.cpp):
 // what these ask for is a constant here, so the code is shorter and fewer registers are live.
 inline constexpr bool kPlain = MOE_P2P_PLAIN;
+inline constexpr bool kReady = MOE_P2P_READY;
 template <typename Params>
 __device__ __forceinline__ i32 num_chunks_of(const Params& p) {
   return kPlain ? 1 : p.num_chunks;

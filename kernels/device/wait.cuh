@@ -94,7 +94,8 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   if (now < deadline) return deadline;
   if constexpr (kMasksGrow)
     if (what.source != comm.rank) return mask_late(comm, what, now - deadline) ? 0 : deadline;
-  raise_fault(comm, kTimedOut, what.phase, what.source, what.step, want, got);
+  raise_fault(comm, kReady && what.source < 0 ? kRowsNotReady : kTimedOut, what.phase, what.source,
+              what.step, want, got);
   return 0;
 }
 

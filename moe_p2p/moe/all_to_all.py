@@ -69,6 +69,7 @@ from moe_p2p.moe.options import (
     prepared_options,
     sum_order_of,
 )
+from moe_p2p.moe.ready import ReadyRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,7 +93,7 @@ class AllToAll(Owner):
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: makes one.
     gone: with mask_lost_ranks, whether a rank is known to have left, so that nobody waits for it.
-    members: the ranks of world_size that begin, in a world that changes (docs/calls.md), on CPUs;
+    members: the ranks of world_size that begin, in a world that changes (docs/calls.md);
         with mask_lost_ranks those of them that come. update_members() adds and removes ranks.
     join: this process comes later, or takes the place of one that is gone. Returns once members
         have added it; its calls are theirs from there on.
@@ -373,8 +374,7 @@ class AllToAll(Owner):
     ) -> PendingDispatch:
         """The first half of dispatch: returns once the inputs may be overwritten.
 
-        Takes what dispatch takes. max_tokens may span at most steps_in_flight chunks. Not
-        differentiable.
+        Takes what dispatch takes, max_tokens of at most steps_in_flight chunks. Not differentiable.
         """
         if torch.is_grad_enabled():
             refuse = without_default_device(arguments.refuse_gradient)
@@ -465,11 +465,13 @@ class AllToAll(Owner):
         out_dtype: torch.dtype | None = None,
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
+        ready: ReadyRows | None = None,
         **moved: Any,
     ) -> PendingCombine:
         """The first half of combine: returns once y may be overwritten. Not differentiable.
 
         Takes what combine takes, sums in order "ranks"; combine_recv is asked for wait_ticks.
+        ready: y, padded, is still being written; each row is sent once its counter says so.
         """
         given = combine_options(options, weighted, out_dtype, moved)
         errors.require(not sum_order_of(given.number), "halves take sums in order='ranks' only")
@@ -494,9 +496,10 @@ class AllToAll(Owner):
         call_options &= ~MERGE_DUPLICATES
         self._communicator.prepare_combine(y.dtype, dtype, call_options | given.number, False)
         tensors = (handle, y, row_weights, row_scalars, topk_weights)
-        call(_ops.combine_send.default, self._comm, *tensors, dtype, max_tokens, partials)
-        num_rows = dispatched.topk_idx.shape[0]
-        return PendingCombine(handle, num_rows, dtype, row_scalars is not None, partials)
+        more = () if ready is None else ready.arguments(self._communicator, y, dtype, partials)
+        call(_ops.combine_send.default, self._comm, *tensors, dtype, max_tokens, partials, *more)
+        rows = dispatched.topk_idx.shape[0]
+        return PendingCombine(handle, rows, dtype, row_scalars is not None, partials)
 
     @unaffected
     def combine_recv(
@@ -622,8 +625,7 @@ class AllToAll(Owner):
 
         Every rank calls it, equally often, also one that has masked none: others may have masked
         it. It waits for nobody. Who makes its next call before another one has cleaned waits for it
-        there, and masks it at the deadline. Captured CUDA graphs stay valid. Open calls end: what
-        was dispatched before is not combined.
+        there, and masks it at the deadline. Captured CUDA graphs stay valid. Open calls end.
 
         On this rank no call may run meanwhile: replays of graphs on other streams have ended.
         Objects that share one mask all clean it. Raises UnavailableError between nodes,
@@ -641,7 +643,7 @@ class AllToAll(Owner):
         """Begins to make the next epoch of the world, beside steps: of this one's ranks but for
         `remove` and those that are gone, and of new processes of `add`, also in place of lost ones.
 
-        Returns at once. Ranks that stay or are removed all call it alike; new ones pass join=True.
+        Returns at once. Ranks that stay or are removed call it alike; new ones pass join=True.
         Raises InvalidArgumentError for seats that are not there, and where members are staged.
         """
         self._communicator.stage_members(add, remove)
@@ -676,12 +678,10 @@ class AllToAll(Owner):
         PeerDeadError, naming the missing ranks, and ProtocolError for another n break the object.
         Not with mask_lost_ranks.
         """
-        gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
-        return gathered
+        return call(_ops.all_to_all_gather_counts.default, self._comm, values)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Idempotent. Each rank closes by itself; what it has sent still arrives. Does nothing in a
-        child forked from the process that made it."""
+        """Idempotent. Each rank closes by itself; what it has sent still arrives."""
         self._communicator.close()
 
     def __enter__(self) -> Self:

@@ -205,7 +205,7 @@ void DeviceBackend::enter(DeviceBackend* before, const std::vector<uint8_t>& abs
 
 abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {
   input.relay_blocks = relay_blocks(input.weights);
-  input.num_sms = memory_.num_sms;
+  if (input.num_sms == 0) input.num_sms = memory_.num_sms;
   return choose_grid(kernel, input);
 }
 
@@ -375,6 +375,14 @@ void DeviceBackend::fill(abi::CombineParams& p, const CombineSend& send) {
   p.rows_apart = send.order == SumOrder::kRows;
   p.topk_weights = on_device(send.topk_weights);
   p.num_rows = static_cast<int32_t>(send.num_rows);
+  const ReadyRows& ready = send.ready;
+  if (!ready.counters) return;
+  p.ready = {.counters = on_device(ready.counters),
+             .base = on_device(ready.base),
+             .want = ready.want,
+             .rows = ready.rows,
+             .per_expert = ready.per_expert,
+             .capacity = static_cast<int32_t>(send.capacity)};
 }
 
 void DeviceBackend::fill(abi::CombineParams& p, const CombineRecv& recv) {
@@ -436,10 +444,13 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.with_scalars = call.with_scalars;
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
-  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.sum, is_plain(p), "combine");
+  auto wanted = call.sum;
+  wanted.ready = send && send->ready.counters;
+  const DeviceKernel& kernel = find_kernel(combine_kernels_, wanted, is_plain(p), "combine");
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size * kMostShares : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
+                            .num_sms = send ? send->ready.num_sms : 0,
                             .copies = send && copies_rows(*send),
                             .own_stay = recv && send && abi::facts_of(send->layout).per_token,
                             .weights = p.topk_weights.address != 0});

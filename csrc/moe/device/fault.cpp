@@ -66,6 +66,8 @@ base::Error error_of(const abi::Fault& fault, const Plan& plan, int rank, const 
       return {Code::kProtocol,
               base::concat(head, ": ",
                            other_max_tokens(fault.source, fault.got, rank, fault.expected))};
+    case abi::kRowsNotReady:
+      return {Code::kTimeout, base::concat(head, ": ", unready(fault.expected, got))};
     case abi::kTwoAtOnce:
       return {Code::kInvalidArgument,
               base::concat(head,

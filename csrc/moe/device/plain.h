@@ -16,7 +16,8 @@ inline bool is_plain(const abi::DispatchParams& p) noexcept {
 }
 
 inline bool is_plain(const abi::CombineParams& p) noexcept {
-  return p.num_chunks == 1 && !p.empty && !p.with_scalars && !p.rows_apart && !p.wait_ticks;
+  return p.num_chunks == 1 && !p.empty && !p.with_scalars && !p.rows_apart && !p.wait_ticks &&
+         !p.ready.counters;
 }
 
 // Returns the plain kernel for a plain call, where there is one.

@@ -1,5 +1,8 @@
 #include "moe/host/backend.h"
 
+#include <atomic>
+#include <set>
+
 namespace moe_p2p::moe {
 
 using abi::Phase;
@@ -137,7 +140,39 @@ void HostBackend::combine(const CombineSend* send, const CombineRecv* recv) {
 void HostBackend::send_combine(const CombineSend& send) {
   CombineCall call(context_, send);
   check_halves(plan_, call.num_chunks());
+  if (send.ready.counters) wait_ready(send);
   run([&] { return call.advance_send(); }, [&] { return call.pending(); });
+}
+
+// Until the rows that this rank sums are written.
+void HostBackend::wait_ready(const CombineSend& send) {
+  const HandleView handle = context_.open(send.handle);
+  abi::RowCounters place{};
+  place.rows = send.ready.rows;
+  place.per_expert = send.ready.per_expert;
+  place.capacity = static_cast<int32_t>(send.capacity);
+  std::set<int32_t> awaited;
+  for (int32_t chunk = 0; chunk < handle.meta().num_chunks; ++chunk)
+    for (int source = 0; source < plan_.shape.world_size; ++source)
+      for (int32_t slot = 0; slot < handle.slot_count(chunk, source); ++slot)
+        for (int k = 0; k < plan_.shape.topk; ++k)
+          if (const int32_t row = handle.slot_rows(chunk, source, slot)[k]; row >= 0)
+            awaited.insert(place.counter_of(row));
+  const uint32_t want = send.ready.want + (send.ready.base ? *send.ready.base : 0);
+  const auto value = [&](int32_t counter) {
+    // acquire: pairs with the release of who wrote the rows.
+    return std::atomic_ref(const_cast<uint32_t&>(send.ready.counters[counter]))
+        .load(std::memory_order_acquire);
+  };
+  const auto up = [&] {
+    std::erase_if(awaited, [&](int32_t counter) {
+      return MOE_P2P_MUTATED(kRowsUnasked) || static_cast<int32_t>(value(counter) - want) >= 0;
+    });
+    return awaited.empty();
+  };
+  waits_.latching([&] {
+    waits_.wait_for_caller(up, [&] { return unready(*awaited.begin(), value(*awaited.begin())); });
+  });
 }
 
 void HostBackend::release(Handle handle, const platform::Stream&) {

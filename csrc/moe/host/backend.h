@@ -40,6 +40,7 @@ class HostBackend final : public Backend {
  private:
   void send_dispatch(const DispatchSend& send);
   void send_combine(const CombineSend& send);
+  void wait_ready(const CombineSend& send);
   // Returns the first half of `handle` that waits for its second one.
   const OpenCall& sent(Handle handle, OpenCall::Stage stage, const char* what) const;
   void release(const OpenCall& call);

@@ -1,6 +1,7 @@
 #include "moe/node/waits.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "platform/interrupt.h"
 
@@ -178,6 +179,19 @@ void Waits::wait(const std::function<bool()>& ready, const Arrived& arrived,
       fail(Code::kTimeout,
            base::concat("timed out after ", options_.timeout.count(), " ms: ", text()));
     }
+  }
+}
+
+// Nobody rings for it.
+void Waits::wait_for_caller(const std::function<bool()>& ready, const Text& text) const {
+  const auto deadline = platform::Clock::now() + options_.timeout;
+  while (!ready()) {
+    check_abort([&] { return "; " + text(); });
+    if (platform::interrupted()) fail(Code::kAborted, "interrupted by a signal; " + text());
+    if (platform::Clock::now() >= deadline)
+      fail(Code::kTimeout,
+           base::concat("timed out after ", options_.timeout.count(), " ms: ", text()));
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }
 

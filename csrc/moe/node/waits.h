@@ -39,6 +39,9 @@ class Waits {
   // gone.
   void wait(const std::function<bool()>& ready, const Arrived& arrived, const Text& text) const;
 
+  // Waits until ready() for what another thread of the caller does, with the same deadline.
+  void wait_for_caller(const std::function<bool()>& ready, const Text& text) const;
+
   // --- what ends a wait, and calls that do not wait ---
   // Throws when a rank of this node, or this rank's exchange, has failed.
   void check_abort(const Text& text) const;

@@ -66,6 +66,7 @@ _ops = torch.ops.moe_p2p
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 # Macros of measurements; `bench` sets MOE_P2P_STAMPS for the communicators that it makes then.
 measuring: dict[str, int] = {}
+READY, NO_MACROS = {"MOE_P2P_READY": 1}, dict[str, int]()
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
@@ -137,7 +138,8 @@ def combine_kernel(
     """
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
     bulk = None
-    if goes_in_bulk(shape, num_sms) and not by_topk and not partials:
+    ready = "MOE_P2P_READY" in shape
+    if goes_in_bulk(shape, num_sms) and not (by_topk or partials or ready):
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
         shape = of_any_length(shape)
@@ -451,6 +453,26 @@ class DeviceSide:
             call(op, self._comm, y_dtype, out_dtype, loaded, by_topk, partials, is_plain(kernel))
         self._ready.add((y_dtype, out_dtype, by_topk, partials))
 
+    def prepare_ready(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, partials: int = 0
+    ) -> None:
+        """The same for combines whose y is still being written (moe/ready.py)."""
+        partials = partials_among(self._shape, False, partials)
+        key = y_dtype, out_dtype, "ready", partials
+        if key in self._ready:
+            return
+        errors.require(
+            self.masks is None and not goes_in_bulk(self._shape, self._num_sms),
+            "ready: a combine cannot begin before y is complete where lost ranks are masked, where "
+            "the world changes, or where num_sms of the configuration makes rows go in bulk",
+        )
+        refuse_capture(missing_combine(y_dtype, out_dtype, False, partials))
+        kernel = self._combine_kernel(y_dtype, out_dtype, False, partials, READY)
+        op = _ops.all_to_all_set_combine_kernel.default
+        loaded = self._load(kernel)
+        call(op, self._comm, y_dtype, out_dtype, loaded, False, partials, False, True)
+        self._ready.add(key)
+
     def _dispatch_kernel(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> Kernel:
         variant = variant_of(options)
         hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
@@ -475,10 +497,11 @@ class DeviceSide:
         out_dtype: torch.dtype,
         by_topk: bool = False,
         partials: int = 0,
+        macros: dict[str, int] = NO_MACROS,
     ) -> Kernel:
         partials = partials_among(self._shape, by_topk, partials)
         more: dict[str, Any] = {"num_sms": self._num_sms, "tuned": self._tuned}
-        return combine_kernel(self._shape, y_dtype, out_dtype, by_topk, partials, **more)
+        return combine_kernel(self._shape | macros, y_dtype, out_dtype, by_topk, partials, **more)
 
     def use_launches(self, tuned: Sequence[TunedLaunch]) -> None:
         """Kernels prepared from now on have these shapes, where they fit; for `tune`."""

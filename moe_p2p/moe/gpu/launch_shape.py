@@ -179,7 +179,8 @@ def combine_shared_bytes(macros: dict[str, int], by_topk: bool, launch: LaunchSh
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     speakers = 8 * (local + world // local) + (24 * macros["MOE_P2P_TOPK"] if by_topk else 0)
     workers = max(launch.token_workers, launch.slot_workers)
-    return launch.block_threads * 20 + workers * (speakers + 512) + 1024
+    unready = 4 * launch.block_threads + 128 if "MOE_P2P_READY" in macros else 0
+    return launch.block_threads * 20 + workers * (speakers + 512) + 1024 + unready
 
 
 class Bulk(NamedTuple):

@@ -1,0 +1,60 @@
+"""Rows of y that are written while combine sends: which are complete, by counters.
+
+Symbols: E_local experts of this rank, C rows of an expert (capacity).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+
+if TYPE_CHECKING:
+    from moe_p2p.moe.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyRows:
+    """Counters that a product raises, on another stream, behind rows of y that it has written.
+
+    Row r of expert e may be read once counter [e, r // rows] is at `want` or beyond. Who raises it
+    writes the rows, then adds with a release (red.release.gpu.global.add). Counters may pass 2^32:
+    the difference to what is awaited counts, as a signed number.
+
+    counters: int32 or uint32, contiguous, on y's device: at least [E_local, ceil(C / rows)],
+        expert by expert. All start below what is awaited, zero for instance, each time.
+    want: what is awaited; a product of n tiles of columns that each add 1 makes it n.
+    rows: of a counter. None: C, one counter for each expert.
+    base: [1] int32 or uint32 on the same device, added to `want`: where counters are not cleared
+        between replays of a graph, the value that they had before this one.
+    num_sms: most multiprocessors that combine's sending half may hold while it waits, which the
+        product must not need. At least 1 on a GPU; on CPUs it means nothing.
+    """
+
+    counters: Tensor
+    want: int
+    rows: int | None = None
+    base: Tensor | None = None
+    num_sms: int = 0
+
+    def arguments(
+        self, communicator: Communicator, y: Tensor, out_dtype: torch.dtype, partials: int
+    ) -> tuple[Any, ...]:
+        """Compiles the kernel if it has to; returns what the op takes."""
+        errors.require(
+            isinstance(self.counters, Tensor),
+            f"ready: counters is {type(self.counters).__name__}, must be a tensor of int32 or "
+            "uint32",
+        )
+        errors.require(
+            isinstance(self.want, int) and 0 <= self.want < 1 << 31,
+            f"ready: want is {self.want!r}, must be an integer from 0 to 2^31 - 1",
+        )
+        if communicator.device is not None:
+            communicator.device.prepare_ready(y.dtype, out_dtype, partials)
+        rows = max(y.shape[1], 1) if self.rows is None and y.dim() == 3 else self.rows
+        return self.counters, self.base, 0 if rows is None else rows, self.want, self.num_sms
