@@ -56,6 +56,7 @@ BLOCKS = "test_gpu_int10.py::test_no_word_of_a_block_is_all_ones[2ranks-2pernode
 SCALES = "test_gpu_layouts.py::test_scales_beside_powers_of_two"
 PATIENCE = "test_gpu_masks.py::test_a_rank_that_waits_for_a_lost_one_is_not_masked"
 
+READY = "test_gpu_ready.py::test_rows_are_sent_once_their_counters_are_up[4ranks-2pernode]"
 FLAGS = "test_gpu_arrival_flags.py::test_a_hostile_network_changes_nothing[1-write]"
 
 NAMED = {
@@ -68,6 +69,7 @@ NAMED = {
     "kSumsOverwritten": LONG_CHUNKS,
     "kSoloReadByFirst": CHUNKS,
     "kSumBeforeWeights": LATE,
+    "kRowsUnasked": READY,
     "kMaskAtOnce": PATIENCE,
     "kStepOfOneWord": "one block at a time",
     "kScaleRoundedDown": SCALES,
@@ -83,6 +85,7 @@ ORDERED_BY = {
     "dispatch/recv": [LONG_CHUNKS, CHUNKS],
     "dispatch/route": [PLAIN_SLOT, SOLO_SLOT, LONG_STEPS, CHUNKS],
     "clean": [CLEAN],
+    "combine/send": [READY, LONG_STEPS, CHUNKS],
     "combine/sums_read": [LONG_CHUNKS, CHUNKS],
     "wait": [FAILURE, LONG_STEPS, CHUNKS],
     "": [LONG_STEPS, CHUNKS],

@@ -12,7 +12,6 @@ enum class Mutation {
   kCountWithoutSource,    // immediates of all sources in one counter
   kPublishBeforePayload,  // reports an arrival after the first immediate of several
   kLastPartIsAll,         // reports an arrival with the last part, earlier ones missing
-  kRowsUnasked,           // reads rows of y whether their counters are up or not
   kSumBeforeWeights,      // forms partial sums without waiting for their weights
   kWriteToMasked,         // writes to a masked rank although its slots may be in use
   kCleanWithoutJump,      // goes on counting from the first step after a clean of masks

@@ -5,6 +5,7 @@ All are replayed, so the host is not in between. On an emulated GPU a stream is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +58,16 @@ class Stream:
         else:
             self._stream = torch.cuda.Stream()
 
-    def replay(self, graph: Any) -> Any:
+    def run(self, step: Callable[[], object]) -> Any:
         """An event behind it."""
         if DEVICE == "cpu":
-            return self._stream.run(graph.replay)
+            return self._stream.run(step)
         with torch.cuda.stream(self._stream):
-            graph.replay()
+            step()
         return self._stream.record_event()
+
+    def replay(self, graph: Any) -> Any:
+        return self.run(graph.replay)
 
     def wait(self, event: Any) -> None:
         self._stream.wait_event(event)

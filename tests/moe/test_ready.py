@@ -34,9 +34,7 @@ def steps_of(world_size: int, ranks_per_node: int) -> list[Wanted]:
         )
 
     return [
-        cases.expect(
-            topology, [tokens(seed, r) for r in range(world_size)], max_tokens=MAX_TOKENS
-        )
+        cases.expect(topology, [tokens(seed, r) for r in range(world_size)], max_tokens=MAX_TOKENS)
         for seed in range(len(counts))
     ]
 

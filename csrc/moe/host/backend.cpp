@@ -166,7 +166,7 @@ void HostBackend::wait_ready(const CombineSend& send) {
   };
   const auto up = [&] {
     std::erase_if(awaited, [&](int32_t counter) {
-      return MOE_P2P_MUTATED(kRowsUnasked) || static_cast<int32_t>(value(counter) - want) >= 0;
+      return static_cast<int32_t>(value(counter) - want) >= 0;
     });
     return awaited.empty();
   };

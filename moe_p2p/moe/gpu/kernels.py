@@ -462,7 +462,7 @@ class DeviceSide:
         if key in self._ready:
             return
         errors.require(
-            self.masks is None and not goes_in_bulk(self._shape, self._num_sms),
+            self.masks is None and (partials or not goes_in_bulk(self._shape, self._num_sms)),
             "ready: a combine cannot begin before y is complete where lost ranks are masked, where "
             "the world changes, or where num_sms of the configuration makes rows go in bulk",
         )
