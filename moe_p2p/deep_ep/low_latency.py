@@ -44,10 +44,6 @@ TWO_WAYS = (
     "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
     "needed, an event is waited for"
 )
-NO_OVERLAP = (
-    "low_latency_combine(overlap=True) is not served: call it without, after the product; with "
-    "return_recv_hook=True other work overlaps"
-)
 
 # By how partial sums travel, and whether the wait for each rank is asked for.
 _COMBINES = {

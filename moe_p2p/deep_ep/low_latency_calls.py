@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.low_latency import (
-    NO_OVERLAP,
     TWO_WAYS,
     Hook,
     LowLatencyHandle,
@@ -32,11 +31,13 @@ from moe_p2p.deep_ep.low_latency import (
     sums_of,
     topk_of,
 )
+from moe_p2p.deep_ep.overlap import ready_rows
 from moe_p2p.deep_ep.streams import Streams, new_event
 from moe_p2p.moe import bare
 from moe_p2p.moe.dispatched import tensors_of, without_rows
-from moe_p2p.moe.options import DispatchForm
+from moe_p2p.moe.options import DispatchForm, partials_from
 from moe_p2p.moe.pool import ReleasingAllToAll
+from moe_p2p.moe.ready import ReadyRows
 
 
 class LowLatencyCalls:
@@ -171,34 +172,54 @@ class LowLatencyCalls:
             called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
         combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
-        overlap: True raises NotImplementedError; what follows belongs to it, and is not read.
+        overlap: x is still being written, on another stream, and each row is sent once it is
+            complete. Without it what follows is not read. Not with lost ranks masked.
+        comp_signal: int32, counter e * ceil(W * T / block_m) + r // block_m for row r of expert e;
+            at `threshold` (or more) its rows are written. The caller clears it before each product.
+        src_signals: [E_local] uint32 instead, a counter for each expert, and its value.
+        num_sms: most multiprocessors that wait for rows. With src_signals 0 means all but
+            src_signal_expect_value, which is how many the product has.
+        packed_recv_count: [E_local]; the handle has it, too.
 
         Returns (sums [t, H], event, hook).
         """
         assert not (async_finish and return_recv_hook), TWO_WAYS
-        if overlap:
-            raise NotImplementedError(NO_OVERLAP)
         assert isinstance(handle, LowLatencyHandle), (
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"
         )
         stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
-        timed = stats is not None and not return_recv_hook
+        timed = stats is not None and not (return_recv_hook or overlap)
         options = combine_form(self._partials, y.dtype, use_logfmt, timed)
-        plain = stats is None and not (async_finish or return_recv_hook)
+        plain = stats is None and not (async_finish or return_recv_hook or overlap)
         all_to_all, received = handle.all_to_all, handle.received
         if plain and self._streams.bare_on(x) is not None:
             sums = bare.combine(all_to_all._comm, y, received, options, False, topk_weights, out)
             if sums is not None:
                 return sums, new_event(EventOverlap), None
         hook: Hook | None = None
+        ready: ReadyRows | None = None
+        if overlap:
+            ready = ready_rows(
+                y,
+                packed_recv_count=packed_recv_count,
+                comp_signal=comp_signal,
+                block_m=block_m,
+                threshold=threshold,
+                num_sms=num_sms,
+                src_signals=src_signals,
+                src_signal_expect_value=src_signal_expect_value,
+            )
         with self._streams.turn(x, None, async_finish) as turn:
-            if return_recv_hook:
+            if return_recv_hook or ready:
                 out = room_for_sums(out, topk_idx.shape[0], y)
                 pending = all_to_all.combine_send(
-                    y, received, options=options, topk_weights=topk_weights
+                    y, received, options=options, topk_weights=topk_weights, ready=ready
                 )
+            if ready and not return_recv_hook:
+                receive_sums(all_to_all, pending, out, stats)
+            elif return_recv_hook:
                 hook = self._hook(
                     x,
                     functools.partial(receive_sums, all_to_all, pending, out, stats),
@@ -230,6 +251,7 @@ class LowLatencyCalls:
         round_scale: bool = False,
         use_ue8m0: bool = False,
         use_logfmt: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Makes all that low-latency calls of this shape need, which their first call does
         otherwise and no call can while a CUDA graph is captured. Collective. Not in DeepEP.
@@ -241,7 +263,10 @@ class LowLatencyCalls:
         how = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, False
         key = x.dtype, x.get_device(), hidden, num_topk, how
         made, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
-        made.prepare(form.options, combine=combine_form(self._partials, x.dtype, use_logfmt, False))
+        combine = combine_form(self._partials, x.dtype, use_logfmt, False)
+        made.prepare(form.options, combine=combine)
+        if overlap:
+            made._communicator.prepare_ready(x.dtype, x.dtype, partials_from(combine.number))
 
     def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
         """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""

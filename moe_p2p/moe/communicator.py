@@ -537,6 +537,18 @@ class Communicator:
             self.device.prepare_combine(x_dtype, x_dtype)
         self._prepared.add(key)
 
+    def prepare_ready(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, partials: int = 0
+    ) -> None:
+        """Of combines whose rows are still being written (ready.py)."""
+        errors.require(
+            not self.config.mask_lost_ranks and self._changes is None,
+            "ready: combine begins before y is complete only where no rank is masked and the world "
+            "does not change",
+        )
+        if self.device is not None:
+            self.device.prepare_ready(y_dtype, out_dtype, partials)
+
     @when_traced
     def prepare_combine(
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, options: int, trains: bool

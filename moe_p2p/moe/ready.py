@@ -54,7 +54,6 @@ class ReadyRows:
             isinstance(self.want, int) and 0 <= self.want < 1 << 31,
             f"ready: want is {self.want!r}, must be an integer from 0 to 2^31 - 1",
         )
-        if communicator.device is not None:
-            communicator.device.prepare_ready(y.dtype, out_dtype, partials)
+        communicator.prepare_ready(y.dtype, out_dtype, partials)
         rows = max(y.shape[1], 1) if self.rows is None and y.dim() == 3 else self.rows
         return self.counters, self.base, 0 if rows is None else rows, self.want, self.num_sms

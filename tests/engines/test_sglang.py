@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+import time
 import types
 from typing import Any
 
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, UnavailableError
+from moe_p2p import InvalidArgumentError
 from tests.engines import sglang_layers
 from tests.engines.sglang_layers import combined, extend, make, run_layer, run_modes, topk_of
 from tests.support import engine_layers as plain
@@ -35,6 +38,8 @@ def run_ours(rank: Rank) -> None:
     two_batches(rank)
     hooks(rank)
     refusals(rank)
+    for blackwell in (False, True):
+        single_batch_overlap(rank, blackwell)
 
 
 def types_of_rows(rank: Rank) -> None:
@@ -155,11 +160,81 @@ def hooks(rank: Rank) -> None:
     assert dispatcher.expert_mask_gpu is None
 
 
+class Stream:
+    """Of a machine without GPUs, where everything runs in order."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.waited.append(stream)
+
+
+def write_slowly(
+    y: torch.Tensor, result: torch.Tensor, signal: torch.Tensor, block_m: int, threshold: int
+) -> None:
+    """A product that raises signals."""
+    blocks = -(-y.shape[1] // block_m)
+    for expert in reversed(range(len(y))):
+        for block in range(blocks):
+            time.sleep(0.002)
+            part = slice(block * block_m, (block + 1) * block_m)
+            y[expert, part] = result[expert, part]
+            signal[expert * blocks + block] += threshold
+
+
+def single_batch_overlap(rank: Rank, blackwell: bool) -> None:
+    """Combine begins while the product writes y, as SGLang's runner raises its signals."""
+    from sglang.srt.batch_overlap.single_batch_overlap import CombineOverlapArgs
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+
+    deepep.is_blackwell = lambda: blackwell
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.cuda.current_stream = Stream
+    extend(False)
+    dispatcher = make(rank, "low_latency")
+    for step in range(3):
+        x, ids, weights = plain.inputs(rank.rank, step, torch.bfloat16)
+        got = dispatcher.dispatch(hidden_states=x, topk_output=topk_of(ids, weights))
+        given = combined(rank, dispatcher, got, ids, weights)
+        result, y = given.hidden_states, torch.full_like(given.hidden_states, float("nan"))
+        num_experts, num_rows = y.shape[:2]
+        if blackwell:
+            signal = torch.zeros(num_experts, dtype=torch.int32).view(torch.uint32)
+            block_m, threshold = num_rows, 129
+        else:
+            # Room for blocks of 64 rows, of which the product takes fewer.
+            signal = torch.zeros(num_experts * -(-num_rows // 64) + 9, dtype=torch.int32)
+            block_m, threshold = 128, 4
+        stream = Stream()
+        overlap = CombineOverlapArgs(
+            overlap=True,
+            stream=stream,
+            wait_event="began",
+            num_sms=3,
+            signal=signal,
+            threshold=threshold if blackwell else 0,
+        )
+        dispatcher.set_overlap_args(overlap, {"block_m": block_m, "threshold": threshold})
+        raised = signal.view(torch.int32)
+        running = threading.Thread(
+            target=write_slowly, args=(y, result, raised, block_m, threshold)
+        )
+        running.start()
+        dispatcher.combine_a(combine_input=given._replace(hidden_states=y))
+        running.join()
+        out = dispatcher.combine_b()
+        dispatcher.clear_overlap_args()
+        expected = plain.plain(plain.as_sent(x), ids, weights)
+        torch.testing.assert_close(out.float(), expected, **BF16)
+        assert "began" in stream.waited
+
+
 def refusals(rank: Rank) -> None:
     dispatcher = make(rank, "low_latency")
-    with pytest.raises(UnavailableError, match="--enable-single-batch-overlap"):
-        dispatcher.set_overlap_args(object(), {})
-    dispatcher.clear_overlap_args()
     dispatcher.set_quant_config({"dispatcher_output_dtype": "nvfp4"})
     x, ids, weights = plain.inputs(rank.rank, 0, torch.bfloat16)
     with pytest.raises(InvalidArgumentError, match="nvfp4; bf16 and fp8"):
@@ -177,6 +252,8 @@ def run_shim(rank: Rank) -> None:
     patch.setattr(torch.cuda, "get_device_properties", lambda **_: of_gpu)
     for dtype in ("bf16", "fp8"):
         run_modes(rank, dtype)
+    for blackwell in (False, True):
+        single_batch_overlap(rank, blackwell)
     patch.undo()
     assert len(COUNTS) > 2  # of which some ranks have no tokens
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_p2p import env, errors
+from moe_p2p.deep_ep.overlap import ready_rows
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.integrations.kv import sglang as sglang_kv
 from moe_p2p.integrations.moe import pool_of, sglang_eplb
@@ -30,6 +32,7 @@ from moe_p2p.moe.dispatched import Dispatched, PendingDispatch
 from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, config_of
+from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.moe.routing_counts import count_routing
 from moe_p2p.moe.row_counts import SizeExchange
 
@@ -50,6 +53,8 @@ class Dispatcher:
     """Takes DeepEPDispatcher's arguments; those that only DeepEP's transport uses are ignored."""
 
     _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
+    overlap_args: Any = None  # of single-batch overlap, for the next combine
+    meta_overlap_args: Any = None
     expert_mask_gpu = None  # read by AMD's runner: ids of rows name experts of this rank only
 
     def __init__(
@@ -112,7 +117,9 @@ class Dispatcher:
         (all_to_all, got), self._received = self._received, None
         y: Tensor = combine_input.hidden_states
         if got.x.dim() == 3:
-            pending = all_to_all.combine_send(y, got)
+            with _beside_the_product(self.overlap_args):
+                ready = _ready_rows(y, self.overlap_args, self.meta_overlap_args)
+                pending = all_to_all.combine_send(y, got, ready=ready)
             self._combining = lambda: all_to_all.combine_recv(pending)
         else:
             self._combining = lambda: all_to_all.combine(y, got, weighted=False)
@@ -120,7 +127,11 @@ class Dispatcher:
     def combine_b(self, **_: Any) -> Tensor:
         assert self._combining is not None, "combine_b follows combine_a"
         finish, self._combining = self._combining, None
-        return finish()
+        sums = finish()
+        if self.overlap_args is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self.overlap_args.stream)
+        return sums
 
     def check(self) -> None:
         """Raises the error that broke a communicator of the group, with its whole text.
@@ -132,13 +143,6 @@ class Dispatcher:
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
         self.quant_config, self._options = quant_config, {}
-
-    def set_overlap_args(self, combine_overlap_args: Any, meta_overlap_args: Any) -> None:
-        raise errors.make(
-            errors.UnavailableError,
-            "combine cannot begin before the experts have finished: "
-            "start SGLang without --enable-single-batch-overlap",
-        )
 
     def register_deepep_dispatch_hook(self, hook: Callable[[Any], None]) -> Any:
         """Registers hook(dispatcher), run between dispatch's halves; the result has remove()."""
@@ -237,6 +241,32 @@ class Dispatcher:
         if options is None:
             options = self._options[layout] = _options_for(self, layout)
         return options
+
+
+def _beside_the_product(overlap: Any) -> AbstractContextManager[Any]:
+    """Of single-batch overlap: a stream that waits for the product's begin, not for its end."""
+    if overlap is None:
+        return nullcontext()
+    overlap.stream.wait_event(overlap.wait_event)
+    return torch.cuda.stream(overlap.stream)
+
+
+def _ready_rows(y: Tensor, overlap: Any, meta: Any) -> ReadyRows | None:
+    """None: the product has written all of y."""
+    if overlap is None or not overlap.overlap:
+        return None
+    if overlap.signal.dtype == torch.uint32:  # of each expert, as products on Blackwell raise them
+        given: dict[str, Any] = {
+            "src_signals": overlap.signal,
+            "src_signal_expect_value": overlap.threshold,
+        }
+    else:
+        given = {
+            "comp_signal": overlap.signal,
+            "block_m": meta["block_m"],
+            "threshold": meta["threshold"],
+        }
+    return ready_rows(y, **given, num_sms=overlap.num_sms or 0)
 
 
 class _Registered:

@@ -462,9 +462,9 @@ class DeviceSide:
         if key in self._ready:
             return
         errors.require(
-            self.masks is None and (partials or not goes_in_bulk(self._shape, self._num_sms)),
-            "ready: a combine cannot begin before y is complete where lost ranks are masked, where "
-            "the world changes, or where num_sms of the configuration makes rows go in bulk",
+            partials > 0 or not goes_in_bulk(self._shape, self._num_sms),
+            "ready: with num_sms in the configuration rows of such steps go in bulk, which waits "
+            "for all of y; leave it out, and give num_sms in `ready`",
         )
         refuse_capture(missing_combine(y_dtype, out_dtype, False, partials))
         kernel = self._combine_kernel(y_dtype, out_dtype, False, partials, READY)
