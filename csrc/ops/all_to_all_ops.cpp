@@ -276,15 +276,25 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
                   std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens,
-                  int64_t partials, std::optional<Tensor> ready,
-                  std::optional<Tensor> ready_base, int64_t ready_rows, int64_t ready_want,
-                  int64_t num_sms) {
+                  int64_t partials, std::optional<Tensor> ready, std::optional<Tensor> ready_base,
+                  int64_t ready_rows, int64_t ready_want, int64_t num_sms) {
   const Caller caller(comm);
-  const auto send = combine_send_from(
-      *caller,
-      {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, abi::SumOrder::kRanks,
-       moe::partials_of(partials), {}, ready, ready_base, ready_rows, ready_want, num_sms},
-      handle);
+  const auto send = combine_send_from(*caller,
+                                      {y,
+                                       row_weights,
+                                       row_scalars,
+                                       topk_weights,
+                                       out_dtype,
+                                       max_tokens,
+                                       abi::SumOrder::kRanks,
+                                       moe::partials_of(partials),
+                                       {},
+                                       ready,
+                                       ready_base,
+                                       ready_rows,
+                                       ready_want,
+                                       num_sms},
+                                      handle);
   caller->all_to_all.combine(&send, nullptr);
 }
 

@@ -262,11 +262,11 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
 // Sends what this rank has for an item of the batch: stores the partial, and raises its flag.
 template <typename Settle>
 __device__ __forceinline__ void send_item(const Adder& a, const SendWorker& worker,
-                                          const Part& share, u64 step, i32 chunk, i32 place,
-                                          const Item& item, const Settle& settle) {
+                                          const Part& share, u64 step, i32 slot, i32 chunk,
+                                          i32 place, const Item& item, const Settle& settle) {
   const auto [source, index] = item;
   if (!a.self.same_node(source)) return send_to_node(a, worker, step, chunk, place, source, index);
-  const i32 there = source % kLocal, own = a.self.index_at(there), slot = slot_of(step);
+  const i32 there = source % kLocal, own = a.self.index_at(there);
   const u64 data = data_of(a.p.comm, there);
   char* to = partial_at(a.p.comm, data, slot, own) + combine_slots_offset() +
              static_cast<u64>(index) * a.p.stride;
@@ -305,7 +305,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
 #pragma unroll 1
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
-      send_item(a, worker, share, step, chunk, place, a.item(num_items, i), settle);
+      send_item(a, worker, share, step, slot, chunk, place, a.item(num_items, i), settle);
     }
     worker.sync();  // the next batch takes the place of this one
   }
@@ -351,9 +351,9 @@ __device__ inline bool row_may_come(const Adder& a, const SendWorker& worker, Pa
   Unready& unready = shared<CombineSendShared>().unready[worker.place];
   if (worker.thread == 0) {
     const i32 counter = a.p.ready.counter_of(row);
-    unready.lasts = lasts(a.p.comm, patience, static_cast<u32>(counter),
-                          ld_relaxed_sys_u32(a.p.ready.counters.get() + counter),
-                          {Phase::kCombine, -1, step});
+    unready.lasts =
+        lasts(a.p.comm, patience, static_cast<u32>(counter),
+              ld_relaxed_sys_u32(a.p.ready.counters.get() + counter), {Phase::kCombine, -1, step});
   }
   worker.sync();
   return unready.lasts;
@@ -384,7 +384,7 @@ __device__ inline bool send_window(const Adder& a, const SendWorker& worker, con
           missing = unready.row[place];
           continue;
         }
-        send_item(a, worker, share, step, chunk, place, item, DoNothing{});
+        send_item(a, worker, share, step, slot_of(step), chunk, place, item, DoNothing{});
         word |= bit;
       }
       worker.sync();  // the next batch takes the place of this one

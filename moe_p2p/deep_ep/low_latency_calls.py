@@ -37,7 +37,6 @@ from moe_p2p.moe import bare
 from moe_p2p.moe.dispatched import tensors_of, without_rows
 from moe_p2p.moe.options import DispatchForm, partials_from
 from moe_p2p.moe.pool import ReleasingAllToAll
-from moe_p2p.moe.ready import ReadyRows
 
 
 class LowLatencyCalls:
@@ -199,32 +198,30 @@ class LowLatencyCalls:
             if sums is not None:
                 return sums, new_event(EventOverlap), None
         hook: Hook | None = None
-        ready: ReadyRows | None = None
-        if overlap:
-            ready = ready_rows(
-                y,
-                packed_recv_count=packed_recv_count,
-                comp_signal=comp_signal,
-                block_m=block_m,
-                threshold=threshold,
-                num_sms=num_sms,
-                src_signals=src_signals,
-                src_signal_expect_value=src_signal_expect_value,
-            )
         with self._streams.turn(x, None, async_finish) as turn:
-            if return_recv_hook or ready:
-                out = room_for_sums(out, topk_idx.shape[0], y)
+            if return_recv_hook or overlap:
+                out = into = room_for_sums(out, topk_idx.shape[0], y)
+                ready = None
+                if overlap:
+                    ready = ready_rows(
+                        y,
+                        packed_recv_count=packed_recv_count,
+                        comp_signal=comp_signal,
+                        block_m=block_m,
+                        threshold=threshold,
+                        num_sms=num_sms,
+                        src_signals=src_signals,
+                        src_signal_expect_value=src_signal_expect_value,
+                    )
                 pending = all_to_all.combine_send(
                     y, received, options=options, topk_weights=topk_weights, ready=ready
                 )
-            if ready and not return_recv_hook:
-                receive_sums(all_to_all, pending, out, stats)
-            elif return_recv_hook:
-                hook = self._hook(
-                    x,
-                    functools.partial(receive_sums, all_to_all, pending, out, stats),
-                    (y, topk_weights, received.call.handle, stats, out),
-                )
+                receive = functools.partial(receive_sums, all_to_all, pending, into, stats)
+                if return_recv_hook:
+                    uses = (y, topk_weights, received.call.handle, stats, out)
+                    hook = self._hook(x, receive, uses)
+                else:
+                    receive()
             else:
                 result = all_to_all.combine_with(
                     y, received, options, topk_weights=topk_weights, out=out

@@ -110,8 +110,6 @@ def test_uccls_additions_are_taken_or_refused_by_name(monkeypatch: pytest.Monkey
     given = (rows, TOPK_IDX, WEIGHTS, handle)
     sums, _, _ = buffer.low_latency_combine(*given, overlap=False, src_signals=None, block_m=64)
     assert torch.equal(sums, 2 * X)
-    with pytest.raises(NotImplementedError, match="call it without, after the product"):
-        buffer.low_latency_combine(*given, overlap=True)
     monkeypatch.setattr(pool.AllToAllPool, "meet", lambda *_: ['["here"]\n\n', '["there"]\n\n'])
     monkeypatch.setattr(pool, "store_of", lambda *_: (HashStore(), 0, 2))
     with pytest.raises(moe_p2p.InvalidArgumentError, match="2 ranks are on several hosts, 1 on"):

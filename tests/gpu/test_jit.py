@@ -277,6 +277,7 @@ def test_a_sample_of_the_kernels_has_all_kinds(one_in: int) -> None:
     for name in names:
         found = {macros[f"MOE_P2P_{name}"] for macros in asked if f"MOE_P2P_{name}" in macros}
         assert found == ({0, 1, 2} if name == "MASKS" else {0, 1}), name  # 2: fixed ones
+    assert any("MOE_P2P_READY" in macros for macros in asked)
     layouts = {macros["MOE_P2P_LAYOUT"] for macros in asked if "MOE_P2P_LAYOUT" in macros}
     assert layouts == set(KERNELS)
     nodes = {(m["MOE_P2P_RANKS_PER_NODE"], m["MOE_P2P_WORLD_SIZE"]) for m in asked if m}

@@ -254,7 +254,8 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
         out, scalars = torch.zeros(5, HIDDEN_DIM), torch.zeros(5, TOPK)
         recv = (comm_number(alone), handle, out, scalars, [], None)
         if op is ops.combine_send.default:
-            opcheck(op, send, test_utils=util)
+            ready = torch.ones(1 << 10, dtype=torch.int32)
+            opcheck(op, (*send, 0, ready, None, 1 << 20, 1, 1), test_utils=util)
             ops.combine_recv(*recv)
         else:
             ops.combine_send(*send)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
+from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError, deep_ep
 from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.moe.reference import Topology
+from tests.deep_ep.test_deep_ep_bad_input import Alone
 from tests.support import cases
 from tests.support.cases import Wanted
-from tests.support.ranks import Rank, on_ranks, run_threads
+from tests.support.ranks import Rank, run_threads
 
 NUM_EXPERTS, MAX_TOKENS = 8, 12
 GROUPS = [(1, 1), (2, 2), (4, 2)]
@@ -93,3 +96,138 @@ def test_rows_are_read_behind_their_counters(group: tuple[int, int], rows: int |
                     cases.assert_combined(sums(comm, wanted, rows, base), wanted.out[comm.rank])
 
     run_threads(group[0], body)
+
+
+@pytest.fixture(name="alone")
+def one_rank() -> Iterator[AllToAll]:
+    with cases.make(
+        Rank(0, 1, dist.HashStore()), num_experts=4, topk=2, dtype=torch.bfloat16, timeout_s=0.3
+    ) as comm:
+        yield comm
+
+
+def received(comm: AllToAll) -> Dispatched:
+    x = torch.ones(3, comm.config.hidden_dim, dtype=torch.bfloat16)
+    return comm.dispatch(x, torch.tensor([[1, 3], [2, -1], [0, 1]]))
+
+
+def test_a_counter_that_is_never_raised_is_named(alone: AllToAll) -> None:
+    got = received(alone)
+    counters = counters_of(got.x, None)
+    counters[:] = torch.tensor([[2], [1], [2], [2]])
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="counter 1 of `ready` stands at 1, less than"):
+        alone.combine_send(got.x, got, ready=ReadyRows(counters=counters, want=2))
+    assert time.monotonic() - began < 20
+    assert "counter 1 of `ready`" in alone.broken
+
+
+def test_counters_of_rows_that_nobody_needs_are_not_waited_for(alone: AllToAll) -> None:
+    got = received(alone)
+    counters = counters_of(got.x, 1)
+    for expert, count in enumerate(got.counts.tolist()):
+        counters[expert, :count] = 1
+    ready = ReadyRows(counters=counters, want=1, rows=1)
+    sums = alone.combine_recv(alone.combine_send(got.x, got, ready=ready))
+    assert torch.equal(sums[:, 0].float(), torch.tensor([2.0, 1.0, 2.0]))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no tensor": ({"counters": [0] * 4}, "counters is list, must be a tensor"),
+    "another type": ({"counters": torch.zeros(4)}, "must be of torch.int32 or torch.uint32"),
+    "too few": ({"counters": torch.zeros(3, dtype=torch.int32)}, "must have 1 counters for each"),
+    "too few of some rows": ({"rows": 5}, "one for 5 of"),
+    "strides": ({"counters": torch.zeros(8, dtype=torch.int32)[::2]}, "must be contiguous"),
+    "no rows": ({"rows": 0}, "rows of a counter are 0, must be at least 1"),
+    "less than nothing": ({"want": -1}, "want is -1, must be an integer from 0"),
+    "no number": ({"want": 1.5}, "want is 1.5, must be an integer from 0"),
+    "two bases": ({"base": torch.zeros(2, dtype=torch.int32)}, "ready_base is .* one number"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_bad_counters_are_refused_before_anything_is_sent(
+    alone: AllToAll, bad: tuple[dict[str, Any], str]
+) -> None:
+    got = received(alone)
+    given = {"counters": torch.ones(4, dtype=torch.int32), "want": 1} | bad[0]
+    with pytest.raises(InvalidArgumentError, match=bad[1]):
+        alone.combine_send(got.x, got, ready=ReadyRows(**given))
+    ready = ReadyRows(counters=torch.ones(4, dtype=torch.uint32), want=1)
+    alone.combine_recv(alone.combine_send(got.x, got, ready=ready))
+
+
+def test_flat_rows_and_masks_are_refused(alone: AllToAll) -> None:
+    ready = ReadyRows(counters=torch.ones(4, dtype=torch.int32), want=1)
+    x = torch.ones(3, alone.config.hidden_dim, dtype=torch.bfloat16)
+    got = alone.dispatch(x, torch.tensor([[0, 1]] * 3), layout="grouped")
+    with pytest.raises(InvalidArgumentError, match="of a dispatch in layout 'padded'"):
+        alone.combine_send(got.x, got, ready=ready)
+    alone.release(got)
+    fields = {"num_experts": 4, "topk": 2, "dtype": torch.bfloat16, "mask_lost_ranks": True}
+    with cases.make(Rank(0, 1, dist.HashStore()), **fields) as masking:
+        got = received(masking)
+        with pytest.raises(InvalidArgumentError, match="only where no rank is masked"):
+            masking.combine_send(got.x, got, ready=ready)
+
+
+# --- DeepEP's calls ---
+
+SIGNALS = torch.full((4,), 3, dtype=torch.int32)
+
+
+@pytest.fixture(name="buffer", scope="module")
+def buffer_of_one_rank() -> Iterator[deep_ep.Buffer]:
+    buffer = deep_ep.Buffer(Alone(), low_latency_mode=True, explicitly_destroy=True)
+    yield buffer
+    buffer.destroy()
+
+
+def combined(buffer: Any, **given: Any) -> Tensor:
+    x = torch.ones(3, 128, dtype=torch.bfloat16)
+    ids = torch.tensor([[1, 3], [2, -1], [0, 1]])
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 4, 4, use_fp8=False)
+    weights = torch.ones(3, 2)
+    sums, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, **given)
+    if hook is not None:
+        hook()
+    return cast("Tensor", sums)
+
+
+@pytest.mark.parametrize("how", [{}, {"return_recv_hook": True}, {"async_finish": True}], ids=str)
+@pytest.mark.parametrize(
+    "signals",
+    [
+        {"comp_signal": SIGNALS, "block_m": 64, "threshold": 3, "num_sms": 3},
+        {"src_signals": SIGNALS.view(torch.uint32), "src_signal_expect_value": 3},
+    ],
+    ids=["blocks", "experts"],
+)
+def test_low_latency_combine_takes_both_kinds_of_signals(
+    buffer: Any, how: dict[str, Any], signals: dict[str, Any]
+) -> None:
+    waited = torch.zeros(1, dtype=torch.int64)
+    more = {"packed_recv_count": SIGNALS, "combine_wait_recv_cost_stats": waited}
+    sums = combined(buffer, **how, **signals, **more)
+    assert torch.equal(sums[:, 0].float(), torch.tensor([2.0, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({}, "or src_signals with src_signal_expect_value; neither is given"),
+        ({"comp_signal": SIGNALS, "src_signals": SIGNALS}, "both are given"),
+        ({"comp_signal": SIGNALS}, "threshold 0, must be at least 1"),
+        ({"comp_signal": SIGNALS, "block_m": 0, "threshold": 1}, "block_m is 0 and"),
+        ({"src_signals": SIGNALS}, "src_signal_expect_value is 0, must be at least 1"),
+        (
+            {"comp_signal": SIGNALS, "threshold": 1, "packed_recv_count": SIGNALS[:3]},
+            r"packed_recv_count has shape \(3,\), must have \(4,\)",
+        ),
+    ],
+)
+def test_signals_that_say_nothing_are_refused_by_name(
+    buffer: Any, given: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        combined(buffer, **given)

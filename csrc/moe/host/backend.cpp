@@ -165,9 +165,8 @@ void HostBackend::wait_ready(const CombineSend& send) {
         .load(std::memory_order_acquire);
   };
   const auto up = [&] {
-    std::erase_if(awaited, [&](int32_t counter) {
-      return static_cast<int32_t>(value(counter) - want) >= 0;
-    });
+    std::erase_if(
+        awaited, [&](int32_t counter) { return static_cast<int32_t>(value(counter) - want) >= 0; });
     return awaited.empty();
   };
   waits_.latching([&] {

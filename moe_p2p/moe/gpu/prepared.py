@@ -144,9 +144,10 @@ def missing_combine(
 def variants_of(kernel: Kernel) -> list[Kernel]:
     """Returns the kernel, which takes every call, and the shorter one for plain calls.
 
-    The op finds out which calls are plain: csrc/moe/device/plain.h. No call with x of bytes is.
+    The op finds out which calls are plain: csrc/moe/device/plain.h. No call with x of bytes is, nor
+    one whose y is still being written.
     """
-    if kernel.macros.get("MOE_P2P_OPAQUE_X"):
+    if kernel.macros.get("MOE_P2P_OPAQUE_X") or "MOE_P2P_READY" in kernel.macros:
         return [kernel]
     return [kernel, kernel._replace(macros=kernel.macros | {"MOE_P2P_PLAIN": 1})]
 

@@ -10,7 +10,13 @@ import torch
 
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
-from moe_p2p.moe.gpu.kernels import clean_kernel, combine_kernel, dispatch_kernel, enter_kernel
+from moe_p2p.moe.gpu.kernels import (
+    READY,
+    clean_kernel,
+    combine_kernel,
+    dispatch_kernel,
+    enter_kernel,
+)
 from moe_p2p.moe.gpu.prepared import variants_of
 from moe_p2p.moe.gpu.shape_macros import of_changing, shape_macros
 from moe_p2p.moe.layouts import KERNELS
@@ -18,12 +24,20 @@ from moe_p2p.moe.layouts import KERNELS
 
 def every_kernel() -> Iterator[Kernel]:
     """Yields them."""
-    for kernel in itertools.chain(_general_kernels(), _of_changing_worlds()):
+    for kernel in itertools.chain(_general_kernels(), _of_changing_worlds(), _of_unready_rows()):
         alone = kernel.source in ("clean.cu", "enter.cu")
         yield from [kernel] if alone else variants_of(kernel)
 
 
 JOB: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+
+
+def _of_unready_rows() -> Iterator[Kernel]:
+    long = {"max_tokens": 2048, "chunk_tokens": 2048}
+    for local, more, partials in ((8, {}, 3), (8, {}, 0), (4, {}, 3), (8, long, 1)):
+        config = AllToAllConfig(**JOB | more)  # type: ignore[arg-type]
+        shape = shape_macros(config, world_size=8, ranks_per_node=local) | READY
+        yield combine_kernel(shape, torch.bfloat16, torch.bfloat16, partials=partials)
 
 
 def _of_changing_worlds() -> Iterator[Kernel]:
