@@ -103,6 +103,7 @@ def grouped_gemm_kernel(
     up_scales_ptr,
     c_ptr,
     c_scales_ptr,
+    ready_ptr,
     starts_ptr,
     counts_ptr,
     num_rows,
@@ -117,12 +118,14 @@ def grouped_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    PER_EXPERT: tl.constexpr,
 ):
     """C = A @ B[e], or silu(A @ B[e]) * (A @ up[e]) with `up`, for the rows of each expert e.
 
     Scales (fp8): one per 128 values of a row of A, one per 128 x 128 of B; with c_scales C is
-    written as fp8 with scales too. A tile of C belongs to one expert; tiles of an expert with the
-    same columns of B are consecutive, so that B is read once.
+    written as fp8 with scales too. With `ready`, [E, PER_EXPERT], a tile adds 1 to the counter of
+    its rows once it is stored (moe_p2p/moe/ready.py). A tile of C belongs to one expert; tiles of
+    an expert with the same columns of B are consecutive, so that B is read once.
 
     Example: counts [3, 0, 70], BLOCK_M 64, N two tiles wide: tiles 0..1 are expert 0, tiles 2..5
     expert 2: its rows 0..63 and 64..69 by the first block of columns, then by the second.
@@ -194,6 +197,10 @@ def grouped_gemm_kernel(
         c_at = first_row * n + row[:, None] * n + column[None, :]
         c_mask = stored[:, None] & (column < n)[None, :]
         tl.store(c_ptr + c_at, total, mask=c_mask)
+        if ready_ptr is not None:
+            tl.debug_barrier()  # all threads have stored; one of them releases
+            counter = expert * PER_EXPERT + first // BLOCK_M
+            tl.atomic_add(ready_ptr + counter, 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["num_rows"])

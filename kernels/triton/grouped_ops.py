@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.kernels.triton import grouped_gemm as kernels
+from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.moe.shape import num_scales
 
 _FP8 = torch.float8_e4m3fn
@@ -63,6 +64,49 @@ def grouped_gemm(
     tensors = (rows.flatten(0, -2), row_scales, weights, weight_scales, starts, counts)
     out: Tensor = _gemm(*tensors, dtype, zero_padding).unflatten(0, rows.shape[:-1])
     return out
+
+
+def make_unready(
+    x: Tensor | Fp8, weight: Tensor | Fp8, *, num_sms: int, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ReadyRows]:
+    """Room for a product that combine sends while it is computed, and counters of its rows.
+
+    x: padded, [E, capacity, K]. num_sms: of combine's sending half; 1 or more.
+
+        y, ready = make_unready(x, weight, num_sms=8)
+        pending = all_to_all.combine_send(y, received, ready=ready)
+        with torch.cuda.stream(side):                 # which has waited for x, y and counters
+            grouped_gemm_into(y, x, weight, counts, ready)
+        sums = all_to_all.combine_recv(pending)
+
+    Combine goes first: a product that has taken all multiprocessors would leave it none. Returns
+    (y [E, capacity, N], its counters, which are zero).
+    """
+    rows, weights = _parts(x)[0], _parts(weight)[0]
+    errors.require(rows.dim() == 3, f"x is {tuple(rows.shape)}, must be padded: [E, capacity, K]")
+    dtype = out_dtype or (torch.bfloat16 if rows.dtype == _FP8 else rows.dtype)
+    out = rows.new_empty((*rows.shape[:2], weights.shape[2]), dtype=dtype)
+    tiles = kernels.choose_tiles(rows.dtype, rows.shape[1], gated=False)
+    shape = rows.shape[0], triton.cdiv(rows.shape[1], tiles.block_m)
+    counters = rows.new_zeros(shape, dtype=torch.int32)
+    want = triton.cdiv(weights.shape[2], tiles.block_n)
+    return out, ReadyRows(counters=counters, want=want, rows=tiles.block_m, num_sms=num_sms)
+
+
+def grouped_gemm_into(
+    out: Tensor, x: Tensor | Fp8, weight: Tensor | Fp8, counts: Tensor, ready: ReadyRows
+) -> None:
+    """grouped_gemm into what make_unready() of the same x and weight has made. No gradient."""
+    rows, row_scales, weights, weight_scales = *_parts(x), *_parts(weight)
+    _check(rows, row_scales, weights, weight_scales, counts)
+    shape = (*rows.shape[:-1], weights.shape[2])
+    errors.require(
+        rows.dim() == 3 and out.shape == shape and out.is_contiguous(),
+        f"out is {tuple(out.shape)}, must be {shape} and contiguous: what make_unready() returned",
+    )
+    starts, counts = _starts(rows, counts, None), _bounded(rows, counts)
+    flat = rows.flatten(0, -2)
+    _gemm_into(out, ready.counters, flat, row_scales, weights, weight_scales, starts, counts)
 
 
 def grouped_swiglu(
@@ -113,6 +157,21 @@ def _gemm(
     out = make((x.shape[0], weight.shape[2]), dtype=out_dtype)
     _launch(x, x_scales, (weight, weight_scales), (None, None), (out, None), starts, counts)
     return out
+
+
+@torch.library.custom_op("moe_p2p::grouped_gemm_into", mutates_args=("out", "counters"))
+def _gemm_into(
+    out: Tensor,
+    counters: Tensor,
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scales: Tensor | None,
+    starts: Tensor,
+    counts: Tensor,
+) -> None:
+    to, none = (out.flatten(0, -2), None), (None, None)
+    _launch(x, x_scales, (weight, weight_scales), none, to, starts, counts, counters)
 
 
 @_gemm.register_fake
@@ -268,6 +327,7 @@ def _launch(
     out: tuple[Tensor, Tensor | None],
     starts: Tensor,
     counts: Tensor,
+    ready: Tensor | None = None,
 ) -> None:
     num_experts, k, n = weight[0].shape
     if out[0].numel() == 0 or num_experts == 0:
@@ -282,6 +342,7 @@ def _launch(
             weight[1],
             *up,
             *out,
+            ready,
             starts,
             counts,
             x.shape[0],
@@ -294,6 +355,7 @@ def _launch(
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             EVEN=k % tiles.block_k == 0 and n % tiles.block_n == 0,
+            PER_EXPERT=0 if ready is None else ready.shape[1],
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

@@ -117,11 +117,20 @@ def rows_and_weights(dtype: torch.dtype, num_rows: int, k: int, n: int) -> tuple
 
 def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     """Forward, and backward where there is one."""
+    from moe_p2p.kernels.triton import grouped_ops
     from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
 
     x, weight = rows_and_weights(dtype, num_rows, k, n)
     counts = empty(4, dtype=torch.int32)
     grouped_swiglu(x, weight, weight, counts)
+    padded, _ = rows_and_weights(dtype, 4 * num_rows, k, n)
+    padded = (
+        padded.unflatten(0, (4, -1))
+        if isinstance(padded, Tensor)
+        else type(padded)(*(each.unflatten(0, (4, -1)) for each in padded))
+    )
+    y, ready = grouped_ops.make_unready(padded, weight, num_sms=1)
+    grouped_ops.grouped_gemm_into(y, padded, weight, counts, ready)
     if isinstance(x, Tensor):
         x.requires_grad_()
         weight.requires_grad_()

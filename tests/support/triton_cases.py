@@ -8,6 +8,9 @@ They need a process of their own, because Triton decides at import whether it in
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +25,13 @@ from tests.support import cells
 triton = pytest.importorskip("triton")
 
 from moe_p2p.kernels.triton import permute, quantize  # noqa: E402
-from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu  # noqa: E402
+from moe_p2p.kernels.triton.grouped_ops import (  # noqa: E402
+    Fp8,
+    grouped_gemm,
+    grouped_gemm_into,
+    grouped_swiglu,
+    make_unready,
+)
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -220,6 +229,55 @@ def test_padded_rows() -> None:
     got = grouped_gemm(x, weight, ints(*counts, dtype=torch.int64), zero_padding=True)
     want = by_hand(x.flatten(0, 1), weight, counts, [0, 10, 20, 30, 40])
     assert_close(got, want.view(NUM_EXPERTS, 10, 40), torch.float32)
+
+
+@pytest.mark.parametrize(("counts", "shape"), cells.pairwise(COUNTS, SHAPES))
+def test_counters_say_which_rows_are_written(counts: list[int], shape: tuple[int, int]) -> None:
+    k, n = shape
+    x, weight = rand(NUM_EXPERTS, NUM_ROWS, k), rand(NUM_EXPERTS, k, n)
+    out, ready = make_unready(x, weight, num_sms=3)
+    assert not ready.counters.any()
+    grouped_gemm_into(out, x, weight, ints(*counts), ready)
+    want = grouped_gemm(x, weight, ints(*counts))
+    for expert, count in enumerate(counts):
+        assert same_bits(out[expert, :count], want[expert, :count])
+        tiles = -(-count // (ready.rows or 0))
+        assert ready.counters[expert, :tiles].tolist() == [ready.want] * tiles
+        assert not ready.counters[expert, tiles:].any()
+    with pytest.raises(InvalidArgumentError, match="what make_unready"):
+        grouped_gemm_into(out[:, 1:], x, weight, ints(*counts), ready)
+    with pytest.raises(InvalidArgumentError, match=r"x is \(140, .* must be padded"):
+        make_unready(x[0], weight, num_sms=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine_sends_what_a_product_writes(dtype: torch.dtype) -> None:
+    """Combine begins first. Sums are those of a combine behind the product."""
+    fields = {"num_experts": 4, "hidden_dim": 128, "topk": 2, "max_tokens": 80, "dtype": dtype}
+    config = AllToAllConfig(**fields, device=DEVICE)  # type: ignore[arg-type]
+    weight = rand(4, 128, 128, dtype=dtype)
+    with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as all_to_all:
+        x, routing = rand(80, 128, dtype=dtype), torch.rand(80, 4).topk(2).indices.to(DEVICE)
+        for _ in range(3):
+            got = all_to_all.dispatch(x, routing)
+            expected = all_to_all.combine(grouped_gemm(got.x, weight, got.counts), got)
+            got = all_to_all.dispatch(x, routing)
+            y, ready = make_unready(got.x, weight, num_sms=2)
+            y.fill_(float("nan"))
+            product = functools.partial(grouped_gemm_into, y, got.x, weight, got.counts, ready)
+            if DEVICE == "cpu":
+                running = threading.Thread(target=product)
+                running.start()
+                pending = all_to_all.combine_send(y, got, ready=ready)
+                running.join()
+            else:
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                pending = all_to_all.combine_send(y, got, ready=ready)
+                with torch.cuda.stream(side):
+                    product()
+                torch.cuda.current_stream().wait_stream(side)
+            assert same_bits(all_to_all.combine_recv(pending), expected)
 
 
 def test_counts_past_the_end_read_and_write_no_other_row() -> None:
