@@ -29,6 +29,7 @@ namespace moe_p2p::moe {
 
 class DeviceBackend;
 class HostBackend;
+struct Counters;
 struct DeviceMemory;
 
 class AllToAll {
@@ -103,6 +104,8 @@ class AllToAll {
   void check();
 
   Lost lost() const noexcept;
+  // Any thread, beside calls.
+  const Counters& counters() const noexcept;
 
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.
   HostBackend& host();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "moe/all_to_all.h"
+#include "moe/counters.h"
 #include "ops/engine_object.h"
 
 namespace moe_p2p::ops {

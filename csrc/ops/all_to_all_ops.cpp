@@ -150,6 +150,29 @@ int64_t all_to_all_lost(int64_t comm) {
   return static_cast<int64_t>(communicators().get(comm)->all_to_all.lost().num_tokens);
 }
 
+// Of all epochs: steps, dispatches, combines, releases, tokens sent, rows received, deadlines, lost
+// tokens; then two of each rank: nanoseconds that were waited for it, and how often it was named.
+// Beside calls: takes no lock that one holds while it runs.
+std::vector<int64_t> all_to_all_counters(int64_t comm) {
+  const auto object = communicators().get(comm);
+  const moe::Counters& counters = object->all_to_all.counters();
+  const uint64_t lost = object->all_to_all.lost().num_tokens;
+  std::vector<int64_t> values;
+  const auto put = [&values](const moe::Counters::Count& count, uint64_t more = 0) {
+    values.push_back(static_cast<int64_t>(moe::Counters::read(count) + more));
+  };
+  for (const auto* each : {&counters.steps, &counters.dispatches, &counters.combines,
+                           &counters.releases, &counters.tokens_sent, &counters.rows_received,
+                           &counters.deadlines})
+    put(*each);
+  put(counters.lost_tokens, lost);
+  for (const auto& source : counters.sources) {
+    put(source.wait_ns);
+    put(source.straggles);
+  }
+  return values;
+}
+
 // Throws where a rank was lost or came between two dispatches of one routing, so that the rows of
 // the second are not those of the first. On hosts.
 void all_to_all_check_again(int64_t comm, const Tensor& first, const Tensor& second) {
@@ -320,6 +343,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_enter", TORCH_BOX(&all_to_all_enter));
   m.impl("all_to_all_lost", TORCH_BOX(&all_to_all_lost));
+  m.impl("all_to_all_counters", TORCH_BOX(&all_to_all_counters));
   m.impl("all_to_all_check_again", TORCH_BOX(&all_to_all_check_again));
   m.impl("all_to_all_ended", TORCH_BOX(&all_to_all_ended));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));

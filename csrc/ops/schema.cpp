@@ -146,6 +146,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_enter(int comm, int epoch) -> ()");
   m.def("all_to_all_lost(int comm) -> int");
+  m.def("all_to_all_counters(int comm) -> int[]");
   m.def("all_to_all_check_again(int comm, Tensor first, Tensor second) -> ()");
   m.def("all_to_all_ended(int comm) -> int[]");
   m.def("all_to_all_close(int comm) -> ()");

@@ -166,31 +166,39 @@ std::string Waits::waiting_for(const Pending& pending, const Arrived& arrived) c
 
 void Waits::wait(const std::function<bool()>& ready, const Arrived& arrived,
                  const Text& text) const {
+  WaitWatch watch(counters_, options_.rank, hosts_, options_.timeout, arrived, text);
   auto began = platform::Clock::now();
   auto deadline = began + options_.timeout;
-  while (!wait_until(deadline, ready, arrived, text)) {
+  while (!wait_until(deadline, ready, arrived, text, watch)) {
     if (masks_.grow() && began + patience(arrived) > deadline) {
       deadline = began + patience(arrived);
     } else if (mask_missing(arrived, text)) {
+      Counters::add(counters_.deadlines, 1);
       began = platform::Clock::now();
       deadline = began + options_.timeout;
     } else {
+      Counters::add(counters_.deadlines, 1);
       fail(Code::kTimeout,
            base::concat("timed out after ", options_.timeout.count(), " ms: ", text()));
     }
   }
+  watch.done([this](int source) { return masks_.has(source); });
 }
 
 bool Waits::wait_until(platform::Deadline deadline, const std::function<bool()>& ready,
-                       const Arrived& arrived, const Text& text) const {
+                       const Arrived& arrived, const Text& text, WaitWatch& watch) const {
   platform::Waiter waiter(memory_.bell(memory_.local()), policy_, deadline);
   auto next_look = platform::Clock::now() + kLookAtNeighbours;
   auto next_probe = platform::Clock::now() + Exchange::kProbeInterval;
   for (;;) {
     waiter.prepare();
-    if (ready()) return true;
-    check_abort([&] { return "; " + text(); });
     const auto now = platform::Clock::now();
+    if (ready()) {
+      watch.found(now);
+      return true;
+    }
+    check_abort([&] { return "; " + text(); });
+    watch.look(now);
     if (now >= next_look) {
       check_neighbours(arrived, text);
       if (platform::interrupted())

@@ -8,11 +8,14 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/log.h"
+#include "moe/counters.h"
 #include "moe/node/exchange.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
+#include "moe/node/wait_watch.h"
 #include "moe/options.h"
 #include "moe/plan/step.h"
 
@@ -31,9 +34,13 @@ class Waits {
         policy_(options.device ? without_sleep(options.wait) : options.wait),
         memory_(memory),
         masks_(masks),
-        engine_(engine) {}
+        engine_(engine),
+        counters_(plan.shape.world_size) {}
   bool orders_writes() const noexcept { return engine_.orders_writes(); }
   void set_exchange(Exchange* exchange) noexcept { exchange_ = exchange; }
+  // [W] names of the ranks' hosts.
+  void set_hosts(std::vector<std::string> hosts) { hosts_ = std::move(hosts); }
+  Counters& counters() const noexcept { return counters_; }
 
   // Waits until ready(), with a deadline; throws or masks when a rank that has not arrived() is
   // gone.
@@ -100,7 +107,7 @@ class Waits {
   bool mask_missing(const Arrived& arrived, const Text& text) const;
   // False when the deadline passed.
   bool wait_until(platform::Deadline deadline, const std::function<bool()>& ready,
-                  const Arrived& arrived, const Text& text) const;
+                  const Arrived& arrived, const Text& text, WaitWatch& watch) const;
 
   const Plan& plan_;
   const AllToAllOptions& options_;
@@ -110,6 +117,8 @@ class Waits {
   engine::TransferEngine& engine_;
   Exchange* exchange_ = nullptr;  // before connect(); nothing waits then
   std::optional<base::Error> broken_;
+  std::vector<std::string> hosts_;
+  mutable Counters counters_;
 };
 
 // Small next to any timeout, large next to its own cost (one flock per neighbour).
