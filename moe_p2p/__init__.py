@@ -12,6 +12,7 @@ import importlib
 from moe_p2p import aliases, env
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.metrics import prometheus_collector, prometheus_text
 from moe_p2p.engine.transfers import PageRows
 from moe_p2p.errors import (
     AbortedError,
@@ -66,6 +67,8 @@ __all__ = [
     "TransportError",
     "UnavailableError",
     "__version__",
+    "prometheus_collector",
+    "prometheus_text",
     "swizzle_scales",
 ]
 

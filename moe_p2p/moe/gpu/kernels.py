@@ -19,6 +19,7 @@ from moe_p2p import errors
 from moe_p2p.library import call, settings_text
 from moe_p2p.machine import driver, jit
 from moe_p2p.machine.launches import TunedLaunch
+from moe_p2p.moe.counts import OnDevice
 from moe_p2p.moe.gpu.epoch_memory import EpochMemory, Sharers
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.launch_shape import (
@@ -66,6 +67,7 @@ _ops = torch.ops.moe_p2p
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 # Macros of measurements; `bench` sets MOE_P2P_STAMPS for the communicators that it makes then.
 measuring: dict[str, int] = {}
+_STATE_WORDS = 16  # 64 bits each, of a DeviceState
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
@@ -246,6 +248,7 @@ class DeviceSide:
         self._fault = torch.zeros(
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
+        self._beside = torch.cuda.Stream(on_device) if pinned else None  # type: ignore[no-untyped-call]
         self._wait()
 
     # --- what is an epoch's ---
@@ -384,6 +387,16 @@ class DeviceSide:
     def current(self) -> AbstractContextManager[object]:
         """Makes its device the current one of a thread."""
         return torch.cuda.device(self._device)
+
+    def glance(self) -> OnDevice:
+        """What the device counts. Beside its kernels: copies, on a stream of their own."""
+        with driver.relaxed_captures(), torch.cuda.stream(self._beside):
+            words = self._state[:_STATE_WORDS].cpu()
+            masked = 0 if self.masks is None else int(self.masks.cpu().ne(0).sum())
+        at, halves = numbers(), words.view(torch.int32)
+        begun, ended = (int(halves[word]) for word in (at.begun_word, at.ended_word))
+        launched = int(words[at.launches_word]) // at.launch_blocks
+        return OnDevice(launched, masked, running=begun != ended)
 
     @property
     def memory(self) -> EpochMemory:
