@@ -1,7 +1,8 @@
 """MoE dispatch and combine over one-sided writes, and a transfer engine for KV pages and weights.
 
 Importing loads the extension and does nothing else, unless MOE_P2P_AS_DEEP_EP=1 asks for
-moe_p2p.deep_ep in the place of deep_ep, or another such switch of env.py for another package.
+moe_p2p.deep_ep in the place of deep_ep, or another such switch of env.py for another package or
+for ranges of NVTX.
 """
 
 from moe_p2p.machine import interrupts
@@ -29,6 +30,7 @@ from moe_p2p.errors import (
     UnavailableError,
 )
 from moe_p2p.integrations import serving_steps
+from moe_p2p.machine import ranges
 from moe_p2p.moe import pool
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.config import AllToAllConfig
@@ -82,6 +84,7 @@ def __getattr__(name: str) -> object:
 
 pool.when_made.append(serving_steps.end_with_check)
 aliases.follow_moved()
+ranges.turn_on_if_asked()
 if env.as_deep_ep():
     from moe_p2p import deep_ep
 

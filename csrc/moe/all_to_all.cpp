@@ -16,6 +16,7 @@
 #include "moe/node/waits.h"
 #include "platform/interrupt.h"
 #include "platform/process.h"
+#include "platform/ranges.h"
 
 namespace moe_p2p::moe {
 
@@ -421,6 +422,9 @@ Lost AllToAll::lost() const noexcept { return state_->backend ? state_->backend-
 
 void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
   State& s = *state_;
+  const platform::Range range(!recv   ? "moe_p2p.dispatch_send"
+                              : !send ? "moe_p2p.dispatch_recv"
+                                      : "moe_p2p.dispatch");
   s.require_usable();
   s.backend->dispatch(send, recv);
   Counters& counters = s.waits.counters();
@@ -435,12 +439,16 @@ void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
 }
 
 void AllToAll::combine(const CombineSend* send, const CombineRecv* recv) {
+  const platform::Range range(!recv   ? "moe_p2p.combine_send"
+                              : !send ? "moe_p2p.combine_recv"
+                                      : "moe_p2p.combine");
   state_->require_usable();
   state_->backend->combine(send, recv);
   if (send) Counters::add(state_->waits.counters().combines, 1);
 }
 
 void AllToAll::release(Handle handle, const platform::Stream& stream) {
+  const platform::Range range("moe_p2p.release");
   state_->require_usable();
   state_->backend->release(handle, stream);
   Counters::add(state_->waits.counters().releases, 1);
@@ -469,6 +477,7 @@ void AllToAll::release_oldest() {
 
 void AllToAll::await_counts(const uint32_t& word, uint32_t number) {
   State& s = *state_;
+  const platform::Range range("moe_p2p.await_counts");
   s.require_usable();
   s.waits.latching([&] {
     // acquire: pairs with the last store of kernels/count.cu.
@@ -484,6 +493,7 @@ void AllToAll::await_counts(const uint32_t& word, uint32_t number) {
 
 void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {
   State& s = *state_;
+  const platform::Range range("moe_p2p.gather_counts");
   s.require_usable();
   MOE_P2P_CHECK(!s.masks.enabled(), Code::kInvalidArgument,
                 "gather_counts is for all ranks, and this communicator goes on without those that "

@@ -75,6 +75,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("host_identity() -> str");
   m.def("letter() -> str");               // base/letter.h
   m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; number of objects
+  m.def("ranges_open(str[] files) -> ()");
+  m.def("range_push(str name) -> ()");
+  m.def("range_pop() -> ()");
   m.def("take_interrupt() -> int");       // python_signals.cpp
   m.def("direct_call(str name, int self, int[] torch) -> int");  // direct/direct_calls.cpp
 

@@ -220,9 +220,7 @@ def of_nics(
 def hardware_events(nic: str, root: Path = Path("/")) -> dict[str, int]:
     """What the kernel shows of an RDMA device, over its ports; empty for other NICs."""
     found: dict[str, int] = {}
-    device = (
-        root / "sys/class/infiniband" / nic.removesuffix("-rdm")
-    )  # of libfabric's domain
+    device = root / "sys/class/infiniband" / nic.removesuffix("-rdm")  # of libfabric's domain
     for port in device.glob("ports/*/hw_counters"):
         for event in _HARDWARE:
             with suppress(OSError, ValueError):  # this driver does not count it

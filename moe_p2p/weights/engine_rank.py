@@ -40,6 +40,7 @@ from moe_p2p.fleet.lookout import Lookout
 from moe_p2p.fleet.member import LEAVE_S, Member, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
+from moe_p2p.machine.ranges import span
 from moe_p2p.weights import attempt, checks, counts, job, joining
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.engine_buffers import Arrivals, EngineBuffers, Finalize
@@ -272,6 +273,7 @@ class WeightEngineRank:
         self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))
         return joining.read_one(self.engine, self._words, peers, places, deadline)
 
+    @span("moe_p2p.weights_copy")
     def _take(self, state: State, names: set[str] | None, *, received: bool = False) -> None:
         """The pause: the tensors become the version's. received: by this rank, in an update."""
         began = time.monotonic()
@@ -675,10 +677,8 @@ class WeightEngineRank:
 
     def metrics(self) -> list[Family]:
         """For moe_p2p.prometheus_text."""
-        if not self._member.close.alive:
-            return []
         given = self.totals, self.stages, self.version, self.late.count
-        return counts.of_engine_rank(self.name, *given)
+        return counts.of_engine_rank(self.name, *given) if self._member.close.alive else []
 
     def checksums(self) -> dict[str, int]:
         """64 bits for each tensor as it is now."""

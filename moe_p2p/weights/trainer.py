@@ -40,6 +40,7 @@ from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
+from moe_p2p.machine.ranges import span
 from moe_p2p.weights import attempt, checks, counts, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.layout import WeightLayout
@@ -243,6 +244,7 @@ class WeightTrainer:
     def _keys(self) -> Keys:
         return Keys(self._job.number, self._attempt)
 
+    @span("moe_p2p.weights_update")
     @torch.inference_mode(mode=False)
     def _update(
         self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
@@ -582,10 +584,8 @@ class WeightTrainer:
 
     def metrics(self) -> list[Family]:
         """For moe_p2p.prometheus_text."""
-        if not self._member.close.alive:
-            return []
         given = self.totals, self.seconds, self.stages, self.version, self.late.count
-        return counts.of_trainer(self.rank, *given)
+        return counts.of_trainer(self.rank, *given) if self._member.close.alive else []
 
     def close(self) -> None:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""
