@@ -191,7 +191,7 @@ class KVWorker:
         self.control = torch.frombuffer(self.rows, dtype=torch.uint8)
         self._memories: list[PairMemory] = []  # registered, as far as is known
         self._losing: list[Pair] = []  # lost, and not yet fenced
-        self.late, self._late_at = Late(f"{self.name} ({self.role})"), 0.0
+        self.late, self._late_at = Late(f"KV {self.role}"), 0.0
         note(self)
 
     @property

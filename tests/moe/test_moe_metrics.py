@@ -1,4 +1,4 @@
-"""What a communicator counts: against the tokens it was given, over epochs, and beside its calls."""
+"""What a communicator counts: against the tokens it was given, over epochs, beside calls."""
 
 from __future__ import annotations
 

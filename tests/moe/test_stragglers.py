@@ -1,4 +1,4 @@
-"""A rank that others wait for is named long before their deadline, once; healthy ranks never are."""
+"""A rank that others wait for is named long before their deadline, once; a healthy one never."""
 
 from __future__ import annotations
 
