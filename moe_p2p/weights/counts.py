@@ -23,7 +23,7 @@ def of_trainer(
     rank: int, totals: Mapping[str, float], seconds: Mapping[str, float],
     stages: Mapping[str, float], version: int | None, late: int,
 ) -> list[Family]:  # fmt: skip
-    own, staging = {"trainer": str(rank)}, totals["staging_bytes"]
+    own, staging = {"name": f"trainer {rank}"}, totals["staging_bytes"]
     parts = [({**own, "part": part}, value) for part, value in seconds.items()]
     return [
         *_counters(own, _OF_TRAINER, totals),
@@ -37,7 +37,7 @@ def of_engine_rank(
     name: str, totals: Mapping[str, float], stages: Mapping[str, float], version: int | None,
     late: int,
 ) -> list[Family]:  # fmt: skip
-    own, buffer = {"engine_rank": name}, totals["buffer_bytes"]
+    own, buffer = {"name": name}, totals["buffer_bytes"]
     pause, join = totals["pause_ms"] / 1e3, totals["join_ms"] / 1e3
     return [
         *_counters(own, _OF_ENGINE_RANK, totals),
