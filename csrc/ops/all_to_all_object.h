@@ -11,6 +11,7 @@
 
 #include "moe/all_to_all.h"
 #include "moe/counters.h"
+#include "moe/node/progress.h"
 #include "ops/engine_object.h"
 
 namespace moe_p2p::ops {

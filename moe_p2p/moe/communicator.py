@@ -188,7 +188,7 @@ class Communicator:
             with shared_memory.explained(self._shared_memory):
                 self._face(changes.begin(joining, self._stage, gone))
             if self.device is not None:
-                self.device.look_out()
+                self.device.look_out(self.rank)
         except BaseException:
             self._close_own_engine()
             changes.close()
@@ -313,7 +313,7 @@ class Communicator:
             self.number,
             self.rank,
             epoch=0 if self._changes is None else self._changes.world.epoch,
-            masked=on_host if on_device is None else on_device.masked,
+            masked=on_host if on_device is None else len(on_device.masked),
             refused=self.num_refused,
             device=on_device,
         )
@@ -401,7 +401,7 @@ class Communicator:
             assert epoch.memory is not None
             self.device.use_signals(epoch.memory)
             self._begin(self.device, epoch.memory)
-            self.device.look_out()
+            self.device.look_out(self.rank)
 
     def _begin(self, device: DeviceSide, memory: EpochMemory) -> None:
         device.begin(memory)

@@ -22,8 +22,9 @@ class Layout(NamedTuple):
     slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
     its arrays. handle_num_tokens: index of the word num_tokens. fault_bytes: of a Fault.
     table_bytes: of an EpochTable.
-    masks_word, launches_word: indices of 64-bit words of a DeviceState: the address of masks, and
-    the kernels that ended times launch_blocks. begun_word, ended_word: of its 32-bit words.
+    masks_word, launches_word, next_step_word: indices of 64-bit words of a DeviceState: the address
+    of masks, kernels times launch_blocks, the first of two of which the larger is the next step.
+    begun_word, ended_word: of its 32-bit words.
     scale_block: values that share one fp8 scale.
     """
 
@@ -36,6 +37,7 @@ class Layout(NamedTuple):
     masks_word: int
     launches_word: int
     launch_blocks: int
+    next_step_word: int
     begun_word: int
     ended_word: int
 

@@ -168,7 +168,6 @@ class WeightEngineRank:
         self._returns, self.late = self._words.client.returns, Late(self.name)
         with set_up.heard(self.close):
             self._come(deadline)
-        note(self)
 
     def _record(self, replica: str, engine_ranks: Sequence[int]) -> dict[str, Any]:
         """What others know of it."""
@@ -183,6 +182,7 @@ class WeightEngineRank:
         self._serve(self._job, 1)
         self._reached("registered")
         self._join(deadline)
+        note(self)
         if self.mode == "shadow":
             device = next((each.device for each in self._tensors.values()), torch.device("cpu"))
             self._lookout = Lookout(self._progress, self.name, device)

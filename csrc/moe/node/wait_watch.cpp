@@ -6,6 +6,12 @@ namespace moe_p2p::moe {
 
 using platform::Clock;
 
+std::string rank_on(const std::vector<std::string>& hosts, int rank) {
+  const auto index = static_cast<size_t>(rank);
+  if (index >= hosts.size() || hosts[index].empty()) return base::concat("rank ", rank);
+  return base::concat("rank ", rank, " on ", hosts[index]);
+}
+
 WaitWatch::WaitWatch(Counters& counters, int rank, const std::vector<std::string>& hosts,
                      std::chrono::milliseconds timeout, const Arrived& arrived, const Text& text)
     : counters_(counters),
@@ -64,12 +70,6 @@ void WaitWatch::done(const std::function<bool(int source)>& masked) {
               ms_since_begin(Clock::now()), " ms: ", came, came.empty() ? "" : " came",
               came.empty() || left_out.empty() ? "" : "; ", left_out,
               left_out.empty() ? "" : " masked", " (", awaited_, ")");
-}
-
-std::string WaitWatch::described(int source) const {
-  const auto index = static_cast<size_t>(source);
-  if (index >= hosts_.size() || hosts_[index].empty()) return base::concat("rank ", source);
-  return base::concat("rank ", source, " on ", hosts_[index]);
 }
 
 int64_t WaitWatch::ms_since_begin(Clock::time_point now) const {

@@ -20,6 +20,9 @@ constexpr std::chrono::milliseconds straggles_after(std::chrono::milliseconds ti
   return std::min<std::chrono::milliseconds>(timeout / 4, std::chrono::seconds(5));
 }
 
+// "rank 3 on node17"; hosts: [W] names, or none.
+std::string rank_on(const std::vector<std::string>& hosts, int rank);
+
 class WaitWatch {
  public:
   using Arrived = std::function<bool(int source)>;
@@ -45,7 +48,7 @@ class WaitWatch {
   // Charges the time since the last charge to the first rank that has not arrived.
   void charge(platform::Clock::time_point now);
   void name(platform::Clock::time_point now);
-  std::string described(int source) const;
+  std::string described(int source) const { return rank_on(hosts_, source); }
   int64_t ms_since_begin(platform::Clock::time_point now) const;
 
   Counters& counters_;

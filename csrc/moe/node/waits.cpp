@@ -162,6 +162,27 @@ std::string Waits::waiting_for(const Pending& pending, const Arrived& arrived) c
                       missing(arrived, [&](int node) { return progress(pending, node); }));
 }
 
+// --- kernels that do not end ------------------------------------------------------------------
+
+std::vector<int> Waits::name_behind(const Progress& progress, uint64_t step,
+                                    std::chrono::milliseconds ran,
+                                    const std::vector<int64_t>& masked) const {
+  std::vector<int> behind = ranks_behind(plan_.shape, memory_, progress.count, step);
+  std::erase_if(behind, [&](int rank) {
+    return rank == options_.rank || masks_.has(rank) || std::ranges::count(masked, rank) > 0;
+  });
+  std::string late;
+  for (const int rank : behind) {
+    Counters::add(counters_.sources[static_cast<size_t>(rank)].straggles, 1);
+    late += base::concat(late.empty() ? "" : ", ", rank_on(hosts_, rank));
+  }
+  if (!behind.empty())
+    MOE_P2P_LOG(base::LogLevel::kWarning, rank_on(hosts_, options_.rank), " has waited ",
+                ran.count(), " ms, of at most ", options_.timeout.count(), ", for ", late,
+                ": its kernel of step ", step, " has not ended");
+  return behind;
+}
+
 // --- waiting -------------------------------------------------------------------------------------
 
 void Waits::wait(const std::function<bool()>& ready, const Arrived& arrived,

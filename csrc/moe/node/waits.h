@@ -15,6 +15,7 @@
 #include "moe/node/exchange.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
+#include "moe/node/progress.h"
 #include "moe/node/wait_watch.h"
 #include "moe/options.h"
 #include "moe/plan/step.h"
@@ -56,6 +57,13 @@ class Waits {
   // Ranks of this node whose process has ended before they closed: they take their words with them.
   std::vector<int> ended() const;
   bool aborted() const noexcept;  // some rank of this node gave up
+
+  // --- kernels that do not end ---
+  // Ranks that a kernel of this rank may wait for (node/progress.h), which has run for so long, but
+  // for `masked`. Names them in a line, and counts them.
+  std::vector<int> name_behind(const Progress& progress, uint64_t step,
+                               std::chrono::milliseconds ran,
+                               const std::vector<int64_t>& masked) const;
 
   // --- texts ---
   // "1 of 2 immediates came" for this rank's partner on that node.

@@ -6,6 +6,7 @@ Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,7 @@ from moe_p2p.moe.gpu.shape_macros import (
     of_changing,
     shape_macros,
 )
+from moe_p2p.moe.gpu.watch import Watch
 from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.options import QUANTIZE, rows_of, scale_format_of, variant_of
 from moe_p2p.moe.shape import layout as numbers
@@ -226,6 +228,7 @@ class DeviceSide:
         self._shape |= sharers.sharing.macros | (of_changing(config) if changes else {})
         self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._lookout: Lookout | None = None
+        self._watch: Watch | None = None
         self._memory: EpochMemory | None = None  # of the epoch that is
         self._plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         self._make_words(self._on_device())
@@ -249,6 +252,9 @@ class DeviceSide:
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
         self._beside = torch.cuda.Stream(on_device) if pinned else None  # type: ignore[no-untyped-call]
+        words = torch.zeros(_STATE_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        masks = torch.zeros(self._world_size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._seen, self._glancing = (words, masks), threading.Lock()
         self._wait()
 
     # --- what is an epoch's ---
@@ -351,8 +357,16 @@ class DeviceSide:
             call(_ops.all_to_all_enter.default, self._comm, self._comm)
             self._wait()
 
-    def look_out(self) -> None:
-        """Begins to mask ranks of the node that end, where lost ranks are masked."""
+    def look_out(self, rank: int) -> None:
+        """Begins to name ranks that kernels wait for, and to mask ranks of the node that end, where
+        lost ranks are masked."""
+        self._watch = Watch(
+            rank,
+            float(self._config.timeout_s),
+            lambda: self._comm,
+            self.glance,
+            by_kernel=self.masks is None,
+        )
         if self._shape["MOE_P2P_MASKS"] == 1 and self._shape["MOE_P2P_RANKS_PER_NODE"] > 1:
             assert self.masks is not None
             self._lookout = Lookout(self._comm, self.masks)
@@ -390,13 +404,22 @@ class DeviceSide:
 
     def glance(self) -> OnDevice:
         """What the device counts. Beside its kernels: copies, on a stream of their own."""
-        with driver.relaxed_captures(), torch.cuda.stream(self._beside):
-            words = self._state[:_STATE_WORDS].cpu()
-            masked = 0 if self.masks is None else int(self.masks.cpu().ne(0).sum())
+        with self._glancing, driver.relaxed_captures(), torch.cuda.stream(self._beside):
+            self._seen[0].copy_(self._state[:_STATE_WORDS], non_blocking=True)
+            if self.masks is not None:
+                self._seen[1].copy_(self.masks, non_blocking=True)
+            if self._beside is not None:
+                self._beside.synchronize()
+            words, masked = self._seen[0].clone(), self._seen[1].nonzero().flatten().tolist()
         at, halves = numbers(), words.view(torch.int32)
-        begun, ended = (int(halves[word]) for word in (at.begun_word, at.ended_word))
-        launched = int(words[at.launches_word]) // at.launch_blocks
-        return OnDevice(launched, masked, running=begun != ended)
+        steps = words[at.next_step_word : at.next_step_word + 2]
+        return OnDevice(
+            kernels=int(words[at.launches_word]) // at.launch_blocks,
+            begun=int(halves[at.begun_word]) & 0xFFFFFFFF,
+            ended=int(halves[at.ended_word]) & 0xFFFFFFFF,
+            next_step=int(steps.max()),
+            masked=masked,
+        )
 
     @property
     def memory(self) -> EpochMemory:
@@ -430,7 +453,8 @@ class DeviceSide:
 
     def _open_all(self, kernels: list[Kernel]) -> list[Kernel]:  # returns all their variants
         made = [variant for kernel in kernels for variant in variants_of(kernel)]
-        with ThreadPoolExecutor(len(made), thread_name_prefix="moe_p2p.prepare") as threads:
+        pool = ThreadPoolExecutor(len(made), thread_name_prefix="moe_p2p.prepare")
+        with nullcontext() if self._watch is None else self._watch.prepares(), pool as threads:
             list(threads.map(self._open, made))  # raises what one of them raised
         return made
 
@@ -519,6 +543,8 @@ class DeviceSide:
         try:
             self._wait()
         finally:
+            if self._watch is not None:
+                self._watch.close()
             if self._lookout is not None:
                 self._lookout.close()
         if self._memory is None:
