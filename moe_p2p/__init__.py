@@ -1,7 +1,8 @@
 """MoE dispatch and combine over one-sided writes, and a transfer engine for KV pages and weights.
 
 Importing loads the extension and does nothing else, unless MOE_P2P_AS_DEEP_EP=1 asks for
-moe_p2p.deep_ep in the place of deep_ep, or another such switch of env.py for another package.
+moe_p2p.deep_ep in the place of deep_ep, or another such switch of env.py for another package or
+for ranges of NVTX.
 """
 
 from moe_p2p.machine import interrupts
@@ -12,6 +13,7 @@ import importlib
 from moe_p2p import aliases, env
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.metrics import prometheus_collector, prometheus_text
 from moe_p2p.engine.transfers import PageRows
 from moe_p2p.errors import (
     AbortedError,
@@ -28,6 +30,7 @@ from moe_p2p.errors import (
     UnavailableError,
 )
 from moe_p2p.integrations import serving_steps
+from moe_p2p.machine import ranges
 from moe_p2p.moe import pool
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.config import AllToAllConfig
@@ -66,6 +69,8 @@ __all__ = [
     "TransportError",
     "UnavailableError",
     "__version__",
+    "prometheus_collector",
+    "prometheus_text",
     "swizzle_scales",
 ]
 
@@ -79,6 +84,7 @@ def __getattr__(name: str) -> object:
 
 pool.when_made.append(serving_steps.end_with_check)
 aliases.follow_moved()
+ranges.turn_on_if_asked()
 if env.as_deep_ep():
     from moe_p2p import deep_ep
 

@@ -21,6 +21,7 @@ MOE_P2P_AS_DEEP_EP_V25      1: likewise `import deep_ep_v25` and moe_p2p.deep_ep
 MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
 MOE_P2P_AS_NIXL_EP          1: likewise `import nixl_ep` and moe_p2p.nixl_ep
 MC_TRANSFER_TIMEOUT         Mooncake's: seconds of a transfer of moe_p2p.mooncake (default: 30)
+MOE_P2P_NVTX                1: calls are ranges on the timeline of Nsight Systems
 MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a plugin
 EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
@@ -209,6 +210,11 @@ def as_mooncake() -> bool:
 def as_nixl_ep() -> bool:
     """Whether `import nixl_ep` shall give moe_p2p.nixl_ep."""
     return _switch("MOE_P2P_AS_NIXL_EP")
+
+
+def nvtx() -> bool:
+    """Whether calls are ranges of NVTX."""
+    return _switch("MOE_P2P_NVTX")
 
 
 def mooncake_timeout_s() -> float:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -14,6 +15,8 @@
 #include "moe/node/exchange.h"
 #include "moe/node/waits.h"
 #include "platform/interrupt.h"
+#include "platform/process.h"
+#include "platform/ranges.h"
 
 namespace moe_p2p::moe {
 
@@ -37,6 +40,7 @@ struct RankAddress {
   base::Bytes board;  // the descriptor of HostGather's board; empty without other nodes
   NodeMemory::Neighbour memory;
   FlagOffer flags;
+  std::string host;
 
   static RankAddress parse(std::span<const std::byte> bytes) {
     base::WireReader in(bytes, "rank address");
@@ -50,6 +54,7 @@ struct RankAddress {
     a.memory.memory_name = in.get_string();
     a.memory.waker_name = in.get_string();
     a.flags = {in.get_string(), in.get_string(), a.engine.nics.size()};
+    a.host = in.get_string();
     in.expect_end();
     return a;
   }
@@ -179,6 +184,7 @@ base::Bytes AllToAll::address() const {
   out.put_string(state_->engine.waker_name());
   out.put_string(state_->flag_offer.no_write);
   out.put_string(state_->flag_offer.no_map);
+  out.put_string(platform::host_name());
   return out.take();
 }
 
@@ -244,6 +250,9 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
                                           s.options.device);
   s.exchange->use_flags(s.flags == ArrivalFlags::kWrite, s.mapped_flags.get());
   s.waits.set_exchange(s.exchange.get());
+  std::vector<std::string> hosts;
+  for (RankAddress& each : ranks) hosts.push_back(std::move(each.host));
+  s.waits.set_hosts(std::move(hosts));
   const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s, kReaders); };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);
@@ -365,6 +374,10 @@ void AllToAll::use_signals(const std::vector<uint64_t>& device_addresses) {
 void AllToAll::enter(AllToAll* before, const platform::Stream& stream) {
   if (state_->options.device)
     device().enter(before ? &before->device() : nullptr, state_->absent, stream);
+  if (!before) return;
+  Counters& counters = state_->waits.counters();
+  counters.add(before->state_->waits.counters());
+  Counters::add(counters.lost_tokens, before->lost().num_tokens);
 }
 
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
@@ -408,18 +421,47 @@ void AllToAll::check() {
 Lost AllToAll::lost() const noexcept { return state_->backend ? state_->backend->lost() : Lost{}; }
 
 void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
-  state_->require_usable();
-  state_->backend->dispatch(send, recv);
+  State& s = *state_;
+  const platform::Range range(!recv   ? "moe_p2p.dispatch_send"
+                              : !send ? "moe_p2p.dispatch_recv"
+                                      : "moe_p2p.dispatch");
+  s.require_usable();
+  s.backend->dispatch(send, recv);
+  Counters& counters = s.waits.counters();
+  if (send) {
+    Counters::add(counters.dispatches, 1);
+    if (!send->device_num_tokens)
+      Counters::add(counters.tokens_sent, static_cast<uint64_t>(send->num_tokens));
+  }
+  if (!recv || s.options.device) return;
+  const std::span rows(recv->counts, static_cast<size_t>(s.plan.num_local_experts(s.options.rank)));
+  Counters::add(counters.rows_received, std::accumulate(rows.begin(), rows.end(), uint64_t{0}));
 }
 
 void AllToAll::combine(const CombineSend* send, const CombineRecv* recv) {
+  const platform::Range range(!recv   ? "moe_p2p.combine_send"
+                              : !send ? "moe_p2p.combine_recv"
+                                      : "moe_p2p.combine");
   state_->require_usable();
   state_->backend->combine(send, recv);
+  if (send) Counters::add(state_->waits.counters().combines, 1);
 }
 
 void AllToAll::release(Handle handle, const platform::Stream& stream) {
+  const platform::Range range("moe_p2p.release");
   state_->require_usable();
   state_->backend->release(handle, stream);
+  Counters::add(state_->waits.counters().releases, 1);
+}
+
+const Counters& AllToAll::counters() const noexcept { return state_->waits.counters(); }
+
+std::vector<int> AllToAll::watch(const Progress& progress, uint64_t step,
+                                 std::chrono::milliseconds ran,
+                                 const std::vector<int64_t>& masked) {
+  publish(state_->memory, progress);
+  if (ran.count() == 0) return {};
+  return state_->waits.name_behind(progress, step, ran, masked);
 }
 
 void AllToAll::clean_masks(const platform::Stream& stream) {
@@ -443,6 +485,7 @@ void AllToAll::release_oldest() {
 
 void AllToAll::await_counts(const uint32_t& word, uint32_t number) {
   State& s = *state_;
+  const platform::Range range("moe_p2p.await_counts");
   s.require_usable();
   s.waits.latching([&] {
     // acquire: pairs with the last store of kernels/count.cu.
@@ -458,6 +501,7 @@ void AllToAll::await_counts(const uint32_t& word, uint32_t number) {
 
 void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {
   State& s = *state_;
+  const platform::Range range("moe_p2p.gather_counts");
   s.require_usable();
   MOE_P2P_CHECK(!s.masks.enabled(), Code::kInvalidArgument,
                 "gather_counts is for all ranks, and this communicator goes on without those that "

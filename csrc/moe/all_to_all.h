@@ -12,6 +12,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -29,6 +30,8 @@ namespace moe_p2p::moe {
 
 class DeviceBackend;
 class HostBackend;
+struct Counters;
+struct Progress;
 struct DeviceMemory;
 
 class AllToAll {
@@ -103,6 +106,13 @@ class AllToAll {
   void check();
 
   Lost lost() const noexcept;
+  // Any thread, beside calls.
+  const Counters& counters() const noexcept;
+  // Tells neighbours how far kernels of this rank are, which have begun step `step` last; with a
+  // time that one has run, names the ranks that it may wait for, but for `masked`, and returns them.
+  // Once connected; a thread beside calls, not beside close().
+  std::vector<int> watch(const Progress& progress, uint64_t step, std::chrono::milliseconds ran,
+                         const std::vector<int64_t>& masked);
 
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.
   HostBackend& host();

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "moe/all_to_all.h"
+#include "moe/counters.h"
+#include "moe/node/progress.h"
 #include "ops/engine_object.h"
 
 namespace moe_p2p::ops {

@@ -40,12 +40,16 @@ std::string shape(const std::string& settings) {
 std::string layout(int64_t topk) {
   MOE_P2P_CHECK(topk >= 1 && topk <= abi::kMaxTopk, Code::kInvalidArgument, "topk is ", topk,
                 ", must be from 1 to ", abi::kMaxTopk);
-  return base::concat("slot_head_bytes ", abi::slot_head_bytes(static_cast<int32_t>(topk)),
-                      "\nscale_block ", abi::kScaleBlock, "\nhandle_meta_words ",
-                      sizeof(abi::HandleMeta) / sizeof(int32_t), "\nhandle_num_tokens ",
-                      offsetof(abi::HandleMeta, num_tokens) / sizeof(int32_t), "\nfault_bytes ",
-                      sizeof(abi::Fault), "\ntable_bytes ", sizeof(abi::EpochTable),
-                      "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
+  return base::concat(
+      "slot_head_bytes ", abi::slot_head_bytes(static_cast<int32_t>(topk)), "\nscale_block ",
+      abi::kScaleBlock, "\nhandle_meta_words ", sizeof(abi::HandleMeta) / sizeof(int32_t),
+      "\nhandle_num_tokens ", offsetof(abi::HandleMeta, num_tokens) / sizeof(int32_t),
+      "\nfault_bytes ", sizeof(abi::Fault), "\ntable_bytes ", sizeof(abi::EpochTable),
+      "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\nlaunches_word ",
+      offsetof(abi::DeviceState, launches) / sizeof(uint64_t), "\nlaunch_blocks ", abi::kLaunch,
+      "\nnext_step_word ", offsetof(abi::DeviceState, next_step) / sizeof(uint64_t),
+      "\nbegun_word ", offsetof(abi::DeviceState, begun) / sizeof(uint32_t), "\nended_word ",
+      offsetof(abi::DeviceState, ended) / sizeof(uint32_t), "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,
@@ -148,6 +152,38 @@ void all_to_all_enter(int64_t comm, int64_t epoch) {
 // Tokens of this rank whose sums have lacked something, of all steps.
 int64_t all_to_all_lost(int64_t comm) {
   return static_cast<int64_t>(communicators().get(comm)->all_to_all.lost().num_tokens);
+}
+
+// Of all epochs: steps, dispatches, combines, releases, tokens sent, rows received, deadlines, lost
+// tokens; then two of each rank: nanoseconds that were waited for it, and how often it was named.
+// Beside calls: takes no lock that one holds while it runs.
+std::vector<int64_t> all_to_all_counters(int64_t comm) {
+  const auto object = communicators().get(comm);
+  const moe::Counters& counters = object->all_to_all.counters();
+  const uint64_t lost = object->all_to_all.lost().num_tokens;
+  std::vector<int64_t> values;
+  const auto put = [&values](const moe::Counters::Count& count, uint64_t more = 0) {
+    values.push_back(static_cast<int64_t>(moe::Counters::read(count) + more));
+  };
+  for (const auto* each :
+       {&counters.steps, &counters.dispatches, &counters.combines, &counters.releases,
+        &counters.tokens_sent, &counters.rows_received, &counters.deadlines})
+    put(*each);
+  put(counters.lost_tokens, lost);
+  for (const auto& source : counters.sources) {
+    put(source.wait_ns);
+    put(source.straggles);
+  }
+  return values;
+}
+
+// Beside calls, as all_to_all_ended.
+std::vector<int64_t> all_to_all_watch(int64_t comm, int64_t count, bool preparing, int64_t step,
+                                      int64_t ran_ms, const std::vector<int64_t>& masked) {
+  const moe::Progress progress{static_cast<uint64_t>(count), preparing};
+  const auto ranks = communicators().get(comm)->all_to_all.watch(
+      progress, static_cast<uint64_t>(step), std::chrono::milliseconds(ran_ms), masked);
+  return {ranks.begin(), ranks.end()};
 }
 
 // Throws where a rank was lost or came between two dispatches of one routing, so that the rows of
@@ -332,6 +368,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_enter", TORCH_BOX(&all_to_all_enter));
   m.impl("all_to_all_lost", TORCH_BOX(&all_to_all_lost));
+  m.impl("all_to_all_counters", TORCH_BOX(&all_to_all_counters));
+  m.impl("all_to_all_watch", TORCH_BOX(&all_to_all_watch));
   m.impl("all_to_all_check_again", TORCH_BOX(&all_to_all_check_again));
   m.impl("all_to_all_ended", TORCH_BOX(&all_to_all_ended));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));

@@ -4,6 +4,7 @@
 
 #include "base/letter.h"
 #include "ops/engine_object.h"
+#include "platform/ranges.h"
 #include "platform/shm.h"
 #include "platform/topology.h"
 #include "provider/loopback/segment.h"
@@ -110,6 +111,17 @@ std::vector<int64_t> timed_link(const std::string& settings) {
 
 int64_t remove_stale_memory() { return platform::SharedMemory::remove_stale(); }
 
+void ranges_open(const std::vector<std::string>& files) { platform::use_ranges(files); }
+
+void range_push(const std::string& name) {
+  if (const auto* on = platform::range_functions.load(std::memory_order_acquire))
+    on->push(name.c_str());
+}
+
+void range_pop() {
+  if (const auto* on = platform::range_functions.load(std::memory_order_acquire)) on->pop();
+}
+
 std::string letter() { return base::letter_text(base::letter()); }
 
 std::string host_identity() { return platform::host_identity(); }
@@ -136,6 +148,9 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("remove_stale_memory", TORCH_BOX(&remove_stale_memory));
   m.impl("host_identity", TORCH_BOX(&host_identity));
   m.impl("letter", TORCH_BOX(&letter));
+  m.impl("ranges_open", TORCH_BOX(&ranges_open));
+  m.impl("range_push", TORCH_BOX(&range_push));
+  m.impl("range_pop", TORCH_BOX(&range_pop));
 }
 
 }  // namespace moe_p2p::ops

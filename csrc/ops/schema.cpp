@@ -75,7 +75,10 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("host_identity() -> str");
   m.def("letter() -> str");               // base/letter.h
   m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; number of objects
-  m.def("take_interrupt() -> int");       // python_signals.cpp
+  m.def("ranges_open(str[] files) -> ()");
+  m.def("range_push(str name) -> ()");
+  m.def("range_pop() -> ()");
+  m.def("take_interrupt() -> int");                              // python_signals.cpp
   m.def("direct_call(str name, int self, int[] torch) -> int");  // direct/direct_calls.cpp
 
   // --- engine: transfers; each returns a request to wait for; rows: of a moe_p2p.PageRows ---
@@ -146,6 +149,10 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_enter(int comm, int epoch) -> ()");
   m.def("all_to_all_lost(int comm) -> int");
+  m.def("all_to_all_counters(int comm) -> int[]");
+  m.def(
+      "all_to_all_watch(int comm, int count, bool preparing, int step, int ran_ms, int[] masked) "
+      "-> int[]");
   m.def("all_to_all_check_again(int comm, Tensor first, Tensor second) -> ()");
   m.def("all_to_all_ended(int comm) -> int[]");
   m.def("all_to_all_close(int comm) -> ()");

@@ -9,6 +9,7 @@
 #include "engine/pieces.h"
 #include "ops/engine_object.h"
 #include "ops/signals_object.h"
+#include "platform/ranges.h"
 
 namespace moe_p2p::ops {
 
@@ -74,6 +75,7 @@ void wait_for_signal(RequestRecord& record, int64_t engine, const std::vector<in
 int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
                      int64_t region_offset, int64_t bytes, std::optional<int64_t> imm,
                      int64_t priority) {
+  const platform::Range range("moe_p2p.write");
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("write of ", bytes, " bytes");
@@ -140,6 +142,7 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t offset, int64
                            const Tensor& pages, const Tensor& region_pages,
                            std::optional<int64_t> imm, bool imm_per_page, int64_t priority,
                            const std::vector<int64_t>& after) {
+  const platform::Range range("moe_p2p.write_pages");
   const auto object = engines().get(engine);
   const PageRows rows(rows_numbers);
   auto record = std::make_shared<RequestRecord>();
@@ -162,6 +165,7 @@ int64_t engine_write_layers(int64_t engine, const Tensor& places,
                             const std::vector<int64_t>& rows_numbers, const Tensor& pages,
                             const Tensor& region_pages, std::optional<int64_t> imm,
                             int64_t priority, const std::vector<int64_t>& after) {
+  const platform::Range range("moe_p2p.write_layers");
   const auto object = engines().get(engine);
   const PageRows rows(rows_numbers);
   const auto* row = input<int64_t>(places, {"places", {ScalarType::Long}, {kAny, 5}});
@@ -194,6 +198,7 @@ int64_t engine_write_layers(int64_t engine, const Tensor& places,
 // many. Pages are given by their first byte.
 int64_t engine_write_all(int64_t engine, const Tensor& table, const Tensor& pages,
                          const Tensor& region_pages, std::optional<int64_t> imm, int64_t priority) {
+  const platform::Range range("moe_p2p.write_all");
   const auto object = engines().get(engine);
   const auto* row = input<int64_t>(table, {"table", {ScalarType::Long}, {kAny, 8}});
   const auto shared = indices_of(pages, "pages", region_pages, "region_pages");
@@ -226,6 +231,7 @@ int64_t engine_write_all(int64_t engine, const Tensor& table, const Tensor& page
 
 int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t region,
                     int64_t region_offset, int64_t bytes, int64_t priority) {
+  const platform::Range range("moe_p2p.read");
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("read of ", bytes, " bytes");
@@ -242,6 +248,7 @@ int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t regi
 int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t offset, int64_t region,
                           int64_t region_offset, const std::vector<int64_t>& rows_numbers,
                           const Tensor& pages, const Tensor& region_pages, int64_t priority) {
+  const platform::Range range("moe_p2p.read_pages");
   const auto object = engines().get(engine);
   const PageRows rows(rows_numbers);
   auto record = std::make_shared<RequestRecord>();
@@ -257,6 +264,7 @@ int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t offset, int64_
 // slices [n, 4]: offset, region, offset in the region, bytes.
 int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, bool by_bytes,
                        std::optional<int64_t> imm, int64_t priority) {
+  const platform::Range range("moe_p2p.scatter");
   const auto object = engines().get(engine);
   const auto* row = input<int64_t>(slices, {"slices", {ScalarType::Long}, {kAny, 4}});
   auto record = std::make_shared<RequestRecord>();

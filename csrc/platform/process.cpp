@@ -54,6 +54,12 @@ void in_child() {
 
 }  // namespace
 
+std::string host_name() {
+  char host[256] = "?";
+  gethostname(host, sizeof host - 1);
+  return host;
+}
+
 void at_fork(void (*in_child)()) noexcept {
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);

@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 namespace moe_p2p::platform {
@@ -33,6 +34,8 @@ class Birthplace {
 // `in_child` runs in every child, on its only thread, and must not take locks that the parent used.
 // At most 16 functions.
 void at_fork(void (*in_child)()) noexcept;
+
+std::string host_name();  // of this machine, as its users know it
 
 // Names a process for others of its host; of no use in another PID namespace.
 struct ProcessName {

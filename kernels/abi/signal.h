@@ -25,7 +25,8 @@ struct SignalHead {
   u64 abort;         // 0, or 1 + the rank that failed: all waits end
   u64 bell;          // platform::EventCount: waiters of this rank sleep on it
   u64 closed;        // 1 once this rank has closed its communicator
-  u64 reserved[13];  // the words that follow start on a line of their own
+  u64 progress;      // of a rank on a GPU, for hosts of its node alone (csrc/moe/node/progress.h)
+  u64 reserved[12];  // the words that follow start on a line of their own
 };
 static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 

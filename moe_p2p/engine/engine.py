@@ -28,6 +28,7 @@ from moe_p2p import errors
 from moe_p2p.engine.awaiting import Awaiting
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.lifetime import Closing, Owner, close_and_await
+from moe_p2p.engine.metrics import Family, counter, note, of_nics
 from moe_p2p.engine.transfers import (
     Gate,
     Grant,
@@ -107,6 +108,7 @@ class Engine(Owner):
         self._awaiting = Awaiting(self.number)
         self._polled: dict[int, Request] = {}
         self._poll_queue: int | None = None
+        note(self)
 
     @property
     def address(self) -> bytes:
@@ -507,6 +509,20 @@ class Engine(Owner):
                 reads=row[6],
             )
             for row in rows
+        ]
+
+    def metrics(self) -> list[Family]:
+        """For moe_p2p.prometheus_text."""
+        if self.closed:
+            return []
+        own = {"engine": str(self.number), "name": self.label}
+        names = transport.named_in(self.provider, self.opening.settings)
+        if len(names) != self.num_nics:
+            names = [str(i) for i in range(self.num_nics)]
+        discarded = "Immediates that could not be counted"
+        return [
+            *of_nics(own, names, self.counters()),
+            counter("engine_discarded_immediates", discarded, [(own, self.discarded_imms)]),
         ]
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ by which its immediates are counted (moe_p2p/kv/source_transfer.py).
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from moe_p2p.errors import (
     require,
     require_type,
 )
+from moe_p2p.fleet.late import Wait
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.memory import KVCache
@@ -295,14 +297,27 @@ class KVReservation:
 
     def _waited(self, now: float) -> str:
         """Longer than it may, as far as the last look knows; else empty."""
+        phase, limit, since = self._phase()
+        return f"waited {limit} s in phase {phase}" if now - since > limit else ""
+
+    def _phase(self) -> tuple[str, float, float]:
+        """Its name, how long it may last, and since when it does."""
         timeouts = self.receiver.timeouts
         moved = [each.moved_at for each in self.transfers if each.moved_at is not None]
-        phase, limit, since = "open", timeouts.open_s, self.stats.queued_at
-        if self.opened_at is not None:
-            since = self.opened_at
         if moved:
-            phase, limit, since = "tail", timeouts.tail_s, max(moved)
-        return f"waited {limit} s in phase {phase}" if now - since > limit else ""
+            return "tail", timeouts.tail_s, max(moved)
+        since = self.stats.queued_at if self.opened_at is None else self.opened_at
+        return "open", timeouts.open_s, since
+
+    def waits(self) -> list[tuple[tuple[str, str], Wait]]:
+        """For its peers, as far as the last look knows; alike for requests of one source."""
+        if self.state is not RequestState.OPEN:
+            return []
+        phase, limit, since = self._phase()
+        missing = [each for each in self.transfers if each.state is TransferState.OPEN]
+        who = ", ".join(each.pair.name for each in missing) or str(self.source)
+        text = functools.partial(self.text, f"waits in phase {phase} for {who}")
+        return [((phase, who), Wait(since, limit, text))]
 
     def on_lost(self, pair: Pair) -> None:
         """A sender whose writes have all ended may leave before this side has looked: what it had
@@ -570,7 +585,9 @@ class KVReceiver(KVWorker):
 
     def on_time(self, now: float) -> bool:
         self._open_waiting()
-        return self.on_time_of(list(self.reservations), now)
+        busy = self.on_time_of(list(self.reservations), now)
+        self.name_late(now, self.reservations)
+        return busy
 
     def pause(self, seconds: float) -> None:
         """A packed write that arrives ends it, too: the sender waits for its part of the ring."""

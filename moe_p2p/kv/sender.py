@@ -12,6 +12,7 @@ when none of its writes is under way; a receiver that hears it may give its page
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from moe_p2p import errors
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Gate, shut
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
+from moe_p2p.fleet.late import Wait
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.chunks import Step
 from moe_p2p.kv.footer import MAX_USER_BYTES
@@ -335,12 +337,31 @@ class KVSending:
         return busy
 
     def _check_opened(self, now: float) -> None:
-        limit, since = self.sender.timeouts.open_s, self.stats.queued_at
-        waiting = [e.pair.name for e in self.transfers if e.state is TransferState.WAITING]
-        if not self.transfers and self.user is not None:
-            waiting, since = ["any receiver"], self._committed_at
+        limit, (waiting, since) = self.sender.timeouts.open_s, self._unopened()
         if waiting and now - since > limit:
             self._fail_late(f"waited {limit} s in phase open for {', '.join(waiting)}")
+
+    def _unopened(self) -> tuple[list[str], float]:
+        """Receivers that have not opened it, and since when they could."""
+        if not self.transfers and self.user is not None:
+            return ["any receiver"], self._committed_at
+        waiting = [e.pair.name for e in self.transfers if e.state is TransferState.WAITING]
+        return waiting, self.stats.queued_at
+
+    def waits(self) -> list[tuple[tuple[str, str], Wait]]:
+        """For receivers and signals; alike for requests that wait for the same."""
+        if self.state is not RequestState.OPEN:
+            return []
+        found, timeouts, (waiting, since) = [], self.sender.timeouts, self._unopened()
+        if waiting:
+            who = ", ".join(waiting)
+            text = functools.partial(self.text, f"waits in phase open for {who}")
+            found.append((("open", who), Wait(since, timeouts.open_s, text)))
+        if closed := self.shut_gates():
+            layer = f"layer {closed[0].layer} of step {closed[0].step}"
+            text = functools.partial(self.text, f"waits in phase signal for {layer}")
+            found.append((("signal", ""), Wait(self._step_at, timeouts.layers_s, text)))
+        return found
 
     def _check_signals(self, now: float) -> None:
         limit, closed = self.sender.timeouts.layers_s, self.shut_gates()
@@ -515,7 +536,9 @@ class KVSender(KVWorker):
 
     def on_time(self, now: float) -> bool:
         self._begin_waiting()
-        return self.on_time_of(list(self.sendings), now)
+        busy = self.on_time_of(list(self.sendings), now)
+        self.name_late(now, self.sendings)
+        return busy
 
     def on_lost(self, pair: Pair) -> None:
         self.openings.forget(pair)

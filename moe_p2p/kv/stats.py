@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
+from moe_p2p.engine.metrics import Buckets, Family, Sample, text_of
 from moe_p2p.engine.transfers import Report, Request
 
 # The later, the more was needed to get pages back.
@@ -260,37 +262,25 @@ class Counted(Protocol):
     def name(self) -> str: ...
 
 
-def prometheus_text(*workers: Counted) -> str:
-    """The totals of these workers in the text format of Prometheus, for an endpoint to return."""
-    lines = []
-    named = [(_labels(worker), worker.totals) for worker in workers]
+def families_of(workers: Iterable[Counted]) -> list[Family]:
+    """Their totals as metrics (engine/metrics.py)."""
+    named = [({"worker": each.name, "role": each.role}, each.totals) for each in workers]
+    found = []
     for name, about in _HELP.items():
-        histogram = name in HISTOGRAMS
-        metric = f"moe_p2p_kv_{name.removesuffix('_s')}_seconds"
-        if not histogram:
-            metric = f"moe_p2p_kv_{'bytes' if name == 'nbytes' else name}_total"
-        lines.append(f"# HELP {metric} {about}.")
-        lines.append(f"# TYPE {metric} {'histogram' if histogram else 'counter'}")
-        for labels, totals in named:
-            value = getattr(totals, name)
-            if histogram:
-                lines += _buckets(metric, labels, value)
-            else:
-                lines.append(f"{metric}{{{labels}}} {value}")
-    return "\n".join(lines) + "\n"
+        if name in HISTOGRAMS:
+            metric, kind = f"moe_p2p_kv_{name.removesuffix('_s')}_seconds", "histogram"
+        else:
+            metric, kind = f"moe_p2p_kv_{'bytes' if name == 'nbytes' else name}_total", "counter"
+        samples = [Sample(labels, _value(getattr(totals, name))) for labels, totals in named]
+        found.append(Family(metric, kind, about, samples))
+    return found
 
 
-def _labels(worker: Counted) -> str:
-    name = worker.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'worker="{name}",role="{worker.role}"'
+def _value(value: float | Histogram) -> float | Buckets:
+    return Buckets(SECONDS, value.counts, value.sum) if isinstance(value, Histogram) else value
 
 
-def _buckets(metric: str, labels: str, histogram: Histogram) -> list[str]:
-    lines, below = [], 0
-    for bound, count in zip((*SECONDS, None), histogram.counts, strict=True):
-        below += count
-        limit = "+Inf" if bound is None else f"{bound:g}"
-        lines.append(f'{metric}_bucket{{{labels},le="{limit}"}} {below}')
-    lines.append(f"{metric}_sum{{{labels}}} {histogram.sum!r}")
-    lines.append(f"{metric}_count{{{labels}}} {below}")
-    return lines
+def prometheus_text(*workers: Counted) -> str:
+    """The totals of these workers in the text format of Prometheus. `moe_p2p.prometheus_text` has
+    what their engines count, too."""
+    return text_of(families_of(workers))

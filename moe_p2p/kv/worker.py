@@ -19,8 +19,10 @@ import torch
 from moe_p2p import env, errors, log
 from moe_p2p.engine import checksum
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.metrics import Family, counter, note
 from moe_p2p.errors import AbortedError, UnavailableError, make, require, require_type
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.fleet.late import Late, Wait
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.footer import footer_bytes, slots_for
 from moe_p2p.kv.link import KVLink, link_of
@@ -37,11 +39,12 @@ from moe_p2p.kv.pair import (
     make_pair,
 )
 from moe_p2p.kv.ring import Ring
-from moe_p2p.kv.stats import KVTotals, KVTransferStats, RequestState
+from moe_p2p.kv.stats import KVTotals, KVTransferStats, RequestState, families_of
 
 QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
 MOST_S = 1e6  # waits of Python's threads overflow beyond some years
 MOST_TOKENS = (1 << 32) - 1  # of a footer
+_LOOK_S = 0.25  # between two looks for waits that are late
 RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
 LAST_WORDS_S = 0.5  # of a worker that leaves, to peers that do not read them
 
@@ -95,6 +98,8 @@ class Request(Protocol):
     def fail(self, error: errors.MoeP2pError) -> None: ...
 
     def on_time(self, now: float) -> bool: ...
+
+    def waits(self) -> list[tuple[tuple[str, str], Wait]]: ...
 
 
 @contextmanager
@@ -186,6 +191,8 @@ class KVWorker:
         self.control = torch.frombuffer(self.rows, dtype=torch.uint8)
         self._memories: list[PairMemory] = []  # registered, as far as is known
         self._losing: list[Pair] = []  # lost, and not yet fenced
+        self.late, self._late_at = Late(f"KV {self.role}"), 0.0
+        note(self)
 
     @property
     def name(self) -> str:
@@ -410,6 +417,12 @@ class KVWorker:
             for pair in list(self.pairs.values()):
                 self._lose(pair, why)
 
+    def metrics(self) -> list[Family]:
+        """For moe_p2p.prometheus_text."""
+        own = {"worker": self.name, "role": self.role}
+        about = "Waits in which a peer was named late"
+        return [*families_of([self]), counter("kv_stragglers", about, [(own, self.late.count)])]
+
     def new_stats(self, request: str) -> KVTransferStats:
         return KVTransferStats(request, self.role, self.clock())
 
@@ -443,6 +456,14 @@ class KVWorker:
         if left:
             raise left[0]
         return busy
+
+    def name_late(self, now: float, requests: Sequence[Request]) -> None:
+        """Under the lock, with each `on_time`."""
+        if now - self._late_at < _LOOK_S:
+            return
+        self._late_at = now
+        waits = [wait for each in requests for wait in each.waits()]
+        self.late.look(now, dict(reversed(waits)))  # the first of those that wait alike is named
 
     # --- what senders and receivers do ---
 

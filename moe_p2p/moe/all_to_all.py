@@ -135,7 +135,7 @@ class AllToAll(Owner):
         # What calls look at, which stays as it is:
         self.config, self.engine, self.rank = made.config, made.engine, made.rank
         self.world_size, self.ranks_per_node = made.world_size, made.ranks_per_node
-        self.num_local_experts = made.num_local_experts
+        self.num_local_experts, self.metrics = made.num_local_experts, made.metrics
         self._comm, self._device, self._shape = made.number, made.device, made.shape
 
     # --- whole calls ---

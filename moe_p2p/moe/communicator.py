@@ -21,11 +21,13 @@ from torch._C._distributed_c10d import Store
 from moe_p2p import env, errors, library
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.lifetime import Closing
+from moe_p2p.engine.metrics import Family, note
 from moe_p2p.fleet.bootstrap import Bootstrap, store_of
 from moe_p2p.fleet.client import StoreError
 from moe_p2p.fleet.roll_call import roll_call
 from moe_p2p.library import call, refuse_lazy
 from moe_p2p.machine import driver, transport, tuned
+from moe_p2p.moe import counts
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.elastic import Changes, Joining
 from moe_p2p.moe.epoch import Epoch, Masks, make_epoch, own_host
@@ -146,6 +148,7 @@ class Communicator:
     def _closes(self) -> None:
         engine = self._engine if self._own_engine else None
         self._closing = Closing(self, _close, self.number, engine, self.device, self._changes)
+        note(self)
 
     def _meet(
         self,
@@ -185,7 +188,7 @@ class Communicator:
             with shared_memory.explained(self._shared_memory):
                 self._face(changes.begin(joining, self._stage, gone))
             if self.device is not None:
-                self.device.look_out()
+                self.device.look_out(self.rank)
         except BaseException:
             self._close_own_engine()
             changes.close()
@@ -300,6 +303,21 @@ class Communicator:
             raise errors.make(errors.UnavailableError, f"{text}'poison', with mask_lost_ranks=True")
         return int(call(_ops.all_to_all_lost.default, self.number))
 
+    def metrics(self) -> list[Family]:
+        """For moe_p2p.prometheus_text."""
+        if self.why_closed:
+            return []
+        on_device = None if self.device is None else self.device.glance()
+        on_host = 0 if self._masks is None else int(self._masks[1].ne(0).sum())
+        return counts.families_of(
+            self.number,
+            self.rank,
+            epoch=0 if self._changes is None else self._changes.world.epoch,
+            masked=on_host if on_device is None else len(on_device.masked),
+            refused=self.num_refused,
+            device=on_device,
+        )
+
     def _shared_memory(self) -> str:
         """Returns what the communicator needs of /dev/shm, in a sentence."""
         made = self._engine  # an engine that is not yet made has software NICs
@@ -383,7 +401,7 @@ class Communicator:
             assert epoch.memory is not None
             self.device.use_signals(epoch.memory)
             self._begin(self.device, epoch.memory)
-            self.device.look_out()
+            self.device.look_out(self.rank)
 
     def _begin(self, device: DeviceSide, memory: EpochMemory) -> None:
         device.begin(memory)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 from moe_p2p import errors
+from moe_p2p.engine.metrics import Family, of_each
 from moe_p2p.fleet.bootstrap import store_of
 from moe_p2p.fleet.neighbours import has_ended, own_identity
 from moe_p2p.library import call, raise_typed, register_fake, watched, without_default_device
@@ -310,6 +311,10 @@ class AllToAllPool:
                 made.clean_masks()
             else:
                 self._close(key)
+
+    def metrics(self) -> list[Family]:
+        """For moe_p2p.prometheus_text: of all its AllToAlls."""
+        return of_each(tuple(self._made.values()))
 
     def close(self) -> None:
         """Closes all AllToAlls; `get` makes none after that. Idempotent; not collective."""

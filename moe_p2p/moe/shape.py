@@ -22,8 +22,10 @@ class Layout(NamedTuple):
     slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
     its arrays. handle_num_tokens: index of the word num_tokens. fault_bytes: of a Fault.
     table_bytes: of an EpochTable.
-    masks_word: index of the DeviceState's 64-bit word with the address of masks. scale_block:
-    values that share one fp8 scale.
+    masks_word, launches_word, next_step_word: indices of 64-bit words of a DeviceState: the address
+    of masks, kernels times launch_blocks, the first of two of which the larger is the next step.
+    begun_word, ended_word: of its 32-bit words.
+    scale_block: values that share one fp8 scale.
     """
 
     slot_head_bytes: int
@@ -33,6 +35,11 @@ class Layout(NamedTuple):
     fault_bytes: int
     table_bytes: int
     masks_word: int
+    launches_word: int
+    launch_blocks: int
+    next_step_word: int
+    begun_word: int
+    ended_word: int
 
 
 @functools.cache

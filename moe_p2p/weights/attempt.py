@@ -135,6 +135,11 @@ def sums(writes: Iterable[Write], tensors: Mapping[str, Tensor], side: int) -> d
     return dict(found)
 
 
+def only(update: Mapping[str, Any]) -> set[str] | None:
+    """Names of the parameters that are sent; None: all."""
+    return None if update["only"] is None else set(update["only"])
+
+
 def whole_sum(tensor: Tensor) -> int:
     """Of a whole tensor."""
     data = as_bytes(tensor)

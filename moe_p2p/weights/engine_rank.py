@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import ProcessGroup, Store
 
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.metrics import Family, note
 from moe_p2p.errors import (
     AbortedError,
     ClosedError,
@@ -33,12 +34,14 @@ from moe_p2p.errors import (
     require,
 )
 from moe_p2p.fleet.client import Deadline, StoreError
+from moe_p2p.fleet.late import Late, Wait
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.lookout import Lookout
 from moe_p2p.fleet.member import LEAVE_S, Member, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
-from moe_p2p.weights import attempt, checks, job, joining
+from moe_p2p.machine.ranges import span
+from moe_p2p.weights import attempt, checks, counts, job, joining
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.engine_buffers import Arrivals, EngineBuffers, Finalize
 from moe_p2p.weights.job import Job
@@ -162,7 +165,7 @@ class WeightEngineRank:
             self._member = Member(self._words, self.name, record, lease_s)
         self.totals = {"updates": 0, "failed": 0, "joins": 0, "join_ms": 0.0, "pause_ms": 0.0,
                        "buffer_bytes": len(self._buffers.buffer)}  # fmt: skip
-        self._returns = self._words.client.returns
+        self._returns, self.late = self._words.client.returns, Late(self.name)
         with set_up.heard(self.close):
             self._come(deadline)
 
@@ -179,6 +182,7 @@ class WeightEngineRank:
         self._serve(self._job, 1)
         self._reached("registered")
         self._join(deadline)
+        note(self)
         if self.mode == "shadow":
             device = next((each.device for each in self._tensors.values()), torch.device("cpu"))
             self._lookout = Lookout(self._progress, self.name, device)
@@ -269,6 +273,7 @@ class WeightEngineRank:
         self.dirty = self.mode == "in_place" and (self.dirty or bool(peers))
         return joining.read_one(self.engine, self._words, peers, places, deadline)
 
+    @span("moe_p2p.weights_copy")
     def _take(self, state: State, names: set[str] | None, *, received: bool = False) -> None:
         """The pause: the tensors become the version's. received: by this rank, in an update."""
         began = time.monotonic()
@@ -538,7 +543,7 @@ class WeightEngineRank:
         self._update = update  # last: where the store fails, it is looked at again
 
     def _expect(self, keys: Keys, update: dict[str, Any]) -> None:
-        names, lost = _only(update), frozenset(update["lost"])
+        names, lost = attempt.only(update), frozenset(update["lost"])
         writes = self.plan.without(lost).writes_to(self.rank) if lost else self._buffers.writes
         self._arrivals.begin([e for e in writes if names is None or e.name in names])
         why = ""
@@ -552,6 +557,8 @@ class WeightEngineRank:
 
     def _receive(self, keys: Keys) -> None:
         assert self._update is not None
+        wait = Wait(self._began, self.timeout_s, lambda: self._arrivals.missing(keys))
+        self.late.look(time.monotonic(), {} if self._arrived else {"bytes": wait})
         if self._arrived:
             if self._deadline is not None and not self._deadline.left:
                 text = f"no decision of the trainers within {self._deadline.timeout_s:g} s"
@@ -617,7 +624,7 @@ class WeightEngineRank:
         self._reached("decided")  # by all ranks of the engine
         took_part = self._member.id in self._update["members"]
         state = State(self._update["stamp"], self._update["version"])
-        self._take(state, _only(self._update) if took_part else None, received=took_part)
+        self._take(state, attempt.only(self._update) if took_part else None, received=took_part)
         self.totals["updates"] += 1
         self._ended += 1
         self._taken = self._committed
@@ -661,11 +668,17 @@ class WeightEngineRank:
         with suppress(RuntimeError):
             self.engine.free_imm(attempt.immediate(self._keys))
         before = Keys(self._job.number, self._attempt - 1)
+        self.late.look(time.monotonic(), {})
         self._attempt, self._open, self._again = self._attempt + 1, False, again
         self._words.drop(before.ready(self._member.id))
         self._words.drop(before.arrived(self._member.id))
 
     # --- truth ---
+
+    def metrics(self) -> list[Family]:
+        """For moe_p2p.prometheus_text."""
+        given = self.totals, self.stages, self.version, self.late.count
+        return counts.of_engine_rank(self.name, *given) if self._member.close.alive else []
 
     def checksums(self) -> dict[str, int]:
         """64 bits for each tensor as it is now."""
@@ -683,7 +696,3 @@ class WeightEngineRank:
         if wrong:
             text = f"{self.name} at version {self.version}: {', '.join(wrong)} differ"
             raise make(ProtocolError, text)
-
-
-def _only(update: Mapping[str, Any]) -> set[str] | None:
-    return None if update["only"] is None else set(update["only"])

@@ -11,6 +11,7 @@ engine ranks that run. docs/weights.md explains it.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from moe_p2p import log
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.metrics import Family, note
 from moe_p2p.errors import (
     AbortedError,
     ClosedError,
@@ -33,11 +35,13 @@ from moe_p2p.errors import (
     require,
 )
 from moe_p2p.fleet.client import Deadline, StoreError
+from moe_p2p.fleet.late import Late, Wait
 from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
-from moe_p2p.weights import attempt, checks, job
+from moe_p2p.machine.ranges import span
+from moe_p2p.weights import attempt, checks, counts, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import weight_plan
@@ -122,8 +126,10 @@ class WeightTrainer:
         self._said = list[str]()
         self._under_way = threading.Lock()
         self.attempts_failed = 0
+        self.late = Late(who)
         with set_up.heard(self.close):
             self._meet(set_up, deadline)
+        note(self)
 
     def _meet(self, set_up: job.SetUp, deadline: Deadline) -> None:
         founders = {attempt.engine_rank_name("", i): i for i in range(self.plan.target.world_size)}
@@ -238,6 +244,7 @@ class WeightTrainer:
     def _keys(self) -> Keys:
         return Keys(self._job.number, self._attempt)
 
+    @span("moe_p2p.weights_update")
     @torch.inference_mode(mode=False)
     def _update(
         self, wish: _Update, tensors: Mapping[str, Tensor] | None, timeout_s: float | None
@@ -505,9 +512,19 @@ class WeightTrainer:
 
     def _wait(self, keys: Keys, wanted: dict[str, str], deadline: Deadline) -> dict[str, Any]:
         began = time.monotonic()
-        return self._words.wait(
-            wanted, deadline, lambda missing: self._stop(keys, missing, since=began)
-        )
+
+        def look(missing: list[str]) -> None:
+            waits: dict[str, Wait] = {}
+            for who in missing:
+                text = functools.partial("a word from {} for the update".format, name_of(who))
+                waits[who] = Wait(began, deadline.timeout_s, text)
+            self.late.look(time.monotonic(), waits)
+            self._stop(keys, missing, since=began)
+
+        try:
+            return self._words.wait(wanted, deadline, look)
+        finally:
+            self.late.look(time.monotonic(), {})
 
     def _stop(self, keys: Keys, missing: list[str], *, since: float | None = None) -> None:
         """Raises where somebody decided against the attempt, or one that is waited for is lost."""
@@ -564,6 +581,11 @@ class WeightTrainer:
         """bytes_written, requests; staging_bytes: most that conversions took beside the tensors at
         any time; attempts, and those that failed."""
         return {**self._buffers.totals, "attempts": self._attempt, "failed": self.attempts_failed}
+
+    def metrics(self) -> list[Family]:
+        """For moe_p2p.prometheus_text."""
+        given = self.totals, self.seconds, self.stages, self.version, self.late.count
+        return counts.of_trainer(self.rank, *given) if self._member.close.alive else []
 
     def close(self) -> None:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""

@@ -16,6 +16,7 @@ SWITCHES: dict[str, Callable[[], bool]] = {
     "MOE_P2P_DIRECT": env.direct,
     "MOE_P2P_ENGINES": env.engines,
     "MOE_P2P_FABRIC": env.fabric,
+    "MOE_P2P_NVTX": env.nvtx,
 }
 
 

@@ -33,7 +33,7 @@ HostBackend::HostBackend(const Plan& plan, const AllToAllOptions& options, NodeM
       waits_(waits),
       in_order_(options.arrival_flags == ArrivalFlags::kWrite),
       kernels_(plan, memory, options.num_threads, masks),
-      ring_(plan, kernels_),
+      ring_(plan, kernels_, waits.counters()),
       ledger_(plan.shape.steps_in_flight),
       context_{plan, options.communicator, kernels_, ring_, ledger_} {
   if (options.poison) kernels_.poison();

@@ -34,8 +34,11 @@ std::deque<Step> steps_of(const StepRing& ring, const OpenCall& call) {
 
 // --- steps -------------------------------------------------------------------------------------
 
-StepRing::StepRing(const Plan& plan, HostKernels& kernels)
-    : plan_(plan), kernels_(kernels), slots_(static_cast<size_t>(plan.shape.steps_in_flight)) {}
+StepRing::StepRing(const Plan& plan, HostKernels& kernels, Counters& counters)
+    : plan_(plan),
+      kernels_(kernels),
+      counters_(counters),
+      slots_(static_cast<size_t>(plan.shape.steps_in_flight)) {}
 
 Step StepRing::step_of(uint64_t index) const noexcept {
   return {index, static_cast<int>(index % slots_.size())};
@@ -64,6 +67,7 @@ bool StepRing::can_begin(uint64_t index) {
 
 Step StepRing::begin(uint64_t index) {
   const Step step = step_of(index);
+  Counters::add(counters_.steps, 1);
   slots_[static_cast<size_t>(step.slot)] = {State::kBusy, step.index, false};
   return step;
 }

@@ -13,6 +13,7 @@
 #include <deque>
 #include <vector>
 
+#include "moe/counters.h"
 #include "moe/host/kernels.h"
 #include "moe/host/wait_clock.h"
 #include "moe/ledger.h"
@@ -24,7 +25,7 @@ namespace moe_p2p::moe {
 // steps the caller holds open.
 class StepRing {
  public:
-  StepRing(const Plan& plan, HostKernels& kernels);
+  StepRing(const Plan& plan, HostKernels& kernels, Counters& counters);
 
   // Closes what can be closed without waiting. False: step `index` must wait for pending(index).
   bool can_begin(uint64_t index);
@@ -52,6 +53,7 @@ class StepRing {
   };
   const Plan& plan_;
   HostKernels& kernels_;
+  Counters& counters_;
   std::vector<Slot> slots_;
 };
 

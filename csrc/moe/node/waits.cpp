@@ -163,23 +163,48 @@ std::string Waits::waiting_for(const Pending& pending, const Arrived& arrived) c
                       missing(arrived, [&](int node) { return progress(pending, node); }));
 }
 
+// --- kernels that do not end ------------------------------------------------------------------
+
+std::vector<int> Waits::name_behind(const Progress& progress, uint64_t step,
+                                    std::chrono::milliseconds ran,
+                                    const std::vector<int64_t>& masked) const {
+  std::vector<int> behind = ranks_behind(plan_.shape, memory_, progress.count, step);
+  std::erase_if(behind, [&](int rank) {
+    return rank == options_.rank || masks_.has(rank) || std::ranges::count(masked, rank) > 0;
+  });
+  std::string late;
+  for (const int rank : behind) {
+    Counters::add(counters_.sources[static_cast<size_t>(rank)].straggles, 1);
+    late += base::concat(late.empty() ? "" : ", ", rank_on(hosts_, rank));
+  }
+  if (!behind.empty())
+    MOE_P2P_LOG(base::LogLevel::kWarning, rank_on(hosts_, options_.rank), " has waited ",
+                ran.count(), " ms, of at most ", options_.timeout.count(), ", for ", late,
+                ": its kernel of step ", step, " has not ended");
+  return behind;
+}
+
 // --- waiting -------------------------------------------------------------------------------------
 
 void Waits::wait(const std::function<bool()>& ready, const Arrived& arrived,
                  const Text& text) const {
+  WaitWatch watch(counters_, options_.rank, hosts_, options_.timeout, arrived, text);
   auto began = platform::Clock::now();
   auto deadline = began + options_.timeout;
-  while (!wait_until(deadline, ready, arrived, text)) {
+  while (!wait_until(deadline, ready, arrived, text, watch)) {
     if (masks_.grow() && began + patience(arrived) > deadline) {
       deadline = began + patience(arrived);
     } else if (mask_missing(arrived, text)) {
+      Counters::add(counters_.deadlines, 1);
       began = platform::Clock::now();
       deadline = began + options_.timeout;
     } else {
+      Counters::add(counters_.deadlines, 1);
       fail(Code::kTimeout,
            base::concat("timed out after ", options_.timeout.count(), " ms: ", text()));
     }
   }
+  watch.done([this](int source) { return masks_.has(source); });
 }
 
 // Nobody rings for it.
@@ -196,15 +221,19 @@ void Waits::wait_for_caller(const std::function<bool()>& ready, const Text& text
 }
 
 bool Waits::wait_until(platform::Deadline deadline, const std::function<bool()>& ready,
-                       const Arrived& arrived, const Text& text) const {
+                       const Arrived& arrived, const Text& text, WaitWatch& watch) const {
   platform::Waiter waiter(memory_.bell(memory_.local()), policy_, deadline);
   auto next_look = platform::Clock::now() + kLookAtNeighbours;
   auto next_probe = platform::Clock::now() + Exchange::kProbeInterval;
   for (;;) {
     waiter.prepare();
-    if (ready()) return true;
-    check_abort([&] { return "; " + text(); });
     const auto now = platform::Clock::now();
+    if (ready()) {
+      watch.found(now);
+      return true;
+    }
+    check_abort([&] { return "; " + text(); });
+    watch.look(now);
     if (now >= next_look) {
       check_neighbours(arrived, text);
       if (platform::interrupted())

@@ -8,11 +8,15 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/log.h"
+#include "moe/counters.h"
 #include "moe/node/exchange.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
+#include "moe/node/progress.h"
+#include "moe/node/wait_watch.h"
 #include "moe/options.h"
 #include "moe/plan/step.h"
 
@@ -31,9 +35,13 @@ class Waits {
         policy_(options.device ? without_sleep(options.wait) : options.wait),
         memory_(memory),
         masks_(masks),
-        engine_(engine) {}
+        engine_(engine),
+        counters_(plan.shape.world_size) {}
   bool orders_writes() const noexcept { return engine_.orders_writes(); }
   void set_exchange(Exchange* exchange) noexcept { exchange_ = exchange; }
+  // [W] names of the ranks' hosts.
+  void set_hosts(std::vector<std::string> hosts) { hosts_ = std::move(hosts); }
+  Counters& counters() const noexcept { return counters_; }
 
   // Waits until ready(), with a deadline; throws or masks when a rank that has not arrived() is
   // gone.
@@ -52,6 +60,13 @@ class Waits {
   // Ranks of this node whose process has ended before they closed: they take their words with them.
   std::vector<int> ended() const;
   bool aborted() const noexcept;  // some rank of this node gave up
+
+  // --- kernels that do not end ---
+  // Ranks that a kernel of this rank may wait for (node/progress.h), which has run for so long, but
+  // for `masked`. Names them in a line, and counts them.
+  std::vector<int> name_behind(const Progress& progress, uint64_t step,
+                               std::chrono::milliseconds ran,
+                               const std::vector<int64_t>& masked) const;
 
   // --- texts ---
   // "1 of 2 immediates came" for this rank's partner on that node.
@@ -103,7 +118,7 @@ class Waits {
   bool mask_missing(const Arrived& arrived, const Text& text) const;
   // False when the deadline passed.
   bool wait_until(platform::Deadline deadline, const std::function<bool()>& ready,
-                  const Arrived& arrived, const Text& text) const;
+                  const Arrived& arrived, const Text& text, WaitWatch& watch) const;
 
   const Plan& plan_;
   const AllToAllOptions& options_;
@@ -113,6 +128,8 @@ class Waits {
   engine::TransferEngine& engine_;
   Exchange* exchange_ = nullptr;  // before connect(); nothing waits then
   std::optional<base::Error> broken_;
+  std::vector<std::string> hosts_;
+  mutable Counters counters_;
 };
 
 // Small next to any timeout, large next to its own cost (one flock per neighbour).

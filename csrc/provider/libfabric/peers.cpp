@@ -1,12 +1,11 @@
 #include "provider/libfabric/peers.h"
 
-#include <unistd.h>
-
 #include <string_view>
 #include <utility>
 
 #include "base/letter.h"
 #include "base/log.h"
+#include "platform/process.h"
 
 namespace moe_p2p::provider::libfabric {
 
@@ -66,9 +65,7 @@ Address Peers::own_address() const {
   const int error = endpoint.cm->getname(&endpoint.fid, address.name.data(), &length);
   MOE_P2P_CHECK(error == 0, Code::kTransport, name_, ": has no address: ", error_text(error));
   address.name.resize(length);
-  char host[256] = "?";
-  gethostname(host, sizeof host - 1);
-  address.host = host;
+  address.host = platform::host_name();
   address.software = session_.software;
   return address;
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "platform/process.h"
 #include "platform/thread.h"
 #include "provider/verbs/gid.h"
 
@@ -34,9 +35,8 @@ constexpr milliseconds kEndOfLane{2000};
 constexpr int kLookMs = 250;
 
 std::string own_label(const Nic& nic) {
-  char host[256] = "?";
-  gethostname(host, sizeof host - 1);
-  return base::concat(nic.context->device->name, " of ", host, " (pid ", getpid(), ")");
+  return base::concat(nic.context->device->name, " of ", platform::host_name(), " (pid ", getpid(),
+                      ")");
 }
 
 template <typename T>

@@ -6,6 +6,7 @@ Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from moe_p2p import errors
 from moe_p2p.library import call, settings_text
 from moe_p2p.machine import driver, jit
 from moe_p2p.machine.launches import TunedLaunch
+from moe_p2p.moe.counts import OnDevice
 from moe_p2p.moe.gpu.epoch_memory import EpochMemory, Sharers
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.launch_shape import (
@@ -53,6 +55,7 @@ from moe_p2p.moe.gpu.shape_macros import (
     of_changing,
     shape_macros,
 )
+from moe_p2p.moe.gpu.watch import Watch
 from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.options import QUANTIZE, rows_of, scale_format_of, variant_of
 from moe_p2p.moe.shape import layout as numbers
@@ -67,6 +70,7 @@ _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4
 # Macros of measurements; `bench` sets MOE_P2P_STAMPS for the communicators that it makes then.
 measuring: dict[str, int] = {}
 READY, NO_MACROS = {"MOE_P2P_READY": 1}, dict[str, int]()
+_STATE_WORDS = 16  # 64 bits each, of a DeviceState
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
@@ -226,6 +230,7 @@ class DeviceSide:
         self._shape |= sharers.sharing.macros | (of_changing(config) if changes else {})
         self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._lookout: Lookout | None = None
+        self._watch: Watch | None = None
         self._memory: EpochMemory | None = None  # of the epoch that is
         self._plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         self._make_words(self._on_device())
@@ -248,6 +253,10 @@ class DeviceSide:
         self._fault = torch.zeros(
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
+        self._beside = torch.cuda.Stream(on_device) if pinned else None  # type: ignore[no-untyped-call]
+        words = torch.zeros(_STATE_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        masks = torch.zeros(self._world_size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._seen, self._glancing = (words, masks), threading.Lock()
         self._wait()
 
     # --- what is an epoch's ---
@@ -350,8 +359,16 @@ class DeviceSide:
             call(_ops.all_to_all_enter.default, self._comm, self._comm)
             self._wait()
 
-    def look_out(self) -> None:
-        """Begins to mask ranks of the node that end, where lost ranks are masked."""
+    def look_out(self, rank: int) -> None:
+        """Begins to name ranks that kernels wait for, and to mask ranks of the node that end, where
+        lost ranks are masked."""
+        self._watch = Watch(
+            rank,
+            float(self._config.timeout_s),
+            lambda: self._comm,
+            self.glance,
+            by_kernel=self.masks is None,
+        )
         if self._shape["MOE_P2P_MASKS"] == 1 and self._shape["MOE_P2P_RANKS_PER_NODE"] > 1:
             assert self.masks is not None
             self._lookout = Lookout(self._comm, self.masks)
@@ -387,6 +404,25 @@ class DeviceSide:
         """Makes its device the current one of a thread."""
         return torch.cuda.device(self._device)
 
+    def glance(self) -> OnDevice:
+        """What the device counts. Beside its kernels: copies, on a stream of their own."""
+        with self._glancing, driver.relaxed_captures(), torch.cuda.stream(self._beside):
+            self._seen[0].copy_(self._state[:_STATE_WORDS], non_blocking=True)
+            if self.masks is not None:
+                self._seen[1].copy_(self.masks, non_blocking=True)
+            if self._beside is not None:
+                self._beside.synchronize()
+            words, masked = self._seen[0].clone(), self._seen[1].nonzero().flatten().tolist()
+        at, halves = numbers(), words.view(torch.int32)
+        steps = words[at.next_step_word : at.next_step_word + 2]
+        return OnDevice(
+            kernels=int(words[at.launches_word]) // at.launch_blocks,
+            begun=int(halves[at.begun_word]) & 0xFFFFFFFF,
+            ended=int(halves[at.ended_word]) & 0xFFFFFFFF,
+            next_step=int(steps.max()),
+            masked=masked,
+        )
+
     @property
     def memory(self) -> EpochMemory:
         assert self._memory is not None
@@ -419,7 +455,8 @@ class DeviceSide:
 
     def _open_all(self, kernels: list[Kernel]) -> list[Kernel]:  # returns all their variants
         made = [variant for kernel in kernels for variant in variants_of(kernel)]
-        with ThreadPoolExecutor(len(made), thread_name_prefix="moe_p2p.prepare") as threads:
+        pool = ThreadPoolExecutor(len(made), thread_name_prefix="moe_p2p.prepare")
+        with nullcontext() if self._watch is None else self._watch.prepares(), pool as threads:
             list(threads.map(self._open, made))  # raises what one of them raised
         return made
 
@@ -529,6 +566,8 @@ class DeviceSide:
         try:
             self._wait()
         finally:
+            if self._watch is not None:
+                self._watch.close()
             if self._lookout is not None:
                 self._lookout.close()
         if self._memory is None:
