@@ -67,6 +67,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "benchmarks/kv_": ("kv/", "tools/", "package/"),
     "contrib/": ("package/test_contrib.py",),
     "contrib/collectivex/": ("engines/test_collectivex",),
+    "contrib/vllm/": ("engines/test_vllm_patch",),
+    "contrib/sglang/": ("engines/test_sglang_customized",),
     "contrib/release/": ("package/test_release.py", "package/test_wheel.py"),
     "docs/": (),
     "setup.py": ("package/",),

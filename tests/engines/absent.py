@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from tests.engines import packages
@@ -99,7 +100,10 @@ def stand_in(names: str) -> None:
     sys.meta_path.insert(0, _Finder(names.split()))
 
 
-def importing(project: str, names: str) -> None:
-    """From now on this project's files can be imported, and `names` are empty modules."""
-    sys.path[:0] = [str(packages.where(project)), str(packages.dependencies())]
+def importing(project: str, names: str, at: Path | None = None) -> None:
+    """From now on this project's files can be imported, and `names` are empty modules.
+
+    at: a folder of the project to use instead of the one that was fetched.
+    """
+    sys.path[:0] = [str(at or packages.where(project)), str(packages.dependencies())]
     stand_in(names)

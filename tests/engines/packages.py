@@ -6,7 +6,8 @@
 
 CollectiveX, a benchmark of other people with an oracle of its own, and NIXL EP are folders of
 repositories: git fetches them, or MOE_P2P_COLLECTIVEX and MOE_P2P_NIXL name them. Without both
-their tests are skipped with that reason.
+their tests are skipped with that reason. vLLM's repository, with tests and docs that are in no
+wheel, is the source archive of the same version, or MOE_P2P_VLLM_SOURCE names a checkout of it.
 
 Nothing is installed. Of most only .py files are kept: compiled parts need CUDA builds of torch, and
 what tests call needs none. What these files import beyond torch is in requirements.txt, installed
@@ -73,6 +74,28 @@ BY_GIT = {
         "tests/elastic/elastic.py",
     ),
 }
+
+
+class Source(NamedTuple):
+    """A project's repository, from its source archive in the index; the variable comes first.
+
+    parts: what is kept of it. proof: a file that it has.
+    """
+
+    project: str
+    parts: tuple[str, ...]
+    variable: str
+    proof: str
+
+
+BY_SOURCE = {
+    "vllm-source": Source(
+        "vllm",
+        ("vllm", "tests/kernels", "tests/evals/gsm8k", "docs/design", "docs/serving"),
+        "MOE_P2P_VLLM_SOURCE",
+        "tests/kernels/moe/modular_kernel_tools/mk_objects.py",
+    ),
+}
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _DOWNLOAD_S = 500.0
 
@@ -103,6 +126,11 @@ def find(project: str) -> Path | None:
         given = os.environ.get(wanted.variable)
         at = Path(given) if given else _checkout(project) / wanted.path
         return at if (at / wanted.proof).is_file() else None
+    if project in BY_SOURCE:
+        source = BY_SOURCE[project]
+        given = os.environ.get(source.variable)
+        at = Path(given) if given else _unpacked(project)
+        return at if (at / source.proof).is_file() else None
     found = folder() / f"{project}-{version_of(project)}"
     return found if found.is_dir() and dependencies().is_dir() else None
 
@@ -131,11 +159,55 @@ def why_not(project: str) -> str:
             f"fetches it where git reaches {wanted.url}), and {wanted.variable} names no folder "
             "of it"
         )
+    if project in BY_SOURCE:
+        return (
+            f"{project} is not in {_unpacked(project)} (`make test-engines` fetches the source "
+            f"archive), and {BY_SOURCE[project].variable} names no checkout of it"
+        )
     return f"{project} {version_of(project) or ''} is not in {folder()}: run `make test-engines`"
 
 
 def _checkout(project: str) -> Path:
     return folder() / f"{project}-{BY_GIT[project].commit[:7]}"
+
+
+def _unpacked(name: str) -> Path:
+    return folder() / f"{name}-{PINNED[BY_SOURCE[name].project]}"
+
+
+def fetch_source(name: str) -> str:
+    """Unpacks a source archive; returns what it did, or why it could not."""
+    source = BY_SOURCE[name]
+    wanted = f"{source.project}=={PINNED[source.project]}"
+    if find(name) is not None:
+        return f"{name}: in {find(name)} already"
+    with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+        # pip has no command that only fetches an archive: it goes on to ask the build for
+        # metadata, which may fail here (Rust). What it has unpacked by then is all that is wanted.
+        _run_pip(
+            *("download", "--no-deps", "--no-binary", source.project, "--no-build-isolation"),
+            *("--no-clean", "--no-cache-dir", "-d", scratch, wanted),
+            env=os.environ | {"TMPDIR": scratch},
+        )
+        found = next(Path(scratch).glob(f"pip-*/{source.project}_*/{source.proof}"), None)
+        if found is None:
+            return f"{name}: pip did not unpack {wanted}, its tests are skipped"
+        root, kept = found.parents[len(Path(source.proof).parents) - 1], Path(scratch) / "kept"
+        for part in source.parts:
+            shutil.copytree(root / part, kept / part)
+        _place(kept, _unpacked(name))
+    return f"{name} {PINNED[source.project]}: unpacked from the source archive"
+
+
+def _run_pip(*arguments: str, env: dict[str, str]) -> None:
+    """Whether it succeeds or not."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        capture_output=True,
+        timeout=_DOWNLOAD_S,
+        env=env,
+        check=False,
+    )
 
 
 def _git(*arguments: str) -> None:
@@ -228,6 +300,8 @@ def main() -> int:
         fetch_all()
         for project in BY_GIT:
             print(fetch_by_git(project), flush=True)
+        for name in BY_SOURCE:
+            print(fetch_source(name), flush=True)
     except (subprocess.SubprocessError, OSError) as error:
         print(f"could not fetch the engines' packages: {error}; is there a network?")
         return 1

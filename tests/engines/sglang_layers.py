@@ -7,6 +7,7 @@ process's MoE.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ def begin(rank: Rank, device: str = "cpu", *, real_deep_ep: bool = False) -> Non
         deep_ep.install()
     else:
         import deep_ep as _  # noqa: F401  # as SGLang does before it loads plugins
+    settings()
+
+
+def settings() -> None:
+    """Answers that SGLang's servers and GPUs would give."""
     from sglang.srt.environ import envs
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.moe import utils
@@ -133,7 +139,9 @@ def run_layer(rank: Rank, dispatcher: Any, x: Tensor, ids: Tensor, weights: Tens
     return got, dispatcher.combine(combine_input=given)
 
 
-def run_modes(rank: Rank, dtype: str, device: str = "cpu") -> None:
+def run_modes(
+    rank: Rank, dtype: str, device: str = "cpu", *, make: Callable[[Rank, str], Any] = make
+) -> None:
     """Every mode, with extend and decode batches in turns where it is auto."""
     for mode in MODES:
         dispatcher = make(rank, mode)

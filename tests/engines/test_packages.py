@@ -79,6 +79,7 @@ def test_a_failure_says_so_and_leaves_nothing(
 
     monkeypatch.setattr(packages, "_pip", fails)
     monkeypatch.setattr(packages, "BY_GIT", {})
+    monkeypatch.setattr(packages, "BY_SOURCE", {})
     monkeypatch.setattr("sys.argv", ["packages"])
     assert packages.main() == 1
     assert "could not fetch the engines' packages" in capsys.readouterr().out
@@ -140,3 +141,35 @@ def test_what_git_does_not_reach_is_skipped_with_the_reason(
     assert packages.fetch_by_git("x").startswith("x: not fetched, its tests are skipped: ")
     assert packages.find("x") is None
     assert not list((cache / "engines").iterdir())
+
+
+# --- source archives ---
+
+
+def test_parts_of_a_source_archive_are_kept_though_its_build_fails(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache / "engines").mkdir()
+    source = packages.Source("vllm", ("vllm", "tests/moe"), "MOE_P2P_X", "tests/moe/it.py")
+    monkeypatch.setattr(packages, "BY_SOURCE", {"x": source})
+    monkeypatch.delenv("MOE_P2P_X", raising=False)
+
+    def unpacks(*arguments: str, env: dict[str, str]) -> None:
+        assert arguments[-1] == f"vllm=={packages.PINNED['vllm']}"
+        for name in ("vllm/a.py", "tests/moe/it.py", "tests/other/b.py"):
+            file = Path(env["TMPDIR"], "pip-download-1", "vllm_1", name)
+            file.parent.mkdir(parents=True)
+            file.write_text("")
+
+    monkeypatch.setattr(packages, "_run_pip", lambda *_, **__: None)
+    assert packages.fetch_source("x").endswith("its tests are skipped")
+    assert "and MOE_P2P_X names no checkout of it" in packages.why_not("x")
+    monkeypatch.setattr(packages, "_run_pip", unpacks)
+    assert "unpacked" in packages.fetch_source("x")
+    found = packages.where("x")
+    names = [str(file.relative_to(found)) for file in sorted(found.rglob("*.py"))]
+    assert names == ["tests/moe/it.py", "vllm/a.py"]
+    assert packages.fetch_source("x") == f"x: in {found} already"
+    monkeypatch.setenv("MOE_P2P_X", str(tmp_path / "nowhere"))
+    assert packages.find("x") is None
+    assert not list((cache / "engines").glob("tmp*"))

@@ -96,15 +96,21 @@ _FUNCTIONS = {
 
 def begin(rank: Rank, device: str) -> None:
     vllm_layers.begin(rank, device)
+    compute_in_torch(device)
+
+
+def compute_in_torch(device: str) -> None:
+    """Functions that vLLM compiles, and the memory that experts share."""
     for name, schema in _DEFINITIONS.items():
         torch.library.define(name, schema)
         torch.library.impl(name, ("CPU", "CUDA"), _FUNCTIONS[name])
     from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
     from vllm.v1.worker import workspace
 
-    if not hasattr(torch.Stream, "is_capturing"):  # torch before 2.12
-        capturing = torch.cuda.is_current_stream_capturing if device == "cuda" else bool
-        fused_batched_moe._is_capturing_or_compiling = capturing
+    if device == "cpu":
+        fused_batched_moe._is_capturing_or_compiling = bool
+    elif not hasattr(torch.Stream, "is_capturing"):  # torch before 2.12
+        fused_batched_moe._is_capturing_or_compiling = torch.cuda.is_current_stream_capturing
     workspace.init_workspace_manager(torch.device(device))
 
 

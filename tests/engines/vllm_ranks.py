@@ -7,6 +7,7 @@ of a GPU.
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,9 +19,16 @@ from tests.support.ranks import Rank
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
 
-def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True, groups: bool = True) -> None:
-    """groups: False: the caller makes vLLM's own."""
-    absent.importing("vllm", absent.VLLM)
+def begin(
+    rank: Rank,
+    device: str = "cpu",
+    *,
+    as_deep_ep: bool = True,
+    groups: bool = True,
+    at: Path | None = None,
+) -> None:
+    """groups: False: the caller makes vLLM's own. at: a folder of vLLM, not the one fetched."""
+    absent.importing("vllm", absent.VLLM, at)
     join(rank, device)
     if as_deep_ep:
         from moe_p2p import deep_ep
@@ -37,7 +45,8 @@ def begin(rank: Rank, device: str = "cpu", *, as_deep_ep: bool = True, groups: b
     vllm.platforms._current_platform = cuda.CudaPlatform()
     from vllm import _custom_ops
 
-    for name in ("scaled_mm_supports_fp8", "scaled_mm_supports_block_fp8", "group_gemm_supported"):
+    scaled = [f"scaled_mm_supports_{kind}" for kind in ("fp8", "block_fp8", "fp4")]
+    for name in (*scaled, "group_gemm_supported"):
         setattr(_custom_ops, f"cutlass_{name}", lambda *_: False)  # asked while modules load
     if groups:
         _groups(rank)

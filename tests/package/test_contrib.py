@@ -41,6 +41,7 @@ SLURM = {
     "SLURM_TASKS_PER_NODE": "1(x2)",
     "SLURM_TASK_PID": "2113",
 }
+PATCHES = sorted((ROOT / "contrib").rglob("*.patch"))
 POD = "moe-p2p-0.moe-p2p"
 NAMES = ["h200-st-p5en-09", "h200-st-p5en-10"]
 # Stands for Python: writes what it was asked for, on which host.
@@ -51,6 +52,16 @@ printf '%s\\n' "${SLURM_NODEID:-}" "${JOB_COMPLETION_INDEX:-}" "${IN_CONTAINER:-
 exit "${TESTS_STATUS:-0}"
 """
 TINY = "bench --quick --device=cpu --tokens=1,4 --seconds=0.05 --checks=2 --experts=8 --hidden=256"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.parent.name)
+def test_a_patch_is_whole_and_says_what_it_changes(patch: Path) -> None:
+    """Whether it applies is tested where the other project's files are (tests/engines)."""
+    counted = subprocess.check_output(["git", "apply", "--numstat", str(patch)], text=True)
+    added = sum(int(line.split()[0]) for line in counted.splitlines())
+    text = patch.read_text()
+    assert f"{len(counted.splitlines())} files changed, {added} insertions(+)" in text
+    assert re.search(r"^From: moe_p2p maintainers .+\nDate: .+\nSubject: \[PATCH\] ", text, re.M)
 
 
 def records(folder: Path) -> list[list[str]]:

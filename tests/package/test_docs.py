@@ -37,6 +37,7 @@ PAGES = [
     ),
     *sorted(ROOT.glob("docs/*.md")),
     *(ROOT / room / "README.md" for room in ROOMS),
+    *sorted(ROOT.glob("contrib/**/README.md")),
 ]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -65,7 +66,7 @@ OTHER_PAGES = (
     "nixl_ep",
     "weights_frameworks",
 )
-OWN_PAGES = [page for page in PAGES if page.stem not in OTHER_PAGES]
+OWN_PAGES = [p for p in PAGES if p.stem not in OTHER_PAGES and ROOT / "contrib" not in p.parents]
 FILE = re.compile(r"[\w*]\.(py|cpp|h|cuh?|md)\b")
 NAME = re.compile(r"[A-Za-z]\w*_\w+|[A-Za-z]*[a-z][A-Z]\w*")  # snake_case or camelCase
 HALF = re.compile(r"\b([CD][RS]|PW)_\w|\b[wy]_k\d")  # of the proof in docs/protocol.md

@@ -37,6 +37,10 @@ GIVEN = {
         "checked": "marks a method that ours has replaced",
         "runner": "an engine's step, which ours replaces",
     },
+    "integrations/moe/sglang_hooks.py": {
+        "action": "a choice more of argparse's option",
+        "dispatcher": "SGLang's, whose constructor ours stands for",
+    },
     "integrations/weights/sglang.py": {
         "continue_generation": "marks a method that ours has replaced",
         "scheduler": "SGLang's scheduler, whose method ours replaces",

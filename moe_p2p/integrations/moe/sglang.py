@@ -25,7 +25,7 @@ from moe_p2p import env, errors
 from moe_p2p.deep_ep.overlap import ready_rows
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.integrations.kv import sglang as sglang_kv
-from moe_p2p.integrations.moe import pool_of, sglang_eplb
+from moe_p2p.integrations.moe import pool_of, sglang_eplb, sglang_hooks
 from moe_p2p.integrations.weights import sglang as sglang_weights
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched, PendingDispatch
@@ -305,11 +305,13 @@ def install() -> None:
 def plugin() -> None:
     """Entry point `sglang.srt.plugins`, which SGLang calls in each of its processes.
 
-    With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then;
-    with MOE_P2P_KV_STORE too, disaggregated serving moves KV through moe_p2p. With
-    MOE_P2P_AS_NIXL_EP=1 EPLB moves experts through it.
+    It makes `--moe-a2a-backend customized` available (sglang_hooks.py). With MOE_P2P_ENGINES=1 it
+    is also install(), whether or not SGLang has imported a deep_ep by then; with MOE_P2P_KV_STORE
+    too, disaggregated serving moves KV through moe_p2p. With MOE_P2P_AS_NIXL_EP=1 EPLB moves
+    experts through it.
     """
     sglang_weights.plugin()
+    sglang_hooks.register(dispatcher_class)
     if env.engines():
         install()
         if env.kv_store():
