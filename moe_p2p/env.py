@@ -247,6 +247,14 @@ def prepend_to_python_path(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([rest] if rest else [])])
 
 
+def hide_frames_of_torch() -> None:
+    """Processes started from now on print no C++ warnings of torch, unless their level is set.
+
+    Of a connection that ends they are 20 lines of frames each, around the one line that says it.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def cuda_home() -> Path:
     """Folder of the CUDA toolkit; it may not exist."""
     return Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,18 +29,27 @@ class Door:
     ours: str  # module:class
     turn_on: str
     page: str  # below docs/
+    heading: str  # of its five minutes
     own: tuple[str, ...] = ()  # public methods that are ours
 
 
 _DEEP_EP = "`MOE_P2P_AS_DEEP_EP=1`"
 DOORS = [
-    Door("DeepEP V1 (1.2)", "deep_ep.Buffer", "moe_p2p.deep_ep:Buffer", _DEEP_EP, "deep_ep.md"),
+    Door(
+        "DeepEP V1 (1.2)",
+        "deep_ep.Buffer",
+        "moe_p2p.deep_ep:Buffer",
+        _DEEP_EP,
+        "deep_ep.md",
+        "DeepEP V1",
+    ),
     Door(
         "DeepEP V2 (2.1)",
         "deep_ep.ElasticBuffer",
         "moe_p2p.deep_ep:ElasticBuffer",
         _DEEP_EP,
         "deep_ep.md",
+        "DeepEP V2",
         own=("count", "route", "sums_of"),  # for deep_ep_v25
     ),
     Door(
@@ -48,6 +58,7 @@ DOORS = [
         "moe_p2p.deep_ep:HybridEPBuffer",
         _DEEP_EP,
         "deep_ep.md",
+        "HybridEP",
     ),
     Door(
         "DeepEP 2.5 (sgl-deep-ep-v25)",
@@ -55,14 +66,18 @@ DOORS = [
         "moe_p2p.deep_ep_v25:EPBuffer",
         "`MOE_P2P_AS_DEEP_EP_V25=1`",
         "deep_ep.md",
+        "DeepEP 2.5",
     ),
-    Door("UCCL's EP", "deep_ep.Buffer", "moe_p2p.deep_ep:Buffer", _DEEP_EP, "deep_ep.md"),
+    Door(
+        "UCCL's EP", "deep_ep.Buffer", "moe_p2p.deep_ep:Buffer", _DEEP_EP, "deep_ep.md", "UCCL's EP"
+    ),
     Door(
         "NIXL EP (8770b65)",
         "nixl_ep.Buffer",
         "moe_p2p.nixl_ep:Buffer",
         "`MOE_P2P_AS_NIXL_EP=1`",
         "nixl_ep.md",
+        "NIXL EP",
     ),
     Door(
         "Mooncake's transfers (0.3.13)",
@@ -70,6 +85,7 @@ DOORS = [
         "moe_p2p.mooncake:TransferEngine",
         "`MOE_P2P_AS_MOONCAKE=1`",
         "mooncake.md",
+        "Mooncake",
     ),
 ]
 
@@ -110,8 +126,9 @@ def row_of(door: Door) -> str:
             (refused if is_refused(call) else served).append(name)
     assert served, door
     out = ", ".join(f"`{name}`" for name in refused) or "none"
+    anchor = re.sub(r"[^\w\- ]", "", door.heading.lower()).replace(" ", "-")
     return (
-        f"| {door.used} | `{door.as_}` | {door.turn_on} | {len(served)} | {out} "
+        f"| [{door.used}](#{anchor}) | `{door.as_}` | {door.turn_on} | {len(served)} | {out} "
         f"| [{door.page.removesuffix('.md')}]({door.page}) |"
     )
 

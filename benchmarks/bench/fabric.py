@@ -40,7 +40,14 @@ from moe_p2p.bench.fabric_ranks import (
 from moe_p2p.bench.options import CHECK
 from moe_p2p.machine.models import MODELS
 from moe_p2p.tools.doctor.examine import examine
-from moe_p2p.tools.option_types import Parser, at_least_1, each_at_least_1, output_file, some_of
+from moe_p2p.tools.option_types import (
+    Parser,
+    above_zero,
+    at_least_1,
+    each_at_least_1,
+    output_file,
+    some_of,
+)
 from moe_p2p.version import __version__
 
 FORMAT = 1  # of bundle.json; benchmarks/fabric_bundles.py reads it
@@ -68,15 +75,25 @@ class Limits(NamedTuple):
     total_s: float
     of_step: dict[str, float]
     rails_s: float
+    wait_s: float  # of a wait of rails
     pair_s: dict[str, float]  # by device
     request_bytes: int  # of a rail's request
     tokens: dict[str, tuple[int, ...]]
+
+    def within(self, minutes: float) -> Limits:
+        """The same figures, with deadlines in proportion."""
+        times = 60 * minutes / self.total_s
+        of_step = {kind: seconds * times for kind, seconds in self.of_step.items()}
+        return self._replace(
+            total_s=60 * minutes, of_step=of_step, wait_s=self.wait_s * max(1.0, times)
+        )
 
 
 WHOLE = Limits(
     total_s=600.0,
     of_step={"facts": 60.0, "check": 240.0, "rails": 90.0, "pairs": 150.0, "deep_ep": 120.0},
     rails_s=60.0,
+    wait_s=10.0,
     pair_s={"cpu": 6.0, "cuda": 0.5},
     request_bytes=16 << 20,
     tokens={"cpu": (1, 8, 32, 128), "cuda": (8, 32, 128, 4096)},
@@ -85,6 +102,7 @@ QUICK = Limits(
     total_s=120.0,
     of_step={"facts": 20.0, "check": 70.0, "rails": 25.0, "pairs": 45.0, "deep_ep": 30.0},
     rails_s=8.0,
+    wait_s=10.0,
     pair_s={"cpu": 1.5, "cuda": 0.2},
     request_bytes=4 << 20,
     tokens={"cpu": (8, 128), "cuda": (8, 128)},
@@ -94,6 +112,7 @@ QUICK = Limits(
 @dataclass(frozen=True, kw_only=True)
 class Options:
     quick: bool
+    minutes: float | None  # of the whole run; None: as many as `Limits` has
     device: str
     out: str
     only: tuple[str, ...]
@@ -102,7 +121,8 @@ class Options:
 
     @property
     def limits(self) -> Limits:
-        return QUICK if self.quick else WHOLE
+        limits = QUICK if self.quick else WHOLE
+        return limits.within(self.minutes) if self.minutes else limits
 
 
 class Step(NamedTuple):
@@ -340,7 +360,7 @@ def _steps(options: Options) -> Iterator[Step]:
     check = [on, "--check", *shape, f"--hidden={min(sizes.get('hidden', 7168), CHECK['hidden'])}"]
     if options.quick:
         check += ["--checks=1", f"--ranks-per-node={env.local_world_size()}"]
-    rails = fabric_rails.Given(device, PAGES, limits.request_bytes, limits.rails_s)
+    rails = fabric_rails.Given(device, PAGES, limits.request_bytes, limits.rails_s, limits.wait_s)
     timed = [on, *shape, f"--seconds={limits.pair_s[device]}"]
     timed += [f"--tokens={tokens}"] if tokens else []
     by_default = ",".join(map(str, limits.tokens[device]))
@@ -418,6 +438,12 @@ def _parse(arguments: list[str]) -> Options:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="two minutes: fewer checks and shapes")
+    add(
+        "--minutes",
+        type=above_zero,
+        help="for slow hosts: of the whole run, and with it the deadlines of its steps "
+        "(10, with --quick 2)",
+    )
     devices = ["auto", "cpu", "cuda"]
     add("--device", choices=devices, default="auto", help="auto: GPUs if any (auto)")
     add("--out", default="fabric_check", metavar="FOLDER", help="of the report (fabric_check)")
@@ -457,6 +483,7 @@ def _parse(arguments: list[str]) -> Options:
         parser.error(f"--out: {error}")
     return Options(
         quick=given.quick,
+        minutes=given.minutes,
         device=harness.device_of(parser, given.device),
         out=given.out,
         only=given.only,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_p2p import Engine, EngineConfig, PageRows, env
 from moe_p2p.bench.harness import at, finish, use_device
+from moe_p2p.engine.config import Wait
 from moe_p2p.engine.transfers import Memory, Region
 from moe_p2p.machine import topology, transport
 from moe_p2p.tools import launch
@@ -29,7 +30,6 @@ from moe_p2p.tools.gather import everyones
 
 SMALL_BYTES = 8
 IN_FLIGHT = 4  # requests, each of all pages
-TIMEOUT_S = 10.0  # of a wait: a rail that does not answer costs each rank this
 PING, PONG, LAST = 1, 2, 3  # immediates
 FIRST_PINGS, MOST_PINGS = 10, 2000  # the first ones connect, and say how many fit
 NULL_WRITES = 200
@@ -38,12 +38,14 @@ ALONE, TOGETHER = "alone", "together"
 
 
 class Given(NamedTuple):
-    """page_bytes: sizes of pages; request_bytes: of one request; total_s: of all measurements."""
+    """page_bytes: sizes of pages; request_bytes: of one request; total_s: of all measurements;
+    timeout_s: of a wait: a rail that does not answer costs each rank this."""
 
     device: str
     page_bytes: list[int]
     request_bytes: int
     total_s: float
+    timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Lane:
 
     def __init__(self, config: EngineConfig, given: Given, row: Row) -> None:
         rank, size = row.rank, dist.get_world_size()
-        self._given, self.peer = given, row.peer
+        self._given, self._timeout_s, self.peer = given, given.timeout_s, row.peer
         self.source_rank = (2 * rank - row.peer) % size
         device = torch.device(given.device)
         gpu = launch.device_index() if given.device == "cuda" else None
@@ -106,14 +108,15 @@ class Lane:
 
     def _small(self, rank: int, imm: int) -> None:
         region = self._regions[rank]
-        self.engine.write(self._source, region, nbytes=SMALL_BYTES, imm=imm).wait(TIMEOUT_S)
+        self.engine.write(self._source, region, nbytes=SMALL_BYTES, imm=imm).wait(self._timeout_s)
 
     def _wait(self, imm: int) -> None:
         self._counted[imm] += self.engine.num_nics
-        self.engine.wait_imm(imm, self._counted[imm], TIMEOUT_S)
+        self.engine.wait_imm(imm, self._counted[imm], self._timeout_s)
 
     def stream(self, page_bytes: int, seconds: float) -> float:
-        """GB/s to the peer, which calls `check_arrived`; at least IN_FLIGHT requests."""
+        """GB/s to the peer, which calls `check_arrived`; at least IN_FLIGHT requests, but of one
+        that takes longer than a figure may, one."""
         pages, there = page_order(self._given.request_bytes // page_bytes)
         under_way: deque[Any] = deque()
 
@@ -128,20 +131,24 @@ class Lane:
                 self.engine.write_pages(self._source, region, **how, imm=imm, imm_per_page=False)
             )
 
+        connects = self.engine.write(self._source, self._regions[self.peer], nbytes=SMALL_BYTES)
+        connects.wait(self._timeout_s)
+        before = time.perf_counter()
         begin()
-        under_way.popleft().wait(TIMEOUT_S)  # connects
+        under_way.popleft().wait(self._timeout_s)
         began = time.perf_counter()
+        in_flight = IN_FLIGHT if began - before < seconds else 1
         done, ends = 0, began + seconds
-        while time.perf_counter() < ends or done < IN_FLIGHT:
-            while len(under_way) < IN_FLIGHT:
+        while time.perf_counter() < ends or done < in_flight:
+            while len(under_way) < in_flight:
                 begin()
-            under_way.popleft().wait(TIMEOUT_S)
+            under_way.popleft().wait(self._timeout_s)
             done += 1
         took = time.perf_counter() - began
         while under_way:
-            under_way.popleft().wait(TIMEOUT_S)
+            under_way.popleft().wait(self._timeout_s)
         begin(LAST)
-        under_way.popleft().wait(TIMEOUT_S)
+        under_way.popleft().wait(self._timeout_s)
         return done * self._given.request_bytes / took / 1e9
 
     def check_arrived(self, page_bytes: int) -> None:
@@ -175,7 +182,7 @@ def measure(given: Given) -> list[dict[str, Any]]:
     """Rows of all ranks, on rank 0; elsewhere none."""
     with launch.process_group() as (rank, size):
         use_device(given.device)
-        local, calls_us = env.local_world_size(), _calls_us()
+        local, calls_us = env.local_world_size(), _calls_us(given.timeout_s)
         step = local if size > local else 1
         rows, lanes = list[Row](), list(_lanes(given))
         figures = size * (len(lanes) - 1) * (1 + len(given.page_bytes))
@@ -200,8 +207,11 @@ def measure(given: Given) -> list[dict[str, Any]]:
 def _lanes(given: Given) -> Iterator[tuple[str, EngineConfig]]:
     """Each NIC of this rank by itself, as many as the rank with the most has; then all of them."""
     provider, local = transport.choose("auto").provider, env.local_world_size()
-    wait = "spin" if len(os.sched_getaffinity(0)) >= 4 * local else "yield"
-    fields: dict[str, Any] = {"transport": provider, "wait": wait, "timeout_s": TIMEOUT_S}
+    fields: dict[str, Any] = {
+        "transport": provider,
+        "wait": _wait(),
+        "timeout_s": given.timeout_s,
+    }
     pci = transport.pci_of(launch.device_index()) if given.device == "cuda" else ""
     wish = transport.Wish(pci=pci, share=(env.local_rank(), local))
     opening = transport.open_with(provider, EngineConfig(**fields).provider_settings, wish)
@@ -216,20 +226,29 @@ def _lanes(given: Given) -> Iterator[tuple[str, EngineConfig]]:
     yield TOGETHER, EngineConfig(**fields, transport_settings=opening.settings)
 
 
-def _calls_us() -> float:
+def _wait() -> Wait:
+    """How engines wait. Where cores are few, two ranks that yield to each other keep the NIC's own
+    work from running: a ping over soft-RoCE took 41 to 64 ms on two emulated cores, asleep 4 to 7
+    (tests/rdma/fabric_check.py).
+    """
+    enough = len(os.sched_getaffinity(0)) >= 4 * env.local_world_size()
+    return "spin" if enough else "sleep"
+
+
+def _calls_us(timeout_s: float) -> float:
     """What a write costs from Python, to its completion, where no NIC does anything."""
     config = EngineConfig(
         transport="null",
         nics_per_rank=1,
         transport_settings="max_in_flight=64",  # not the environment's, which are of the NICs
-        wait="yield",
+        wait=_wait(),
     )
     with Engine(config) as engine:
         memory = engine.register(torch.zeros(SMALL_BYTES, dtype=torch.uint8, device="cpu"))
         region, spans = engine.resolve(memory.descriptor), list[float]()
         for _ in range(NULL_WRITES):
             began = time.perf_counter()
-            engine.write(memory, region, imm=PING).wait(TIMEOUT_S)
+            engine.write(memory, region, imm=PING).wait(timeout_s)
             spans.append(time.perf_counter() - began)
     return round(statistics.median(spans) * 1e6, 2)
 

@@ -1,7 +1,7 @@
 """The plot, where matplotlib is installed: floor, ours and baselines on one axis in microseconds.
 
-Panels stand below each other, one for each kind of DeepEP's calls, and letters are large, so that
-a phone shows them whole.
+Each kind of DeepEP's calls has a row: the pair, and beside it its halves. So a laptop's screen has
+the whole picture, and a phone's a panel at a time.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from moe_p2p.bench.report import Row, headline, title
 from moe_p2p.tools.draw import draw, number, plain_log
 
 OURS, MARKERS = "moe_p2p", "os^vDP*X"
+WIDE, LINES_HIGH = 6.2, 4.4  # inches of a panel
 
 
 def plot(rows: Sequence[Row], path: Path) -> str | None:
     """Draws all worlds into a PNG; returns the reason if it could not."""
     pairs = lines(rows)
-    panels: list[Callable[[Any], None]] = []
+    grid: list[list[Callable[[Any], None]]] = []
+    heights: list[float] = []
     for calls in dict.fromkeys(row.interface for row in rows):
         suffix = f", {calls} calls" if calls else ""
         whole = {label: points for label, points in pairs.items() if points[0].interface == calls}
-        panels.append(functools.partial(_latency, series=whole, what=f"pair{suffix}"))
+        grid.append([functools.partial(_latency, series=whole, what=f"pair{suffix}")])
         apart = {
             f"{label} {what}": [row for row in of_one if row is not None]
             for what in ("dispatch", "combine")
@@ -34,18 +36,37 @@ def plot(rows: Sequence[Row], path: Path) -> str | None:
         }
         if apart:
             what = f"dispatch and combine apart{suffix}"
-            panels.append(functools.partial(_latency, series=apart, what=what))
+            grid[-1].append(functools.partial(_latency, series=apart, what=what))
+        heights.append(_height(apart or whole))
+    of_bytes: list[Callable[[Any], None]] = []
     if any(row.wire_bytes for row in rows):
-        panels.append(lambda axis: _bytes(axis, pairs))
+        of_bytes.append(lambda axis: _bytes(axis, pairs))
     if any(row.percent_of_push for row in rows):
-        panels.append(lambda axis: _part_of_push(axis, pairs))
+        of_bytes.append(lambda axis: _part_of_push(axis, pairs))
+    if of_bytes:
+        grid.append(of_bytes)
+        heights.append(LINES_HIGH)
+    num_columns = max(map(len, grid))
 
     def paint(axes: Any) -> None:
-        for axis, panel in zip(axes[:, 0], panels, strict=True):
-            panel(axis)
+        for of_row, panels in zip(axes, grid, strict=True):
+            for axis in of_row[len(panels) :]:
+                axis.remove()
+            for axis, panel in zip(of_row, panels, strict=False):
+                panel(axis)
 
-    size = {"nrows": len(panels), "figsize": (7, 5.4 * len(panels)), "squeeze": False}
-    return draw(path, title(rows[0]), paint, **size)
+    size = {"nrows": len(grid), "ncols": num_columns, "squeeze": False}
+    inches = {"figsize": (WIDE * num_columns, sum(heights)), "height_ratios": heights}
+    return draw(path, title(rows[0]), paint, **size, **inches)
+
+
+def _height(series: dict[str, list[Row]]) -> float:
+    """Inches of a panel: of lines, or of as many bars."""
+    return 1.4 + 0.55 * len(series) if _one_count(series) else LINES_HIGH
+
+
+def _one_count(series: dict[str, list[Row]]) -> bool:
+    return len({row.tokens for points in series.values() for row in points}) == 1
 
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -78,7 +99,7 @@ def _same(pair: Row, what: str, rows: Sequence[Row]) -> Row | None:
 
 def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
     """Draws ours in full lines with numbers, others dashed, the links' floor dotted."""
-    if len({row.tokens for points in series.values() for row in points}) == 1:
+    if _one_count(series):
         _bars(axis, series, what)
         return
     floors: set[tuple[Any, ...]] = set()
@@ -88,7 +109,7 @@ def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
         style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", "label": label}
         more = {"linestyle": "-", "linewidth": 2.5} if ours else {"linestyle": "--", "mfc": "white"}
         axis.plot(tokens, p50, **style, **more)
-        for at, value in zip(tokens, p50, strict=True) if len(series) < 5 else ():
+        for at, value in zip(tokens, p50, strict=True) if len(series) < 4 else ():
             above = (0, -14 if ours else 7)  # or numbers of near lines overlap
             axis.annotate(
                 number(value), (at, value), above, textcoords="offset points", ha="center"
@@ -107,13 +128,14 @@ def _bars(axis: Any, series: dict[str, list[Row]], what: str) -> None:
     rows = [points[0] for points in series.values()]
     for i, (label, row) in enumerate(zip(series, rows, strict=True)):
         ours, p50 = row.system == OURS, row.spread.p50_us
-        axis.barh(i, p50, color=f"C{i}" if ours else "white", edgecolor=f"C{i}", linewidth=2)
-        axis.text(0, i - 0.42, f" {label}: {p50:,.4g}", va="bottom", fontsize=9)
+        axis.barh(i, p50, 0.5, color=f"C{i}" if ours else "white", edgecolor=f"C{i}", linewidth=2)
+        axis.text(0, i - 0.28, f" {label}: {number(p50)}", va="bottom")
         if ours and row.floor_us:
-            axis.plot([row.floor_us] * 2, [i - 0.4, i + 0.4], "k:", linewidth=2)
+            axis.plot([row.floor_us] * 2, [i - 0.25, i + 0.25], "k:", linewidth=2)
     dotted = "; dotted: floor" if any(row.system == OURS and row.floor_us for row in rows) else ""
     axis.set(xlabel=f"p50, µs{dotted}", title=f"{what}, {rows[0].tokens:,} tokens per rank")
-    axis.set(xlim=(0, None), ylim=(len(rows) - 0.4, -0.8), yticks=[])
+    axis.set(xlim=(0, None), ylim=(len(rows) - 0.6, -0.7), yticks=[])
+    axis.xaxis.set_major_formatter("{x:,g}")
     axis.grid(alpha=0.3, axis="x")
 
 
@@ -144,8 +166,12 @@ def _part_of_push(axis: Any, series: dict[str, list[Row]]) -> None:
 
 def _finish(axis: Any, series: dict[str, list[Row]]) -> None:
     tokens = sorted({row.tokens for points in series.values() for row in points})
+    axis.margins(x=0.1, y=0.12)
+    if axis.get_yscale() == "log":  # room for the legend, which else covers lines
+        bottom, top = axis.get_ylim()
+        num_labels = len(axis.get_legend_handles_labels()[1])
+        axis.set_ylim(bottom, top * (top / bottom) ** (0.08 * num_labels))
     plain_log(axis, ticks=tokens)
     axis.set_xlabel("tokens per rank")
-    axis.margins(x=0.1, y=0.12)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=9)
+    axis.legend(loc="upper left")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# moe_p2p on two hosts of 8 GPUs under Slurm: doctor on each, then a check and times among all ranks.
+# moe_p2p on two hosts of 8 GPUs under Slurm: doctor on each, then fabric-check among all ranks.
 #
 #     sbatch contrib/slurm/two_nodes.sh                          # --nodes=4 etc. as with any job
 #     sbatch contrib/slurm/two_nodes.sh bench --api deep_ep      # one command in their place
@@ -43,6 +43,5 @@ on_each_host --label "$PYTHON" -m moe_p2p doctor || echo "doctor found problems,
 if [ $# -gt 0 ]; then
   ranks "$@"
 else
-  ranks bench --check
-  ranks bench --tokens 8,32,128,512,4096
+  ranks fabric-check --out "fabric_check-$SLURM_JOB_ID"
 fi

@@ -286,7 +286,7 @@ def plot(settings: Settings, ranks: list[float], alone: list[float], path: Path)
         loss, gap = axes
         loss.plot(alone, "-", color="C1", linewidth=4, alpha=0.5, label="one process")
         loss.plot(ranks, "--", color="C0", label=f"{settings.ranks} ranks")
-        loss.set(xlabel="step", ylabel="loss, nats per byte")
+        loss.set(ylabel="loss, nats per byte")
         loss.legend()
         apart = [abs(a - b) for a, b in zip(ranks, alone, strict=True)]
         gap.plot(apart, ".-", color="C0", label="difference of the two")
@@ -296,7 +296,7 @@ def plot(settings: Settings, ranks: list[float], alone: list[float], path: Path)
         gap.legend()
 
     title = f"{settings.experts} experts, top-{settings.topk}, seed {settings.seed}"
-    return draw(path, title, paint, ncols=2, figsize=(11, 4.2))
+    return draw(path, title, paint, nrows=2, figsize=(7, 7))
 
 
 def judge(settings: Settings, ranks: list[float], alone: list[float]) -> int:

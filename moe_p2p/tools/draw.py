@@ -44,7 +44,7 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
     paint(axes)
     inch = 1 / figure.get_figheight()
     figure.suptitle(heading, y=1 - 0.1 * inch, fontsize=10, wrap=True)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 * inch))
+    figure.tight_layout()
     with writing(path):
         figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -122,7 +122,8 @@ def start_fork_server(module: str) -> None:
     meanwhile; where it were ignored it would be lost. Processes have that mask, too.
     """
     # It leaves out __main__ (Python 3.11), in which a program's own function is.
-    multiprocessing.set_forkserver_preload([__name__, module])
+    multiprocessing.set_forkserver_preload(["moe_p2p.tools.forked", __name__, module])
+    env.hide_frames_of_torch()
     resource_tracker.ensure_running()  # which would end the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

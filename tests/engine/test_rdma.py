@@ -51,6 +51,7 @@ SUITES = {
     ),
 }
 STOPS = "stopped senders of KV"
+FABRIC = "fabric-check"
 EXCHANGE = "exchange"  # the last part: it leaves links that lose packets
 LOSSY = "links that lose and reorder packets"
 NETEM = "loss 1% delay 200us 100us reorder 25%"
@@ -63,6 +64,9 @@ def commands_of(part: str, program: str) -> list[str]:
         if not emulated_gpu.why_not():
             naps = [f"{name}={value}" for name, value in emulated_gpu.few_cpus().items()]
             command = ["env", *naps, *command, "flags"]
+    elif part == FABRIC:  # its correctness step takes minutes there; EXCHANGE has results
+        only = "--only=facts,rails,pairs"
+        command = [sys.executable, "tests/rdma/fabric_check.py", only]
     elif part == STOPS:
         which = ["--all-cells", "tests/kv/test_kv_stopped_sender.py", "-k", "roce"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]
@@ -109,7 +113,7 @@ def reports_of_one_machine(request: pytest.FixtureRequest) -> dict[str, str]:
     """The output of each part that tests of this run ask for; its last line is its status."""
     items = [item for item in request.session.items if item.path == request.path]
     asked = {item.callspec.params["part"] for item in items if isinstance(item, pytest.Function)}
-    parts = [part for part in (*SUITES, STOPS, EXCHANGE) if part in asked]
+    parts = [part for part in (*SUITES, STOPS, FABRIC, EXCHANGE) if part in asked]
     program = build_program() if asked & SUITES.keys() else ""
     if not program:
         parts = [part for part in parts if part not in SUITES]
@@ -157,6 +161,14 @@ def test_suites_over_soft_roce(part: str, reports: dict[str, str]) -> None:
 def test_stopped_senders_write_nothing_later(part: str, reports: dict[str, str]) -> None:
     """And what they write without a fence is seen."""
     assert "2 passed" in report_of(reports, part)
+
+
+@pytest.mark.parametrize("part", [FABRIC])
+def test_fabric_check_and_its_bundle(part: str, reports: dict[str, str]) -> None:
+    text = report_of(reports, part)
+    for step in ("facts", "rails", "pairs"):
+        assert f"fabric-check, {step}: " in text
+    assert "fabric-check over verbs: read back" in text
 
 
 @pytest.mark.parametrize("part", [EXCHANGE])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moe_p2p import InvalidArgumentError
 from moe_p2p.integrations import provide_deep_ep
+from moe_p2p.integrations.moe import sglang_eplb, vllm_eplb
 from moe_p2p.moe.row_counts import SizeExchange
 from tests.support.cases import make
 from tests.support.ranks import Rank
@@ -65,6 +66,31 @@ def test_plugins_install_when_the_environment_asks(
     monkeypatch.setenv(variable, "1")
     getattr(module, found[2])()
     assert installed == [True] * installs
+
+
+@pytest.mark.parametrize(
+    ("project", "name"), [("vllm", "vLLM"), ("sglang", "SGLang"), ("megatron", "Megatron")]
+)
+def test_an_engine_that_takes_our_classes_says_so(
+    project: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In the line that docs/doors.md tells users to look for."""
+    module = importlib.import_module(f"moe_p2p.integrations.moe.{project}")
+    nothing = {"required": None, "put": None, "provide_deep_ep": None, "optional": None}
+    classes = {"manager_classes": (0, 0), "prepare_and_finalize_classes": (0, 0)}
+    for patched, value in {**nothing, **classes, "manager_class": 0, "dispatcher_class": 0}.items():
+        if hasattr(module, patched):
+            monkeypatch.setattr(module, patched, lambda *_, value=value: value)
+    for eplb in (vllm_eplb, sglang_eplb):
+        monkeypatch.setattr(eplb, "install", lambda: None)
+    monkeypatch.setenv("MOE_P2P_LOG", "info")
+    module.install()
+    text = f"{name}: what DeepEP does is moe_p2p's"
+    assert re.search(rf"^moe_p2p info .* {text}$", capfd.readouterr().err, re.MULTILINE)
+    assert text in (Path(__file__).parents[2] / "docs/doors.md").read_text()
 
 
 def test_a_deep_ep_that_was_imported_before_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Deadlines of the waits are a minute, so that a signal that is seen at the deadli
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -266,6 +267,61 @@ def starts_ranks(pid: int) -> bool:
     """It has a fork server, which imports for seconds before it handles signals."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return any(b"forkserver" in Path(f"/proc/{c}/cmdline").read_bytes() for c in children)
+
+
+@contextmanager
+def interpreter(*arguments: str) -> Iterator[Program]:
+    """Not a copy: what torch reads as it is imported is read."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([sys.executable, *arguments], start_new_session=True, **pipes)
+    command = Program(process)
+    try:
+        yield command
+    finally:
+        if command.processes():
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.more
+def test_ctrl_c_of_the_weights_bench_prints_no_frames() -> None:
+    """Ranks wait in a store that is gone: torch's warning of it has 20 lines of C++ frames."""
+    weights = ("-m", "moe_p2p", "bench", "--api", "weights", "--plot=", "--json=")
+    with interpreter(*weights) as command:
+        until(command.memory, "no ranks")
+        printed = command.interrupt(250)
+        command.wait_until_gone()
+    assert "frame #" not in printed
+    assert "Traceback" not in printed
+    assert printed.splitlines()[-1] == "bench: interrupted"
+
+
+@pytest.mark.more
+def test_processes_of_a_server_that_was_killed_end_without_output() -> None:
+    serve = ("-m", "moe_p2p.examples.disaggregated", "--serve", "--port=0")
+    with interpreter("-u", *serve) as command:
+        command.wait_for("http://")
+        command.process.kill()
+        command.wait_until_gone()
+        assert command.process.stdout is not None
+        assert command.process.stdout.read().strip() == ""
+
+
+def test_a_process_that_begins_as_its_program_ends_prints_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its semaphores are gone by then. Other errors are printed."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    from moe_p2p.tools import forked
+
+    lock = multiprocessing.get_context("forkserver").Lock()
+    handle, kind, most, name = lock._semlock.handle, 1, 1, f"/gone-{os.getpid()}"
+    for begin in (lambda: lock.__setstate__((handle, kind, most, name)), lambda: os.stat(name)):
+        try:
+            begin()
+        except FileNotFoundError as error:
+            forked._hook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err.count("Traceback") == 1
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ NAMES = ["h200-st-p5en-09", "h200-st-p5en-10"]
 RECORDER = """#!/usr/bin/env bash
 file=$(mktemp -p "$TESTS_RECORDS")
 printf '%s\\n' "${SLURM_NODEID:-}" "${JOB_COMPLETION_INDEX:-}" "${IN_CONTAINER:-}" "$@" > "$file"
+bundle=fabric_check/bundle.tar.gz
+[ "${TESTS_BUNDLE:-none}" != "${JOB_COMPLETION_INDEX:-}" ] || install -D "$0" "$bundle"
 [ "$*" != "-m moe_p2p doctor" ] || { echo "a healthy host"; exit "${TESTS_DOCTOR:-0}"; }
 exit "${TESTS_STATUS:-0}"
 """
@@ -110,8 +112,7 @@ def test_slurm_starts_torchrun_with_numbers_of_each_host(recorder: dict[str, str
         for host in range(2)
         for command in (
             ["-m", "moe_p2p", "doctor"],
-            torchrun(host, NAMES[0], "28213", "bench", "--check"),
-            torchrun(host, NAMES[0], "28213", "bench", "--tokens", "8,32,128,512,4096"),
+            torchrun(host, NAMES[0], "28213", "fabric-check", "--out", "fabric_check-48213"),
         )
     ]
     assert records(Path(recorder["TESTS_RECORDS"])) == sorted(wanted)
@@ -136,7 +137,7 @@ def test_slurm_goes_on_after_doctor_and_ends_with_ranks_that_fail(
     assert "doctor found problems, see above" in ran.stdout
     assert ran.returncode == 3
     found = records(Path(recorder["TESTS_RECORDS"]))
-    assert len(found) == 4, "no second command after one that failed"
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(
@@ -233,13 +234,39 @@ def test_a_pod_starts_torchrun_with_its_index(job: Path, recorder: dict[str, str
         for host in range(2)
         for command in (
             ["-m", "moe_p2p", "doctor"],
-            torchrun(host, POD, "29500", "bench", "--check"),
-            torchrun(host, POD, "29500", "bench", "--tokens", "8,32,128,512,4096"),
+            torchrun(host, POD, "29500", "fabric-check"),
         )
     ]
     assert records(Path(recorder["TESTS_RECORDS"])) == sorted(wanted)
     failed = subprocess.run(command, env=recorder | own | {"TESTS_STATUS": "3"}, check=False)
     assert failed.returncode == 3
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
+@pytest.mark.parametrize("status", [0, 2])
+def test_the_log_of_pods_has_the_bundle_however_they_end(
+    job: Path, status: int, recorder: dict[str, str], tmp_path: Path
+) -> None:
+    """And the command in the head of the job finds it there."""
+    getent = Path(recorder["PATH"].split(os.pathsep)[0], "getent")
+    getent.write_text("#!/bin/sh\n")
+    getent.chmod(0o755)
+    log = b""
+    for host in range(2):
+        command, own = pod_command(job, host)
+        own |= {"TESTS_BUNDLE": "0", "TESTS_STATUS": str(status)}
+        folder = tmp_path / str(host)
+        folder.mkdir()
+        ran = subprocess.run(
+            command, env=recorder | own, cwd=folder, check=False, capture_output=True, timeout=60
+        )
+        assert ran.returncode == status
+        log += ran.stdout
+    (tmp_path / "moe_p2p.log").write_bytes(log)
+    (line,) = re.findall(r"^#     (sed .*)$", job.read_text(), re.MULTILINE)
+    assert line in (ROOT / "docs/clusters.md").read_text()
+    subprocess.run(["bash", "-euc", line], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "bundle.tar.gz").read_text() == RECORDER
 
 
 # --- the same for real, between network namespaces ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -196,11 +197,8 @@ def test_each_kind_of_calls_has_a_panel_of_its_own(monkeypatch: pytest.MonkeyPat
     panels = list[tuple[str, list[str]]]()
 
     def draw(_: Path, __: str, paint: Callable[[Any], None], **subplots: Any) -> None:
-        class Axes:
-            def __getitem__(self, _: object) -> list[None]:
-                return [None] * subplots["nrows"]
-
-        paint(Axes())
+        unused = types.SimpleNamespace(remove=lambda: None)
+        paint([[unused] * subplots["ncols"] for _ in range(subplots["nrows"])])
 
     def latency(_: object, *, series: dict[str, object], what: str) -> None:
         panels.append((what, list(series)))

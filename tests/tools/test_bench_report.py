@@ -125,6 +125,21 @@ def test_the_plot_has_every_world(tmp_path: Path) -> None:
         assert reason == "matplotlib is not installed (pip install 'moe-p2p[bench]')"
 
 
+def test_a_picture_of_many_panels_fits_a_screen(tmp_path: Path) -> None:
+    """Three kinds of calls with their halves were a column nearly five times as high as wide."""
+    image = pytest.importorskip("matplotlib.image")
+    rows = [
+        row(what, 40.0 + tokens, tokens=tokens, interface=calls)
+        for calls, counts in (("low-latency", (8, 32)), ("normal", (64,)), ("v2", (32,)))
+        for tokens in counts
+        for what in ("pair graph", "dispatch", "combine")
+    ]
+    path = tmp_path / "rows.png"
+    assert plot.plot(rows, path) is None
+    high, wide, _ = image.imread(path).shape
+    assert 0.6 < high / wide < 1.4
+
+
 def test_what_flags_in_gpu_memory_would_save_is_computed_beside() -> None:
     timed = row("pair graph", 40.0, links=Links(pinned_us=2.0, relayed_us=3.5), hops={"wire": 3.0})
     assert "pair takes 4.00 us less" in report.text([timed], [])

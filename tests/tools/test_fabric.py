@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moe_p2p.__main__ import main
-from moe_p2p.bench import fabric, fabric_predicted, fabric_report
+from moe_p2p.bench import fabric, fabric_predicted, fabric_rails, fabric_report
 from moe_p2p.bench.fabric_private import Private
 from moe_p2p.bench.fabric_ranks import Ended
 from moe_p2p.tools.model.wire import NICS
@@ -277,7 +277,13 @@ def test_lines_of_a_check_are_found_among_log_lines() -> None:
 
 def test_what_a_check_and_a_package_report_is_in_the_report(tmp_path: Path) -> None:
     options = fabric.Options(
-        quick=True, device="cpu", out=str(tmp_path), only=(), beside={}, sizes={}
+        quick=True,
+        minutes=None,
+        device="cpu",
+        out=str(tmp_path),
+        only=(),
+        beside={},
+        sizes={},
     )
     with pytest.MonkeyPatch.context() as patch:
         launched(patch, ranks=2, local=1)
@@ -293,6 +299,55 @@ def test_what_a_check_and_a_package_report_is_in_the_report(tmp_path: Path) -> N
     page = (tmp_path / "report.html").read_text()
     assert "padded: rank 1: other rows" in page
     assert "deep_ep normal: no IB" in page
+
+
+def test_minutes_move_deadlines_and_what_is_measured_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Over soft-RoCE in an emulated machine every step was late."""
+    launched(monkeypatch, ranks=2, local=1)
+    quick, slow, soon = (
+        fabric._parse([*SMALL, f"--out={tmp_path}", *more]).limits
+        for more in ([], ["--minutes=20"], ["--minutes=1"])
+    )
+    assert (slow.total_s, slow.of_step["check"], slow.wait_s) == (1200.0, 700.0, 100.0)
+    assert (soon.total_s, soon.of_step["check"], soon.wait_s) == (60.0, 35.0, 10.0)
+    for moved in (slow, soon):
+        same = {name: getattr(quick, name) for name in ("total_s", "of_step", "wait_s")}
+        assert moved._replace(**same) == quick
+
+
+class Requests:
+    """An engine whose requests each take so long, by a clock that stands in between."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.takes_s, self.now, self.pages = takes_s, 0.0, list[int | None]()
+
+    def write(self, *_: object, nbytes: int) -> Requests:
+        return self
+
+    def write_pages(self, *_: object, imm: int | None, **__: object) -> Requests:
+        self.pages.append(imm)
+        return self
+
+    def wait(self, _: float) -> None:
+        self.now += self.takes_s
+
+
+@pytest.mark.parametrize(("takes_s", "requests"), [(0.9, 3), (0.01, 1 + 50 + 3 + 1)])
+def test_a_rail_that_is_slow_is_sent_few_requests(
+    takes_s: float, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a figure of it takes nine times a request, and waits of others pass their deadline."""
+    lane, engine = object.__new__(fabric_rails.Lane), Requests(takes_s)
+    given = fabric_rails.Given("cpu", [1024], 4096, 1.0, 10.0)
+    known = {"_given": given, "_timeout_s": 10.0, "peer": 1, "engine": engine, "_source": None}
+    for name, value in {**known, "_regions": {1: None}}.items():
+        setattr(lane, name, value)
+    monkeypatch.setattr(fabric_rails.time, "perf_counter", lambda: engine.now)
+    assert lane.stream(1024, 0.5) == pytest.approx(4096 / takes_s / 1e9)
+    assert len(engine.pages) == requests
+    assert engine.pages[-1] == fabric_rails.LAST
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -341,6 +396,7 @@ def test_a_report_without_figures_says_so_and_quotes_what_it_shows(tmp_path: Pat
     [
         (["--beside=theirs"], "--beside theirs: give LABEL=FOLDER"),
         (["--only=rails,x"], "x is none of facts, check, rails, pairs, deep_ep"),
+        (["--minutes=0"], "--minutes: "),
         (["--out=/proc/x"], "--out: /proc/x/report.html cannot be written"),
     ],
 )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_p2p import log
 from moe_p2p.integrations import derived, provide_deep_ep, put, required
 from moe_p2p.integrations.moe import pool_of
 from moe_p2p.moe.all_to_all import AllToAll
@@ -173,3 +174,4 @@ def install() -> None:
     required("megatron", "megatron")
     provide_deep_ep()  # before the module below, which imports it
     put({_DISPATCHER: required(_DISPATCHER, "megatron")}, {"_DeepepManager": manager_class()})
+    log.info("Megatron: what DeepEP does is moe_p2p's")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import env, errors
+from moe_p2p import env, errors, log
 from moe_p2p.deep_ep.overlap import ready_rows
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.integrations.kv import sglang as sglang_kv
@@ -300,6 +300,7 @@ def install() -> None:
     buffer = getattr(users.get(f"{_DISPATCHERS}.deepep"), "DeepEPBuffer", None)
     if buffer is not None:
         buffer.clean_buffer = classmethod(lambda cls: None)
+    log.info("SGLang: what DeepEP does is moe_p2p's")
 
 
 def plugin() -> None:

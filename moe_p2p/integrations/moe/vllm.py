@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import env, errors
+from moe_p2p import env, errors, log
 from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.integrations.moe import vllm_eplb
 from moe_p2p.integrations.moe.vllm_managers import Handle, manager_classes
@@ -295,6 +295,7 @@ def install() -> None:
             "DEEPEP_QUANT_BLOCK_SHAPE": _FP8_BLOCK,
         },
     )
+    log.info("vLLM: what DeepEP does is moe_p2p's")
 
 
 def plugin() -> None:
