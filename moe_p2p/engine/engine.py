@@ -108,6 +108,7 @@ class Engine(Owner):
         self._awaiting = Awaiting(self.number)
         self._polled: dict[int, Request] = {}
         self._poll_queue: int | None = None
+        self._from_start = False  # the recording that is being made
 
     @property
     def address(self) -> bytes:
@@ -518,7 +519,11 @@ class Engine(Owner):
         more than 2**24, TimeoutError where the thread does not answer.
         """
         events, overwritten = call(_ops.engine_record.default, self.number, num_events)
-        return Recording(events, int(overwritten))
+        from_start, self._from_start = (
+            self._from_start,
+            not any(value for nic in self.counters() for value in nic.values()),
+        )
+        return Recording(events, int(overwritten), from_start and not overwritten)
 
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""

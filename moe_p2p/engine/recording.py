@@ -74,6 +74,7 @@ class Recording:
 
     events: Tensor  # [n, 5] int64
     overwritten: int  # earlier ones that are gone
+    from_start: bool = False  # nothing was posted, and nothing arrived, before the first event
 
     def decoded(self) -> list[Event]:
         return [decode(row) for row in self.events.tolist()]

@@ -61,6 +61,26 @@ const Exchange::Remote& Exchange::remote_of(int node) const noexcept {
   return remotes_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
 }
 
+void Exchange::begin_at(uint64_t step) noexcept {
+  const int num_slots = plan_.shape.steps_in_flight;
+  for (size_t i = 0; i < num_lanes_; ++i) {
+    Lane& lane = lanes_[i];
+    lane.published = uses_before(step, lane.slot, num_slots);
+    if (lane.published == 0) continue;
+    const uint64_t last = last_before(step, lane.slot, num_slots);
+    for (int p = 0; p < abi::kMaxParts; ++p) {
+      memory_.ring(memory_.local(), lane.phase, lane.slot, lane.node,
+                   abi::BellWords::make(
+                       last, {.index = p, .num_parts = 1, .num_slots = 0, .begin = 0, .bytes = 0}),
+                   p, last);
+      lane.parts[p].word = lane.parts[p].acknowledged = last + 1;
+      lane.parts[p].num_parts = 1;
+    }
+    lane.acknowledged = last + 1;
+    rows_[i / remotes_.size()].rung = last + 1;
+  }
+}
+
 int Exchange::rank_of(int node) const noexcept {
   return node * plan_.shape.ranks_per_node + memory_.local();
 }
@@ -317,6 +337,7 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
     ++partner.farewells;
     if (base::Recorder& recorder = engine_.recorder(); recorder.on())
       recorder.add({.kind = base::Event::Kind::kFarewell,
+                    .detail = base::Event::detail_of(communicator_, HostGather::kPhase, 0),
                     .peer = key.source,
                     .a = memory_.farewell_in(node).load(std::memory_order_relaxed)});
     return;
