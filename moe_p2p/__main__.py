@@ -39,6 +39,10 @@ COMMANDS = {
         "moe_p2p.tools.plan",
         "memory of every region for given shapes; --kv: a KV transfer; --weights: an update",
     ),
+    "replay": (
+        "moe_p2p.tools.replay",
+        "step through what proxies recorded before a stall: who waits for what, and since when",
+    ),
     "store": ("moe_p2p.tools.store", "serve the store in which engines' KV workers meet"),
     "tune": (
         "moe_p2p.tools.tune.command",

@@ -300,6 +300,21 @@ std::array<int64_t, 4> AllToAll::exchange_times() {
   return {dispatch.taken, dispatch.published, combine.taken, combine.published};
 }
 
+AllToAll::Snapshot AllToAll::snapshot() const {
+  const State& s = *state_;
+  MOE_P2P_CHECK(s.exchange, Code::kInvalidArgument, "connect() has not been called");
+  Snapshot made;
+  for (int phase = 0; phase < abi::kNumPhases; ++phase)
+    for (int slot = 0; slot < s.plan.shape.steps_in_flight; ++slot)
+      for (int source = 0; source < s.plan.shape.world_size; ++source)
+        made.flags.push_back(static_cast<int64_t>(
+            s.memory.flag(s.memory.local(), static_cast<Phase>(phase), slot, source)
+                .load(std::memory_order_relaxed)));
+  for (int node = 0; node < s.plan.shape.num_nodes(); ++node)
+    made.nics.push_back(node == s.memory.node() ? s.engine.num_nics() : s.exchange->num_nics(node));
+  return made;
+}
+
 const char* AllToAll::arrival_flags() const noexcept {
   return state_->plan.shape.num_nodes() == 1 ? "none" : name_of(state_->flags);
 }

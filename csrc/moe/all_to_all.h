@@ -95,6 +95,13 @@ class AllToAll {
   // Exchange::times of dispatch, then of combine.
   std::array<int64_t, 4> exchange_times();
 
+  // What a replay must know beside events (moe/replay/rank.h). Once connected; any thread.
+  struct Snapshot {
+    std::vector<int64_t> flags;  // [3, S, W] this rank's flags (kernels/abi/signal.h)
+    std::vector<int64_t> nics;   // [N] of this rank and its partners
+  };
+  Snapshot snapshot() const;
+
   // How arrivals from other nodes are seen, as connect() has chosen: "write", "gdrcopy" or "relay",
   // or "none" within a node.
   const char* arrival_flags() const noexcept;

@@ -18,13 +18,14 @@ namespace moe_p2p::ops {
 
 struct AllToAllObject {
   AllToAllObject(std::shared_ptr<EngineObject> on, const moe::AllToAllOptions& options,
-                 std::optional<Tensor> with_masks)
+                 std::optional<Tensor> with_masks, std::string with_settings)
       : engine(std::move(on)),
         masks(std::move(with_masks)),
         all_to_all(engine->engine(), &engine->proxy(), options),
         rank(options.rank),
         local_experts(all_to_all.plan().num_local_experts(rank)),
-        communicator(options.communicator) {}
+        communicator(options.communicator),
+        settings(std::move(with_settings)) {}
 
   const moe::Plan& plan() const noexcept { return all_to_all.plan(); }
   int64_t hidden_dim() const noexcept { return plan().hidden_dim; }
@@ -43,6 +44,7 @@ struct AllToAllObject {
   const int64_t local_experts;
   int device = -1;  // CUDA ordinal; -1: host memory
   const uint32_t communicator;
+  const std::string settings;    // communicator_settings.h
   bool releases_oldest = false;  // moe::AllToAll::release_oldest()
 };
 

@@ -59,7 +59,7 @@ int64_t all_to_all_create(int64_t engine, const std::string& settings,
   const Expected expected{"masks", {ScalarType::Int}, {options.plan.world_size}};
   if (masks) options.masks = output<int32_t>(*masks, expected);
   return communicators().add(
-      std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks)));
+      std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks), settings));
 }
 
 // memory: device_settings.h; the caller keeps it.
@@ -85,6 +85,17 @@ std::vector<int64_t> all_to_all_signals(int64_t comm) {
 std::vector<int64_t> all_to_all_times(int64_t comm) {
   const auto times = Caller(comm)->all_to_all.exchange_times();
   return {times.begin(), times.end()};
+}
+
+// Its settings, flags [3, S, W], and NICs by node: what a replay must know. Beside calls.
+std::tuple<std::string, Tensor, std::vector<int64_t>> all_to_all_snapshot(int64_t comm) {
+  const auto object = communicators().get(comm);
+  const auto snapshot = object->all_to_all.snapshot();
+  Tensor flags = make_tensor(
+      {abi::kNumPhases, object->plan().shape.steps_in_flight, object->plan().shape.world_size},
+      ScalarType::Long);
+  std::ranges::copy(snapshot.flags, static_cast<int64_t*>(flags.mutable_data_ptr()));
+  return {object->settings, flags, snapshot.nics};
 }
 
 void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses) {
@@ -361,6 +372,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
   m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));
   m.impl("all_to_all_times", TORCH_BOX(&all_to_all_times));
+  m.impl("all_to_all_snapshot", TORCH_BOX(&all_to_all_snapshot));
   m.impl("all_to_all_use_signals", TORCH_BOX(&all_to_all_use_signals));
   m.impl("all_to_all_set_dispatch_kernel", TORCH_BOX(&all_to_all_set_dispatch_kernel));
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));

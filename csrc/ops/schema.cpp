@@ -70,6 +70,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int priority=1) -> SymInt");
   m.def("engine_region_bytes(int engine, int region) -> int");
   m.def("engine_counters(int engine) -> Tensor");
+  m.def("engine_record(int engine, int num_events) -> (Tensor events, int overwritten)");
   m.def("software_nic_bytes(str settings, int num_peers, bool timed=False) -> int");
   m.def("timed_link(str settings) -> int[]");
   m.def("host_identity() -> str");
@@ -165,7 +166,15 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_set_enter_kernel(int comm, str kernel) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("all_to_all_times(int comm) -> int[]");
+  m.def("all_to_all_snapshot(int comm) -> (str settings, Tensor flags, int[] nics)");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
+
+  // --- replay of recorded events (replay_ops.cpp); event rows: base/recorder.h ---
+  m.def("replay_create(str settings, int[] nics, int[] flags, int[] masked, int first_step) -> int");
+  m.def("replay_connect(int[] replays) -> ()");
+  m.def("replay_feed(int replay, Tensor events) -> (int num_fed, str differs)");
+  m.def("replay_waits(int replay) -> (str lines, int num_untaken)");
+  m.def("replay_close(int replay) -> ()");
 
   // --- counts: `host` is the address of abi::count_words(), which hold the call's number last ---
   m.def(

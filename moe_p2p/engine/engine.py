@@ -29,6 +29,7 @@ from moe_p2p.engine.awaiting import Awaiting
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.lifetime import Closing, Owner, close_and_await
 from moe_p2p.engine.metrics import Family, counter, note, of_nics
+from moe_p2p.engine.recording import Recording
 from moe_p2p.engine.transfers import (
     Gate,
     Grant,
@@ -109,6 +110,7 @@ class Engine(Owner):
         self._polled: dict[int, Request] = {}
         self._poll_queue: int | None = None
         note(self)
+        self._from_start = False  # the recording that is being made
 
     @property
     def address(self) -> bytes:
@@ -524,6 +526,20 @@ class Engine(Owner):
             *of_nics(own, names, self.counters()),
             counter("engine_discarded_immediates", discarded, [(own, self.discarded_imms)]),
         ]
+
+    def record(self, num_events: int) -> Recording:
+        """Records the newest num_events of what the polling thread does from now on; 0: no more.
+
+        Returns what was recorded since it was called last (moe_p2p/engine/recording.py). An event
+        takes 40 bytes here, and a look at the clock of the polling thread. Raises InvalidArgumentError for
+        more than 2**24, TimeoutError where the thread does not answer.
+        """
+        events, overwritten = call(_ops.engine_record.default, self.number, num_events)
+        from_start, self._from_start = (
+            self._from_start,
+            not any(value for nic in self.counters() for value in nic.values()),
+        )
+        return Recording(events, int(overwritten), from_start and not overwritten)
 
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""

@@ -61,6 +61,26 @@ const Exchange::Remote& Exchange::remote_of(int node) const noexcept {
   return remotes_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
 }
 
+void Exchange::begin_at(uint64_t step) noexcept {
+  const int num_slots = plan_.shape.steps_in_flight;
+  for (size_t i = 0; i < num_lanes_; ++i) {
+    Lane& lane = lanes_[i];
+    lane.published = uses_before(step, lane.slot, num_slots);
+    if (lane.published == 0) continue;
+    const uint64_t last = last_before(step, lane.slot, num_slots);
+    for (int p = 0; p < abi::kMaxParts; ++p) {
+      memory_.ring(memory_.local(), lane.phase, lane.slot, lane.node,
+                   abi::BellWords::make(
+                       last, {.index = p, .num_parts = 1, .num_slots = 0, .begin = 0, .bytes = 0}),
+                   p, last);
+      lane.parts[p].word = lane.parts[p].acknowledged = last + 1;
+      lane.parts[p].num_parts = 1;
+    }
+    lane.acknowledged = last + 1;
+    rows_[i / remotes_.size()].rung = last + 1;
+  }
+}
+
 int Exchange::rank_of(int node) const noexcept {
   return node * plan_.shape.ranks_per_node + memory_.local();
 }
@@ -122,6 +142,7 @@ bool Exchange::take(Lane& lane, int index) noexcept {
   if (index == 0 && !may_answer(lane, part.word + steps - 1)) return false;
   part.word += steps;
   part.num_parts = sent.num_parts();
+  record(base::Event::Kind::kDoorbell, lane, index, part.word - 1, sent.size, sent.place);
   if (masks_.has(rank_of(lane.node))) return false;
   if (partner_of(lane.node).left && !MOE_P2P_MUTATED(kFailByLeft)) {
     check_left(lane.node);
@@ -314,6 +335,11 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
   Partner& partner = partner_of(node);
   if (of_gather && key.slot == HostGather::kFarewellSlot) {
     ++partner.farewells;
+    if (base::Recorder& recorder = engine_.recorder(); recorder.on())
+      recorder.add({.kind = base::Event::Kind::kFarewell,
+                    .detail = base::Event::detail_of(communicator_, HostGather::kPhase, 0),
+                    .peer = key.source,
+                    .a = memory_.farewell_in(node).load(std::memory_order_relaxed)});
     return;
   }
   ++partner.received;
@@ -377,6 +403,7 @@ bool Exchange::publish(Lane& lane) noexcept {
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
       .store(word, std::memory_order_release);
   note(times_[static_cast<size_t>(lane.phase)].published);
+  record(base::Event::Kind::kPublished, lane, here, step, word, whole);
   const bool whole_node = lane.phase != Phase::kCombine;
   for (int l = 0; l < memory_.num_local(); ++l)
     if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
@@ -413,6 +440,21 @@ void Exchange::note(std::atomic<int64_t>& time) noexcept {
     return;
   const std::chrono::nanoseconds now = platform::Clock::now().time_since_epoch();
   time.store(now.count(), std::memory_order_relaxed);
+}
+
+void Exchange::record(base::Event::Kind kind, const Lane& lane, int part, uint64_t step, uint64_t b,
+                      uint64_t c) const noexcept {
+  base::Recorder& recorder = engine_.recorder();
+  if (!recorder.on()) [[likely]]
+    return;
+  recorder.add({.kind = kind,
+                .nic = static_cast<uint8_t>(lane.slot),
+                .detail = base::Event::detail_of(communicator_, static_cast<uint32_t>(lane.phase),
+                                                 static_cast<uint32_t>(part)),
+                .peer = static_cast<uint32_t>(rank_of(lane.node)),
+                .a = step,
+                .b = b,
+                .c = c});
 }
 
 // --- any thread ----------------------------------------------------------------------------------

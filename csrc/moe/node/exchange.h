@@ -57,6 +57,18 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     mapped_ = mapped;
   }
 
+  // Before the first turn, in a replay: all before this step is over.
+  void begin_at(uint64_t step) noexcept;
+  // How often a step slot was used before a step, and in which step last.
+  static constexpr uint64_t uses_before(uint64_t step, int slot, int num_slots) noexcept {
+    const auto first = static_cast<uint64_t>(slot), steps = static_cast<uint64_t>(num_slots);
+    return step > first ? (step - first + steps - 1) / steps : 0;
+  }
+  static constexpr uint64_t last_before(uint64_t step, int slot, int num_slots) noexcept {
+    return static_cast<uint64_t>(slot) +
+           (uses_before(step, slot, num_slots) - 1) * static_cast<uint64_t>(num_slots);
+  }
+
   bool take_doorbells() noexcept override;
   bool publish_arrivals() noexcept override;
   // A GPU cannot wake the thread that runs this.
@@ -96,6 +108,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   Failure failure() const noexcept;
   // Immediates that arrived of a step whose flag is not up, for the text of a timeout: "1 of 2".
   std::string immediates(abi::Phase phase, int slot, int node) const;
+  int num_nics(int node) const noexcept { return remote_of(node).num_nics; }  // it sends over
   // For a host that waits for the partner on that node, every kProbeInterval. A failed probe counts
   // as a failed write only if the host is still waiting later: the peer may have finished and
   // closed while the probe was in flight. For a GPU this object probes by itself.
@@ -168,6 +181,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     std::atomic<int64_t> taken{0}, published{0};
   };
   void note(std::atomic<int64_t>& time) noexcept;
+  void record(base::Event::Kind kind, const Lane& lane, int part, uint64_t step, uint64_t b,
+              uint64_t c) const noexcept;
   static int most_parts(const Lane& lane) noexcept;
   uint64_t next_step(const Lane& lane) const noexcept;
   abi::BellWords bell(const Lane& lane, int index) const noexcept;
