@@ -45,7 +45,9 @@ std::string layout(int64_t topk) {
                       sizeof(abi::HandleMeta) / sizeof(int32_t), "\nhandle_num_tokens ",
                       offsetof(abi::HandleMeta, num_tokens) / sizeof(int32_t), "\nfault_bytes ",
                       sizeof(abi::Fault), "\ntable_bytes ", sizeof(abi::EpochTable),
-                      "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
+                      "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t),
+                      "\nstamps_word ", offsetof(abi::DeviceState, stamps) / sizeof(uint64_t),
+                      "\nstamped_steps ", abi::kStampedSteps, "\nnum_stamps ", abi::kStamps, "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,

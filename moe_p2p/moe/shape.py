@@ -22,8 +22,9 @@ class Layout(NamedTuple):
     slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
     its arrays. handle_num_tokens: index of the word num_tokens. fault_bytes: of a Fault.
     table_bytes: of an EpochTable.
-    masks_word: index of the DeviceState's 64-bit word with the address of masks. scale_block:
-    values that share one fp8 scale.
+    masks_word, stamps_word: indices of the DeviceState's 64-bit words with the addresses of masks
+    and of time stamps. stamped_steps, num_stamps: steps that have stamps, and stamps of a phase.
+    scale_block: values that share one fp8 scale.
     """
 
     slot_head_bytes: int
@@ -33,6 +34,9 @@ class Layout(NamedTuple):
     fault_bytes: int
     table_bytes: int
     masks_word: int
+    stamps_word: int
+    stamped_steps: int
+    num_stamps: int
 
 
 @functools.cache
