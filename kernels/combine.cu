@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     const bool ends_pair = valid && sends && open.closed_by(launch.number(), meta.first_step);
     const bool opens = sends && !is_empty(p) && !ends_pair;
     const u64 first = !sends ? combined_step(p) : opens ? launch.next_step() : meta.first_step;
-    MOE_P2P_STAMPED(stamps.begin(first, num_chunks_of(p), Launch::opens()));
+    MOE_P2P_STAMPED(stamps.begin(first, num_chunks_of(p), Launch::opens() && sends));
     if (Launch::opens()) {
       launch.open(p.comm, opens ? num_chunks_of(p) : 0);
       if (ends_pair)

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     // A receiving half alone finds its step in the handle, where its sending half wrote it.
     const u64 first =
         sends ? launch.next_step() : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
-    MOE_P2P_STAMPED(stamps.begin(first, num_chunks_of(p), Launch::opens()));
+    MOE_P2P_STAMPED(stamps.begin(first, num_chunks_of(p), Launch::opens() && sends));
     if (Launch::opens()) {
       launch.open(p.comm, sends ? num_chunks_of(p) : 0);
       if (sends && !is_solo(p)) open_steps(p.comm)[slot_of(first)] = {first + 1, 0};
