@@ -6,8 +6,9 @@
 
 namespace moe_p2p::engine {
 
-void NicQueue::open(provider::Domain& domain, int nic, int num_nics) {
+void NicQueue::open(provider::Domain& domain, int nic, int num_nics, base::Recorder& recorder) {
   domain_ = &domain;
+  recorder_ = &recorder;
   nic_ = static_cast<size_t>(nic);
   num_nics_ = num_nics;
   limits_ = domain.limits();
@@ -156,6 +157,8 @@ size_t NicQueue::post() noexcept {
   count(staged, 1);
   const size_t taken = domain_->post(staged);
   count(staged.subspan(taken), -1);
+  if (recorder_->on()) [[unlikely]]
+    record(staged, taken, now);
   if (taken == 0) return 0;
   if (notes_first_) note_first(staged.first(taken), now);
   counters_.last_post_ns.store(
@@ -165,6 +168,26 @@ size_t NicQueue::post() noexcept {
   num_staged_ -= taken;
   std::copy_n(staged_.begin() + static_cast<std::ptrdiff_t>(taken), num_staged_, staged_.begin());
   return taken;
+}
+
+void NicQueue::record(std::span<const provider::WorkRequest> given, size_t taken,
+                      platform::Deadline time) const noexcept {
+  base::Event event{
+      .time_ns = base::Recorder::ns_of(time), .kind = base::Event::Kind::kPosted, .nic = index()};
+  for (const auto& work : given.first(taken)) {
+    event.detail = static_cast<uint16_t>(work.has_imm | work.is_read << 1 | work.has_flag << 2);
+    event.peer = work.peer;
+    event.a = work.wr_id;
+    event.b = work.bytes;
+    event.c = work.imm;
+    recorder_->add(event);
+  }
+  if (taken < given.size())
+    recorder_->add({.time_ns = event.time_ns,
+                    .kind = base::Event::Kind::kRefused,
+                    .nic = index(),
+                    .a = given.size(),
+                    .b = taken});
 }
 
 // Before any of their completions is polled, so none of the Requests is done.

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <span>
 
+#include "base/recorder.h"
 #include "engine/nic_counters.h"
 #include "engine/pieces.h"
 #include "engine/request.h"
@@ -56,7 +57,7 @@ class NicQueue {
   // for it. Too large: its users time out.
   static constexpr std::chrono::milliseconds kPatience{10};
 
-  void open(provider::Domain& domain, int nic, int num_nics);
+  void open(provider::Domain& domain, int nic, int num_nics, base::Recorder& recorder);
 
   // Adds a Request. False when it has nothing to send through this NIC.
   bool add(Request& request) noexcept;
@@ -86,6 +87,7 @@ class NicQueue {
   // The provider completed so many work requests of `request`.
   void complete(Request& request, size_t count) noexcept;
   void count_immediate() noexcept { add(counters_.immediates_received, 1); }
+  uint8_t index() const noexcept { return static_cast<uint8_t>(nic_); }
 
   bool idle() const noexcept { return num_waiting_ == 0 && in_flight_ == 0 && num_staged_ == 0; }
   NicCounters counters() const noexcept;
@@ -122,7 +124,11 @@ class NicQueue {
   void count(std::span<const provider::WorkRequest> posted, int sign) noexcept;  // sign: 1 or -1
   void note_first(std::span<const provider::WorkRequest> posted, platform::Deadline now) noexcept;
 
+  void record(std::span<const provider::WorkRequest> given, size_t taken,
+              platform::Deadline time) const noexcept;
+
   provider::Domain* domain_ = nullptr;
+  base::Recorder* recorder_ = nullptr;  // of the engine
   size_t nic_ = 0;
   int num_nics_ = 1;
   provider::DomainLimits limits_;

@@ -55,7 +55,7 @@ size_t num_alike(std::span<const Completion> completions) noexcept {
 
 Poller::Poller(const DomainGroup& group) : group_(group), num_nics_(group.size()) {
   for (int nic = 0; nic < num_nics_; ++nic)
-    nics_[static_cast<size_t>(nic)].open(group[nic], nic, num_nics_);
+    nics_[static_cast<size_t>(nic)].open(group[nic], nic, num_nics_, recorder_);
 }
 
 bool Poller::turn(Lookout* lookout) noexcept {
@@ -188,10 +188,31 @@ bool Poller::flush_for(std::span<const Completion> completions) noexcept {
   return !any || gpu_flushes_.flush(readers);
 }
 
+void Poller::record(const NicQueue& queue, const Completion& completion, size_t count,
+                    bool visible) noexcept {
+  using base::Event;
+  const base::Status& status = completion.status;
+  if (completion.kind != Completion::Kind::kImmediate)
+    return recorder_.add({.kind = Event::Kind::kCompleted,
+                          .nic = queue.index(),
+                          .detail = static_cast<uint16_t>(status.code),
+                          .a = completion.wr_id,
+                          .b = count,
+                          .c = static_cast<uint64_t>(status.detail)});
+  const bool keyed = (completion.imm & ImmKey::kKeyedBit) != 0;
+  recorder_.add({.kind = Event::Kind::kImmediate,
+                 .nic = queue.index(),
+                 .detail = visible,
+                 .peer = keyed ? ImmKey::unpack(completion.imm).source : 0,
+                 .a = completion.imm});
+}
+
 // An immediate whose payload a GPU could not flush is dropped: counting it would be too early. A
 // read fails.
 void Poller::complete(NicQueue& queue, const Completion& completion, size_t count,
                       bool visible) noexcept {
+  if (recorder_.on()) [[unlikely]]
+    record(queue, completion, count, visible);
   if (completion.kind == Completion::Kind::kImmediate) {
     if (!visible) [[unlikely]]
       return;

@@ -6,6 +6,7 @@
 #include <array>
 #include <optional>
 
+#include "base/recorder.h"
 #include "engine/domain_group.h"
 #include "engine/gate.h"
 #include "engine/gpu_flushes.h"
@@ -35,6 +36,7 @@ class Poller {
   const NicQueue& nic(int nic) const noexcept { return nics_[static_cast<size_t>(nic)]; }
 
   // Polling thread.
+  base::Recorder& recorder() noexcept { return recorder_; }
   // Looks at the mailbox and at `lookout`, if there is one, after at most NicQueue::kQuantum posts
   // of a class that others go before.
   bool turn(Lookout* lookout) noexcept;
@@ -66,6 +68,8 @@ class Poller {
   bool flush_for(std::span<const provider::Completion> completions) noexcept;
   void complete(NicQueue& queue, const provider::Completion& completion, size_t count,
                 bool visible) noexcept;
+  void record(const NicQueue& queue, const provider::Completion& completion, size_t count,
+              bool visible) noexcept;
   void fail(Request& request, base::Status status) noexcept;
   void finish_if_settled(Request& request) noexcept;
   template <typename Uses>
@@ -73,6 +77,7 @@ class Poller {
 
   const DomainGroup& group_;
   const int num_nics_;
+  base::Recorder recorder_;
   std::array<NicQueue, kMaxNics> nics_;
   // Of poll(). A member, because as a local array it was set to zero for each NIC and turn: 25 ns.
   std::array<provider::Completion, NicQueue::kBatch> completions_;

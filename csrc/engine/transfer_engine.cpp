@@ -349,6 +349,14 @@ std::optional<Progress> TransferEngine::progress_of(const Request& request, Dead
   return progress;
 }
 
+std::unique_ptr<base::Recording> TransferEngine::record(size_t num_events) {
+  auto ring = num_events > 0 ? std::make_unique<base::Recording>(num_events) : nullptr;
+  state_->run_exclusive(*this, [&] { ring = state_->poller.recorder().exchange(std::move(ring)); });
+  return ring;
+}
+
+base::Recorder& TransferEngine::recorder() noexcept { return state_->poller.recorder(); }
+
 void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
   if (state_->polled_by_caller()) {
     state_->poller.take_mail();  // earlier submissions come first

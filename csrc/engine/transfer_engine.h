@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/recorder.h"
 #include "engine/domain_group.h"
 #include "engine/imm_counter.h"
 #include "engine/mailbox.h"
@@ -104,6 +105,9 @@ class TransferEngine {
   void run_on_poller(const Closure& closure, platform::Deadline deadline);
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
+  // Records what the polling thread does from now on, the newest num_events of it; 0: no more.
+  // Returns what was recorded since this was called last, or null. Throws as run_on_poller() does.
+  std::unique_ptr<base::Recording> record(size_t num_events);
   // True once a GPU could not flush what NICs wrote: immediates are not counted from then on, so a
   // wait for one cannot succeed. gpu_flush_failure() gives the reason; empty while this is false.
   bool gpu_flush_failed() const noexcept;
@@ -114,7 +118,9 @@ class TransferEngine {
   // disconnect() and unregister_memory() do its work themselves instead of waiting for it.
   void detach_poller() noexcept;
 
-  // --- polling thread --- submit() without the mailbox and the checks (made once, at set-up). The
+  // --- polling thread ---
+  base::Recorder& recorder() noexcept;
+  // submit() without the mailbox and the checks (made once, at set-up). The
   // Request must not be active.
   void submit_from_poller(Request& request) noexcept;
   // Takes the mailbox, posts, polls. True when anything moved. `lookout` is asked for urgent work

@@ -28,6 +28,7 @@ from moe_p2p import errors
 from moe_p2p.engine.awaiting import Awaiting
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.lifetime import Closing, Owner, close_and_await
+from moe_p2p.engine.recording import Recording
 from moe_p2p.engine.transfers import (
     Gate,
     Grant,
@@ -508,6 +509,16 @@ class Engine(Owner):
             )
             for row in rows
         ]
+
+    def record(self, num_events: int) -> Recording:
+        """Records the newest num_events of what the polling thread does from now on; 0: no more.
+
+        Returns what was recorded since it was called last (moe_p2p/engine/recording.py). An event
+        takes 40 bytes here and about 30 ns of the polling thread. Raises InvalidArgumentError for
+        more than 2**24, TimeoutError where the thread does not answer.
+        """
+        events, overwritten = call(_ops.engine_record.default, self.number, num_events)
+        return Recording(events, int(overwritten))
 
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""

@@ -122,6 +122,7 @@ bool Exchange::take(Lane& lane, int index) noexcept {
   if (index == 0 && !may_answer(lane, part.word + steps - 1)) return false;
   part.word += steps;
   part.num_parts = sent.num_parts();
+  record(base::Event::Kind::kDoorbell, lane, index, part.word - 1, sent.size, sent.place);
   if (masks_.has(rank_of(lane.node))) return false;
   if (partner_of(lane.node).left && !MOE_P2P_MUTATED(kFailByLeft)) {
     check_left(lane.node);
@@ -314,6 +315,10 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
   Partner& partner = partner_of(node);
   if (of_gather && key.slot == HostGather::kFarewellSlot) {
     ++partner.farewells;
+    if (base::Recorder& recorder = engine_.recorder(); recorder.on())
+      recorder.add({.kind = base::Event::Kind::kFarewell,
+                    .peer = key.source,
+                    .a = memory_.farewell_in(node).load(std::memory_order_relaxed)});
     return;
   }
   ++partner.received;
@@ -377,6 +382,7 @@ bool Exchange::publish(Lane& lane) noexcept {
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
       .store(word, std::memory_order_release);
   note(times_[static_cast<size_t>(lane.phase)].published);
+  record(base::Event::Kind::kPublished, lane, here, step, word, whole);
   const bool whole_node = lane.phase != Phase::kCombine;
   for (int l = 0; l < memory_.num_local(); ++l)
     if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
@@ -413,6 +419,21 @@ void Exchange::note(std::atomic<int64_t>& time) noexcept {
     return;
   const std::chrono::nanoseconds now = platform::Clock::now().time_since_epoch();
   time.store(now.count(), std::memory_order_relaxed);
+}
+
+void Exchange::record(base::Event::Kind kind, const Lane& lane, int part, uint64_t step, uint64_t b,
+                      uint64_t c) const noexcept {
+  base::Recorder& recorder = engine_.recorder();
+  if (!recorder.on()) [[likely]]
+    return;
+  recorder.add({.kind = kind,
+                .nic = static_cast<uint8_t>(lane.slot),
+                .detail = base::Event::detail_of(communicator_, static_cast<uint32_t>(lane.phase),
+                                                 static_cast<uint32_t>(part)),
+                .peer = static_cast<uint32_t>(rank_of(lane.node)),
+                .a = step,
+                .b = b,
+                .c = c});
 }
 
 // --- any thread ----------------------------------------------------------------------------------

@@ -168,6 +168,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     std::atomic<int64_t> taken{0}, published{0};
   };
   void note(std::atomic<int64_t>& time) noexcept;
+  void record(base::Event::Kind kind, const Lane& lane, int part, uint64_t step, uint64_t b,
+              uint64_t c) const noexcept;
   static int most_parts(const Lane& lane) noexcept;
   uint64_t next_step(const Lane& lane) const noexcept;
   abi::BellWords bell(const Lane& lane, int index) const noexcept;
