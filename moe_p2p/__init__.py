@@ -37,6 +37,7 @@ from moe_p2p.moe.expert_mover import ExpertMover
 from moe_p2p.moe.options import CombineOptions, DispatchOptions
 from moe_p2p.moe.pool import AllToAllPool
 from moe_p2p.moe.scale_rows import swizzle_scales
+from moe_p2p.tools.trace.session import tracing
 from moe_p2p.version import __version__
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "UnavailableError",
     "__version__",
     "swizzle_scales",
+    "tracing",
 ]
 
 

@@ -92,6 +92,9 @@ class AllToAll {
   // Exchange::times of dispatch, then of combine.
   std::array<int64_t, 4> exchange_times();
 
+  // Records the parts of calls on a host from now on, as TransferEngine::record() does.
+  std::unique_ptr<base::Recording> record(size_t num_events);
+
   // How arrivals from other nodes are seen, as connect() has chosen: "write", "gdrcopy" or "relay",
   // or "none" within a node.
   const char* arrival_flags() const noexcept;

@@ -85,6 +85,14 @@ std::vector<int64_t> all_to_all_times(int64_t comm) {
   return {times.begin(), times.end()};
 }
 
+// Spans of its calls, as engine_record has events, and its number in those.
+std::tuple<Tensor, int64_t, int64_t> all_to_all_record(int64_t comm, int64_t num_events) {
+  const size_t size = checked_events(num_events);
+  const Caller caller(comm);
+  auto [events, overwritten] = events_from(caller->all_to_all.record(size));
+  return {std::move(events), overwritten, int64_t{caller->communicator}};
+}
+
 void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses) {
   const Caller caller(comm);
   caller->all_to_all.use_signals({device_addresses.begin(), device_addresses.end()});
@@ -315,6 +323,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
   m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));
   m.impl("all_to_all_times", TORCH_BOX(&all_to_all_times));
+  m.impl("all_to_all_record", TORCH_BOX(&all_to_all_record));
   m.impl("all_to_all_use_signals", TORCH_BOX(&all_to_all_use_signals));
   m.impl("all_to_all_set_dispatch_kernel", TORCH_BOX(&all_to_all_set_dispatch_kernel));
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));

@@ -159,6 +159,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_set_enter_kernel(int comm, str kernel) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("all_to_all_times(int comm) -> int[]");
+  m.def(
+      "all_to_all_record(int comm, int num_events) -> "
+      "(Tensor spans, int overwritten, int communicator)");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
   // --- counts: `host` is the address of abi::count_words(), which hold the call's number last ---

@@ -33,9 +33,7 @@ def match(device: int) -> Bounds:
             before = time.monotonic_ns()
             shape = (1, 1, 1, 1, 1, 1, 0)
             stream = driver.module().CUstream(torch.cuda.current_stream(device).cuda_stream)
-            driver.call(
-                "cuLaunchKernel", function, *shape, stream, ctypes.addressof(arguments), 0
-            )
+            driver.call("cuLaunchKernel", function, *shape, stream, ctypes.addressof(arguments), 0)
             while not word.value:
                 if time.monotonic_ns() - before > _LATE_S * 1e9:
                     text = f"GPU {device} did not show its clock within {_LATE_S} s"

@@ -139,6 +139,17 @@ class Hub:
         while _read(line, 1) == _PING:
             line.sendall(struct.pack("<q", self._clock()))
 
+    def meet(self) -> None:
+        """Returns when all ranks have called it, at about the same time."""
+        if self.rank > 0:
+            self._lines[0].sendall(_PING)
+            _read(self._lines[0], 1)
+            return
+        for line in self._lines:
+            _read(line, 1)
+        for line in self._lines:
+            line.sendall(_PING)
+
     def gather(self, data: bytes) -> list[bytes]:
         """Returns, at rank 0, everyone's data."""
         if self.rank > 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -20,8 +21,9 @@ SHARED_CLOCK = Bounds(0, 0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class OfEngine:
-    """counters: of all NICs, what they did while it recorded."""
+    """counters: of all NICs, what they did while it recorded. number: in its process."""
 
+    number: int
     label: str
     provider: str
     events: list[list[int]]  # rows of moe_p2p/engine/recording.py
@@ -31,8 +33,11 @@ class OfEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class OfCommunicator:
-    """A rank's end. spans: of calls on CPUs. stamps: rows of StepStamps, of kernels."""
+    """A rank's end. name: the same on all its ranks. engine: OfEngine.number; number: in that one's
+    events. spans: of calls on CPUs. stamps: rows of StepStamps, of kernels."""
 
+    name: str
+    engine: int
     number: int
     rank: int
     world_size: int
@@ -95,15 +100,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Phase:
-    """One rank's part of a phase of a step. Times of rank 0's host.
+    """One rank's part of a phase of a step. Times of rank 0's host. process: of Trace.ranks.
 
     sent: it has nothing left to send. waited: all that it waited for was there; where it is not
     known by itself, as arrivals of the other ranks have it. end: it has received.
     """
 
-    communicator: int
+    communicator: str
     step: int
     name: str
+    process: int
     rank: int
     begin: int
     sent: int
@@ -114,7 +120,7 @@ class Phase:
 class Arrival(NamedTuple):
     """What `source` sent in a phase of a step is visible to `rank`, or to its whole node."""
 
-    communicator: int
+    communicator: str
     step: int
     phase: str
     rank: int
@@ -129,17 +135,24 @@ class Trace:
     hosts: list[Clock]
     gpus: list[Clock | None]
 
-    def events(self, rank: int, engine: OfEngine) -> list[Event]:
-        """Of one engine, with times of rank 0's host."""
-        clock = self.hosts[rank]
+    @staticmethod
+    def of(ranks: list[Recorded], clocks: Sequence[Clock | None]) -> Trace:
+        """clocks: of hosts, beside rank 0's; None: the same one."""
+        gpus = [Clock(*each.gpu_clock) if len(each.gpu_clock) == 2 else None for each in ranks]
+        same = Clock(SHARED_CLOCK, SHARED_CLOCK)
+        return Trace(ranks=ranks, hosts=[each or same for each in clocks], gpus=gpus)
+
+    def events(self, process: int, engine: OfEngine) -> list[Event]:
+        """Of one engine, with times of rank 0's host. process: of `ranks`."""
+        clock = self.hosts[process]
         found = [decode(row) for row in engine.events]
         return [each._replace(time_ns=clock.other(each.time_ns)) for each in found]
 
-    def error_ns(self, rank: int) -> int:
+    def error_ns(self, process: int) -> int:
         """Times of this rank are right within this."""
-        gpu = self.gpus[rank]
-        return self.hosts[rank].error + (0 if gpu is None else gpu.error)
+        gpu = self.gpus[process]
+        return self.hosts[process].error + (0 if gpu is None else gpu.error)
 
-    def of_gpu(self, rank: int, time: int) -> int:
-        gpu = self.gpus[rank]
-        return self.hosts[rank].other(time if gpu is None else gpu.other(time))
+    def of_gpu(self, process: int, time: int) -> int:
+        gpu = self.gpus[process]
+        return self.hosts[process].other(time if gpu is None else gpu.other(time))

@@ -35,16 +35,15 @@ _OVER_NEXT = 2.0  # times the waits for any other rank
 def arrivals(trace: Trace) -> dict[Arrival, int]:
     """Of all that came from other nodes: when it was published, by the rank whose proxy did."""
     found = {}
-    for recorded in trace.ranks:
-        of = {each.number: each for each in recorded.communicators}
+    for process, recorded in enumerate(trace.ranks):
+        of = {(each.engine, each.number): each for each in recorded.communicators}
         for engine in recorded.engines:
-            for event in trace.events(recorded.rank, engine):
+            for event in trace.events(process, engine):
                 if event.kind != "published" or not event.c:
                     continue
-                communicator, phase, _ = event.lane
-                if communicator in of:
-                    rank = of[communicator].rank
-                    key = Arrival(communicator, event.a, phase, rank, event.peer)
+                number, phase, _ = event.lane
+                if (owner := of.get((engine.number, number))) is not None:
+                    key = Arrival(owner.name, event.a, phase, owner.rank, event.peer)
                     found[key] = event.time_ns
     return found
 
@@ -52,10 +51,10 @@ def arrivals(trace: Trace) -> dict[Arrival, int]:
 def phases(trace: Trace) -> list[Phase]:
     """Of dispatch and combine, by their beginning."""
     found: list[Phase] = []
-    for recorded in trace.ranks:
+    for process, recorded in enumerate(trace.ranks):
         for each in recorded.communicators:
             of_rank = _of_gpu if each.stamps else _of_cpu
-            found += of_rank(trace, recorded.rank, each)
+            found += of_rank(trace, process, each)
     return sorted(found, key=lambda each: each.begin)
 
 
@@ -69,7 +68,7 @@ def _of_cpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
     for (step, name), parts in spans.items():
         if name in PAIR and {SPAN_SEND, SPAN_RECEIVE} <= parts.keys():
             times = map(other, (*parts[SPAN_SEND], *parts[SPAN_RECEIVE]))
-            yield Phase(of.number, step, name, of.rank, *times)
+            yield Phase(of.name, step, name, process, of.rank, *times)
 
 
 def _of_gpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
@@ -83,14 +82,14 @@ def _of_gpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
             known = stamps[ARRIVED] >= begin
             waited = min(max(stamps[ARRIVED], sent), end) if known else 0
             at = [trace.of_gpu(process, time) if time else 0 for time in (begin, sent, waited, end)]
-            yield Phase(of.number, word - 1, name, of.rank, *at)
+            yield Phase(of.name, word - 1, name, process, of.rank, *at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """All ranks' phases of a step that have both, dispatch and combine."""
 
-    communicator: int
+    communicator: str
     number: int
     dispatch: dict[int, Phase]  # by rank
     combine: dict[int, Phase]
@@ -121,15 +120,13 @@ def parts_of(phase: Phase) -> tuple[int, int, int]:
 
 def steps(trace: Trace) -> list[Step]:
     """Whole ones, of all ranks that a communicator has, in their order."""
-    layout = {
-        each.number: each for recorded in trace.ranks for each in recorded.communicators
-    }
-    by_step = defaultdict[tuple[int, int], dict[str, dict[int, Phase]]](lambda: defaultdict(dict))
+    layout = {each.name: each for recorded in trace.ranks for each in recorded.communicators}
+    by_step = defaultdict[tuple[str, int], dict[str, dict[int, Phase]]](lambda: defaultdict(dict))
     for phase in phases(trace):
         by_step[phase.communicator, phase.step][phase.name][phase.rank] = phase
     arrived, found = arrivals(trace), []
-    for (number, step), named in by_step.items():
-        of = layout[number]
+    for (name_of, step), named in by_step.items():
+        of = layout[name_of]
         if any(len(named[name]) < of.world_size for name in PAIR):
             continue
         whole, blamed = {}, {}
@@ -142,7 +139,7 @@ def steps(trace: Trace) -> list[Step]:
                 whole[rank, name] = replace(phase, waited=waited)
         found.append(
             Step(
-                communicator=number,
+                communicator=name_of,
                 number=step,
                 dispatch={rank: whole[rank, "dispatch"] for rank in named["dispatch"]},
                 combine={rank: whole[rank, "combine"] for rank in named["combine"]},
@@ -227,7 +224,9 @@ def judge(found: list[Step]) -> Judged | None:
         pairs = [(each.dispatch[rank], each.combine[rank]) for each in found]
         between[rank] = mean(combine.begin - dispatch.end for dispatch, combine in pairs)
         for name, of_phase in zip(PAIR, zip(*pairs, strict=True), strict=True):
-            for part, lengths in zip(PARTS, zip(*map(parts_of, of_phase), strict=True), strict=True):
+            for part, lengths in zip(
+                PARTS, zip(*map(parts_of, of_phase), strict=True), strict=True
+            ):
                 parts[rank][name, part] = mean(lengths)
     for step in found:
         for (rank, name), source in step.blamed.items():
