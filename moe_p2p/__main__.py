@@ -40,6 +40,10 @@ COMMANDS = {
         "memory of every region for given shapes; --kv: a KV transfer; --weights: an update",
     ),
     "store": ("moe_p2p.tools.store", "serve the store in which engines' KV workers meet"),
+    "trace": (
+        "moe_p2p.bench.trace",
+        "where a step's time goes on all ranks: a file for Perfetto, a picture, the straggler",
+    ),
     "tune": (
         "moe_p2p.tools.tune.command",
         "measure this machine once: launch shapes, bulk, parts, NICs; found by itself",

@@ -63,7 +63,8 @@ class Closing:
             watcher.opened(owner)
 
     def __call__(self) -> None:
-        if watchers and os.getpid() == self._pid and (held := self._finalizer.peek()):
+        if os.getpid() == self._pid and (held := self._finalizer.peek()):
+            owners.discard(held[0])
             for watcher in watchers:
                 watcher.closes(held[0])
         self._finalizer()

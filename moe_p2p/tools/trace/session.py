@@ -124,8 +124,9 @@ class Session:
         self._gpu_clock: list[Bounds] = []
         self._gpus: set[int] = set()
 
-    def begin(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    def begin(self, *, with_clocks: bool = True) -> None:
+        self._with_clocks = with_clocks
+        if with_clocks and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._gpu_clock.append(gpu_clock.match(torch.cuda.current_device()))
         kernels.measuring[STAMPS] = 1
         lifetime.watchers.append(self)
@@ -139,7 +140,7 @@ class Session:
         lifetime.watchers.remove(self)
         for owner in list(lifetime.owners):
             self.closes(owner)
-        if self._gpus:
+        if self._gpus and self._with_clocks:
             self._gpu_clock.append(gpu_clock.match(min(self._gpus)))
 
     def recorded(self, rank: int) -> Recorded:
@@ -171,7 +172,7 @@ class Session:
             self._named[id(owner)] = f"communicator {owner.number}"
             if _stamps(owner) is not None:
                 device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-                if device >= 0 and not self._gpu_clock:
+                if self._with_clocks and device >= 0 and not self._gpu_clock:
                     self._gpu_clock.append(gpu_clock.match(device))
 
     def closes(self, owner: Any) -> None:

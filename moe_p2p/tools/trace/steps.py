@@ -224,10 +224,10 @@ def judge(found: list[Step]) -> Judged | None:
         pairs = [(each.dispatch[rank], each.combine[rank]) for each in found]
         between[rank] = mean(combine.begin - dispatch.end for dispatch, combine in pairs)
         for name, of_phase in zip(PAIR, zip(*pairs, strict=True), strict=True):
-            for part, lengths in zip(
-                PARTS, zip(*map(parts_of, of_phase), strict=True), strict=True
-            ):
-                parts[rank][name, part] = mean(lengths)
+            lengths = zip(*map(parts_of, of_phase), strict=True)
+            parts[rank] |= {
+                (name, part): mean(each) for part, each in zip(PARTS, lengths, strict=True)
+            }
     for step in found:
         for (rank, name), source in step.blamed.items():
             phase = (step.dispatch if name == "dispatch" else step.combine)[rank]
