@@ -39,9 +39,12 @@ KINDS = {
 
 
 class End(NamedTuple):
-    """Of a write with an immediate. error: of its rank's clock."""
+    """Of a write with an immediate. error: of its rank's clock. of: the communicator, or nothing.
+    Engines number theirs by themselves."""
 
     event: Event
+    of: str
+    imm: int
     rank: int
     tid: int
     error: int
@@ -99,16 +102,20 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     yield from _phases(trace)
     posts, arrived = list[End](), list[End]()
     for process, recorded in enumerate(trace.ranks):
+        of = {(each.engine, each.number): each.name for each in recorded.communicators}
         for place, engine in enumerate(recorded.engines):
             found = trace.events(process, engine)
             first = _NICS + _PER_ENGINE * place
             yield from _engine(recorded.rank, first, engine, found)
             for event in found:
-                end = End(event, recorded.rank, first + 1 + event.nic, trace.hosts[process].error)
-                if event.kind == "posted" and event.detail & 1:
-                    posts.append(end)
-                elif event.kind == "immediate":
-                    arrived.append(end)
+                is_post = event.kind == "posted" and event.detail & 1
+                if not is_post and event.kind != "immediate":
+                    continue
+                imm = event.c if is_post else event.a
+                key, error = imm_key(imm), trace.hosts[process].error
+                name = "" if key is None else of.get((engine.number, key.communicator), "")
+                end = End(event, name, imm, recorded.rank, first + 1 + event.nic, error)
+                (posts if is_post else arrived).append(end)
     yield from _arrows(posts, arrived)
 
 
@@ -250,12 +257,12 @@ def _arrows(posts: Iterable[End], arrived: Iterable[End]) -> Iterator[dict[str, 
     A number's next post waits until the one before has arrived, so both come in one order. Where
     several ranks are sent the same number nothing is joined.
     """
-    sent = defaultdict[tuple[int, int], list[End]](list)
-    came = defaultdict[tuple[int, int], list[End]](list)
+    sent = defaultdict[tuple[str, int, int], list[End]](list)
+    came = defaultdict[tuple[str, int, int], list[End]](list)
     for end in sorted(posts, key=lambda each: each.time):
-        sent[end.event.c, end.event.nic].append(end)
+        sent[end.of, end.imm, end.event.nic].append(end)
     for end in sorted(arrived, key=lambda each: each.time):
-        came[end.event.a, end.event.nic].append(end)
+        came[end.of, end.imm, end.event.nic].append(end)
     number = 0
     for key, found in came.items():
         of_post = sent[key]

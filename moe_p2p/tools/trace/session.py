@@ -37,7 +37,8 @@ class tracing:  # noqa: N801  it is used like a function
             step()
 
     path: of the file that rank 0 writes, for ui.perfetto.dev. group_or_store, rank, world_size: the
-    ranks that are traced, as AllToAll takes them; a process group is not used for anything else.
+    ranks that are traced, as AllToAll takes them; without any and without a default group this
+    process alone.
     Beginning and end are collective. num_events: of each engine and communicator, the newest count;
     40 bytes each.
 
@@ -73,6 +74,8 @@ class tracing:  # noqa: N801  it is used like a function
         errors.require(not is_captured(), "a trace cannot begin while a CUDA graph is captured")
         self._session = session = Session(self._num_events)
         group_or_store, rank, world_size = self._who
+        if group_or_store is None and not dist.is_initialized():
+            group_or_store, rank, world_size = dist.HashStore(), 0, 1
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=self._timeout_s
         )
