@@ -77,8 +77,9 @@ def _of_gpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
         for i, name in enumerate(GPU_PHASES):
             stamps = times[i * each : (i + 1) * each]
             begin, sent, end = stamps[BEGUN], stamps[SENT], stamps[ENDED]
-            if not 0 < begin <= sent <= end:  # of an earlier lap, or of a half alone
+            if not begin or min(sent, end) < begin:  # of an earlier lap, or of a half alone
                 continue
+            end = max(sent, end)  # a warp without tokens may end late
             known = stamps[ARRIVED] >= begin
             waited = min(max(stamps[ARRIVED], sent), end) if known else 0
             at = [trace.of_gpu(process, time) if time else 0 for time in (begin, sent, waited, end)]
