@@ -125,7 +125,8 @@ def times(comm: AllToAll) -> list[int]:
 def read(comm: AllToAll) -> Stamps:
     """Takes the last pair but one apart, whose end is the begin of the last."""
     assert comm._device is not None
-    stamps = comm._device.stamps.cpu()[:, 1:].unflatten(1, (-1, STAMPS))
+    words = comm._device.stamps.cpu()[:, 1:]
+    stamps = words.reshape(len(words), -1, STAMPS)
     last = int(stamps[:, 0, BEGUN].argmax())
     dispatch, combine = stamps[(last - 1) % len(stamps), :2].tolist()
     end = int(stamps[last, 0, BEGUN])

@@ -54,7 +54,7 @@ struct DeviceState {
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
   u32 padding;
   u64 lost_tokens;  // as Fault has them
-  u64 stamps;       // StepStamps [kStampedSteps], in kernels that are compiled to note times; or null
+  u64 stamps;  // StepStamps [kStampedSteps] of kernels that are compiled to note times; or null
   u32 reserved[16];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");

@@ -1,6 +1,6 @@
-// Time stamps of kernels that are compiled with MOE_P2P_STAMPS: for `bench`, which takes a pair of
-// calls apart into hops (benchmarks/bench/hops.py), and for traces (moe_p2p/tools/trace/). In others
-// nothing of this is left.
+// Time stamps of kernels that are compiled with MOE_P2P_STAMPS: for traces (moe_p2p/tools/trace/),
+// and for `bench`, which takes a pair of calls apart into hops (benchmarks/bench/hops.py). In other
+// kernels nothing of this is left.
 #pragma once
 
 #include "kernels/device/shape.cuh"

@@ -22,22 +22,22 @@ def match(device: int) -> Bounds:
     """
     torch.cuda.synchronize(device)
     pinned = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
-    word = ctypes.c_uint64.from_address(pinned.data_ptr())
+    shown = (ctypes.c_uint64 * 1).from_address(pinned.data_ptr())
     function = driver.module().CUfunction(jit.load(device, "clock.cu", "moe_p2p_clock", {}))
     given = (ctypes.c_uint64 * 1)(pinned.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(given))
     pings = []
     with driver.primary_context(device):
         for _ in range(LAUNCHES):
-            word.value = 0
+            shown[0] = 0
             before = time.monotonic_ns()
             shape = (1, 1, 1, 1, 1, 1, 0)
             stream = driver.module().CUstream(torch.cuda.current_stream(device).cuda_stream)
             driver.call("cuLaunchKernel", function, *shape, stream, ctypes.addressof(arguments), 0)
-            while not word.value:
+            while not shown[0]:
                 if time.monotonic_ns() - before > _LATE_S * 1e9:
                     text = f"GPU {device} did not show its clock within {_LATE_S} s"
                     raise errors.make(errors.TimeoutError, text)
-            pings.append((before, word.value, time.monotonic_ns()))
+            pings.append((before, int(shown[0]), time.monotonic_ns()))
             torch.cuda.synchronize(device)
     return bounds_of(pings)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from moe_p2p import errors
 from moe_p2p.engine import lifetime
@@ -75,7 +75,7 @@ class tracing:  # noqa: N801  it is used like a function
         self._session = session = Session(self._num_events)
         group_or_store, rank, world_size = self._who
         if group_or_store is None and not dist.is_initialized():
-            group_or_store, rank, world_size = dist.HashStore(), 0, 1
+            group_or_store, rank, world_size = HashStore(), 0, 1
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=self._timeout_s
         )
@@ -147,15 +147,18 @@ class Session:
             self._gpu_clock.append(gpu_clock.match(min(self._gpus)))
 
     def recorded(self, rank: int) -> Recorded:
-        lost = [f"{each} was collected, not closed: its events are lost" for each in
-                self._named.values()]  # fmt: skip
+        lost = [
+            f"{each} was collected, not closed: its events are lost"
+            for each in self._named.values()
+        ]
+        counts = [(each.label, each.overwritten) for each in self._engines]
+        counts += [
+            (f"communicator {each.number}", each.overwritten) for each in self._communicators
+        ]
         lost += [
-            f"{each.overwritten} events of {name} were overwritten; raise num_events"
-            for name, each in (
-                *((each.label, each) for each in self._engines),
-                *((f"communicator {each.number}", each) for each in self._communicators),
-            )
-            if each.overwritten
+            f"{count} events of {name} were overwritten; raise num_events"
+            for name, count in counts
+            if count
         ]
         return Recorded(
             rank=rank,
@@ -225,5 +228,5 @@ def _stamps(owner: Communicator) -> torch.Tensor | None:
 def _counted(engine: Engine) -> Counter[str]:
     found: Counter[str] = Counter()
     for nic in engine.counters():
-        found.update(nic)  # type: ignore[arg-type]
+        found.update(nic)
     return found
