@@ -134,8 +134,10 @@ def run(asked: Asked) -> Found:
             floor = _floor(options, job, clock, plain)
             recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
             with recorder, _system(options, job, tokens) as traced:
+                on_gpu = options.device == "cuda"
+                pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
                 for _ in range(asked.steps):
-                    traced.pair()
+                    pair()
                 finish(options.device)
             text = _shown(asked, recorder, floor)
             cost = _cost(options, job, tokens, plain, clock)

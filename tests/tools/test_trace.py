@@ -374,8 +374,8 @@ def test_events_that_were_overwritten_are_reported(tmp_path: Path) -> None:
             for _ in range(8):
                 one.write(memory, region, imm=1).wait()
         assert found.trace is not None
-        (text,) = [each for each in found.trace.ranks[0].lost if "of one" in each]
-        assert text.endswith("events of one were overwritten; raise num_events")
+        (text,) = [each for each in found.trace.ranks[0].lost if "'one'" in each]
+        assert text.endswith("events of engine 'one' were overwritten; raise num_events")
 
 
 # --- the command ---

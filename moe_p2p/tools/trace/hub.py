@@ -25,6 +25,7 @@ from moe_p2p.fleet.bootstrap import Bootstrap
 
 PINGS = 200
 _KEY_BYTES = 32
+_PATIENCE_S = 5.0  # for a connection that has not proved that it is a rank
 _PING, _END = b"p", b"e"
 Clock = Callable[[], int]
 
@@ -102,17 +103,19 @@ class Hub:
             listening.settimeout(max(0.001, ends - time.monotonic()))
             try:
                 line, _ = listening.accept()
-                line.settimeout(timeout_s)
-                proof = _read(line, _KEY_BYTES + 4)
             except TimeoutError:
                 missing = sorted({*range(1, self.world_size)} - {*found})
                 text = f"a trace is gathered: ranks {missing} did not come within {timeout_s} s"
                 raise errors.make(errors.TimeoutError, text) from None
-            except ConnectionError:
-                continue
+            line.settimeout(_PATIENCE_S)
+            try:
+                proof = _read(line, _KEY_BYTES + 4)
+            except (errors.MoeP2pError, OSError):
+                proof = b""
             if not hmac.compare_digest(proof[:_KEY_BYTES], key):  # a stranger
                 line.close()
                 continue
+            line.settimeout(timeout_s)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found[struct.unpack("<I", proof[_KEY_BYTES:])[0]] = self._undo.enter_context(line)
         return [found[rank] for rank in sorted(found)]
@@ -185,7 +188,13 @@ def _connected(first: dict[str, Any], timeout_s: float) -> socket.socket:
 def _read(line: socket.socket, size: int) -> bytes:
     found = bytearray()
     while len(found) < size:
-        part = line.recv(min(size - len(found), 1 << 20))
+        try:
+            part = line.recv(min(size - len(found), 1 << 20))
+        except TimeoutError:
+            text = (
+                f"a trace is gathered, and a rank is silent for {line.gettimeout()} s: does it end"
+            )
+            raise errors.make(errors.TimeoutError, f"{text} its trace much later?") from None
         if not part:
             text = "a rank's connection ended while a trace was gathered; see what it printed last"
             raise errors.make(errors.PeerDeadError, text)

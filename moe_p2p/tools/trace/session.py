@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from moe_p2p import errors
+from moe_p2p import errors, log
 from moe_p2p.engine import lifetime
 from moe_p2p.engine.engine import Engine
 from moe_p2p.fleet.bootstrap import Bootstrap
@@ -20,6 +21,7 @@ from moe_p2p.library import call
 from moe_p2p.moe.communicator import Communicator
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import is_captured
+from moe_p2p.tools.output import NotWrittenError
 from moe_p2p.tools.trace import gpu_clock
 from moe_p2p.tools.trace.hub import Bounds, Hub
 from moe_p2p.tools.trace.perfetto import write
@@ -99,9 +101,11 @@ class tracing:  # noqa: N801  it is used like a function
             session.stop()
             recorded = session.recorded(hub.rank)
             if error is not None:
-                alone = Trace.of([recorded], [None])
                 name = f"{self.path.stem}.rank{hub.rank}{self.path.suffix}"
-                write(self.path.with_name(name), alone)
+                try:
+                    write(self.path.with_name(name), Trace.of([recorded], [None]))
+                except NotWrittenError as failed:
+                    log.warning(f"the trace of a block that raised is lost: {failed}")
                 return
             ended = hub.match()
             data = hub.gather(recorded.encode())
@@ -126,6 +130,8 @@ class Session:
         self._communicators: list[OfCommunicator] = []
         self._gpu_clock: list[Bounds] = []
         self._gpus: set[int] = set()
+        self._lost: list[str] = []
+        self._with_clocks = False
 
     def begin(self, *, with_clocks: bool = True) -> None:
         self._with_clocks = with_clocks
@@ -144,14 +150,13 @@ class Session:
         for owner in list(lifetime.owners):
             self.closes(owner)
         if self._gpus and self._with_clocks:
-            self._gpu_clock.append(gpu_clock.match(min(self._gpus)))
+            self._noting(min(self._gpus), lambda gpu: self._gpu_clock.append(gpu_clock.match(gpu)))
 
     def recorded(self, rank: int) -> Recorded:
-        lost = [
-            f"{each} was collected, not closed: its events are lost"
-            for each in self._named.values()
-        ]
-        counts = [(each.label, each.overwritten) for each in self._engines]
+        lost = list(self._lost)
+        for each in self._named.values():
+            lost.append(f"{each} was collected, not closed: its events are lost")
+        counts = [(f"engine {each.label!r}", each.overwritten) for each in self._engines]
         counts += [
             (f"communicator {each.number}", each.overwritten) for each in self._communicators
         ]
@@ -169,21 +174,30 @@ class Session:
         )
 
     def opened(self, owner: Any) -> None:
+        self._noting(owner, self._begin)
+
+    def closes(self, owner: Any) -> None:
+        if self._named.pop(id(owner), None) is not None:
+            self._noting(owner, self._take)
+
+    def _noting(self, owner: Any, what: Callable[[Any], None]) -> None:
+        """A trace breaks nothing: what cannot be recorded is noted."""
+        try:
+            what(owner)
+        except (errors.MoeP2pError, RuntimeError) as error:
+            self._lost.append(f"{_name_of(owner)}: {error}")
+
+    def _begin(self, owner: Any) -> None:
         if isinstance(owner, Engine):
             owner.record(self._num_events)
             self._counters[owner] = _counted(owner)
-            self._named[id(owner)] = owner.label
         elif isinstance(owner, Communicator):
             call(_record, owner.number, self._num_events)
-            self._named[id(owner)] = f"communicator {owner.number}"
-            if _stamps(owner) is not None:
-                device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-                if self._with_clocks and device >= 0 and not self._gpu_clock:
-                    self._gpu_clock.append(gpu_clock.match(device))
+            if self._with_clocks and not self._gpu_clock and _on_gpu(owner):
+                self._gpu_clock.append(gpu_clock.match(torch.cuda.current_device()))
+        self._named[id(owner)] = _name_of(owner)
 
-    def closes(self, owner: Any) -> None:
-        if self._named.pop(id(owner), None) is None:
-            return
+    def _take(self, owner: Any) -> None:
         if isinstance(owner, Engine):
             found = owner.record(0)
             now, before = _counted(owner), self._counters[owner]
@@ -199,11 +213,12 @@ class Session:
             )
             return
         spans, overwritten, number = call(_record, owner.number, 0)
-        stamps = _stamps(owner)
-        if stamps is not None and stamps.is_cuda:
-            torch.cuda.synchronize(stamps.device)
-            self._gpus.add(stamps.device.index)
-        rows = [] if stamps is None else stamps[stamps[:, 0] > 0].cpu().tolist()
+        rows: list[list[int]] = []
+        if (stamps := _stamps(owner)) is not None:
+            if stamps.is_cuda:
+                torch.cuda.synchronize(stamps.device)
+                self._gpus.add(stamps.device.index)
+            rows = sorted(stamps[stamps[:, 0] > 0].tolist())
         self._communicators.append(
             OfCommunicator(
                 name=owner.name,
@@ -215,9 +230,19 @@ class Session:
                 device="cpu" if owner.device is None else "cuda",
                 spans=spans.tolist(),
                 overwritten=int(overwritten),
-                stamps=sorted(rows),
+                stamps=rows,
             )
         )
+
+
+def _name_of(owner: Any) -> str:
+    if isinstance(owner, Engine):
+        return f"engine {owner.label!r}"
+    return f"communicator {owner.number}" if isinstance(owner, Communicator) else f"GPU {owner}"
+
+
+def _on_gpu(owner: Communicator) -> bool:
+    return (stamps := _stamps(owner)) is not None and stamps.is_cuda
 
 
 def _stamps(owner: Communicator) -> torch.Tensor | None:

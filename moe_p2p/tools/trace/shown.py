@@ -22,7 +22,8 @@ COLOURS = {
     ("combine", "receive"): "#fdae6b",
 }
 BETWEEN = "#bdbdbd"
-INCH_OF_RANK = 0.34
+# Inches. Of a width that a phone shows, letters can still be read there.
+INCH_OF_RANK, WIDTH, BELOW = 0.34, 5.6, 0.75
 
 
 class Floor(NamedTuple):
@@ -149,7 +150,7 @@ def _straggler(judged: Judged, trace: Trace) -> str:
 def picture(path: Path, title: str, judged: Judged, floor: Floor = NOT_KNOWN) -> str | None:
     """Draws the step of median length, and the means. Returns why it could not; None: it could."""
     ranks = shown_ranks(judged)
-    took = f"{title}: a step takes {us(judged.took)} us"
+    took = f"{title}\na step takes {us(judged.took)} us"
     took += f", its floor {us(floor.pair * 1e3)}" if floor.pair else ""
     if judged.straggler is not None:
         took += f"; rank {judged.straggler.rank} is waited for"
@@ -163,12 +164,12 @@ def picture(path: Path, title: str, judged: Judged, floor: Floor = NOT_KNOWN) ->
             _patch(COLOURS[name, part], f"{name}: {part}") for name in PAIR for part in PARTS
         ]
         handles.insert(3, _patch(BETWEEN, "between them"))
-        axes[1].legend(
-            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, fontsize=10
-        )
+        below = -BELOW / (INCH_OF_RANK * (len(ranks) + 1))
+        place = {"loc": "upper center", "bbox_to_anchor": (0.45, below)}
+        axes[1].legend(handles=handles, ncols=2, fontsize=10, **place)
 
     height = 2.9 + 2 * INCH_OF_RANK * (len(ranks) + 1) + 1.2
-    return draw(path, took, paint, nrows=2, figsize=(7.2, height))
+    return draw(path, took, paint, nrows=2, figsize=(WIDTH, height))
 
 
 def _patch(colour: str, label: str) -> Any:
