@@ -45,6 +45,8 @@ FILES = (
     "moe_p2p/kv/[a-z]*.py",
     "moe_p2p/moe/rendezvous/agreement.py",
     "moe_p2p/moe/votes.py",
+    "moe_p2p/tools/trace/hub.py",
+    "moe_p2p/tools/trace/recorded.py",
     "moe_p2p/weights/[a-z]*.py",
 )
 

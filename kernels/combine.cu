@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   griddepcontrol_launch_dependents();
   touch(p);
   griddepcontrol_wait();
+  MOE_P2P_STAMPED(BlockStamps stamps{p.comm, Phase::kCombine});
   const Launch launch = Launch::ask(p.comm);
   const OpenSteps open = OpenSteps::ask(p.comm);
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     const bool ends_pair = valid && sends && open.closed_by(launch.number(), meta.first_step);
     const bool opens = sends && !is_empty(p) && !ends_pair;
     const u64 first = !sends ? combined_step(p) : opens ? launch.next_step() : meta.first_step;
+    MOE_P2P_STAMPED(stamps.begin(first, num_chunks_of(p), Launch::opens() && sends));
     if (Launch::opens()) {
       launch.open(p.comm, opens ? num_chunks_of(p) : 0);
       if (ends_pair)
@@ -66,8 +68,10 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   };
   if (role.send >= 0 && !is_empty(p)) {
     way::combine_send(p, role.send, is_trusted, begin);
+    MOE_P2P_STAMPED(stamps.end(Stamp::kSent));
   } else if (const Begun begun = begin(); role.recv >= 0) {
     way::combine_recv(p, begun, role.recv);
+    MOE_P2P_STAMPED(stamps.end(Stamp::kEnded));
   } else if (begun.good && role.relay) {
     const u64 first = begun.first_step;
     if (sends && !is_empty(p) && relay_says_read(p, begun.opens)) {

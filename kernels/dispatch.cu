@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   griddepcontrol_launch_dependents();
   touch(p);
   griddepcontrol_wait();
-  const u64 begun_at = stamp_time();
+  MOE_P2P_STAMPED(BlockStamps stamps{p.comm, Phase::kDispatch});
   const Launch launch = Launch::ask(p.comm);
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     // A receiving half alone finds its step in the handle, where its sending half wrote it.
     const u64 first =
         sends ? launch.next_step() : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
+    MOE_P2P_STAMPED(stamps.begin(first, num_chunks_of(p), Launch::opens() && sends));
     if (Launch::opens()) {
-      stamp(p.comm, Phase::kDispatch, first, Stamp::kBegun, begun_at);
       launch.open(p.comm, sends ? num_chunks_of(p) : 0);
       if (sends && !is_solo(p)) open_steps(p.comm)[slot_of(first)] = {first + 1, 0};
     }
@@ -39,12 +39,14 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   if (role.send >= 0) {
     way::dispatch_send(p, role.send, begin);
     if constexpr (!kPlain) copy_topk(p, role.send);
+    MOE_P2P_STAMPED(stamps.end(Stamp::kSent));
   } else if (const Begun begun = begin(); role.recv >= 0) {
 #if MOE_P2P_BULK
     if (role.recv == 0 && begun.good && bulk::receiver_counts(p))
       bulk::send_counts_first(p, begun.first_step);
 #endif
     way::dispatch_recv(p, begun, role.recv);
+    MOE_P2P_STAMPED(stamps.end(Stamp::kEnded));
   } else if (begun.good) {
     relay(p.comm, begun.first_step, num_chunks_of(p),
           {.free = sends, .dispatch = receives, .combine = false});

@@ -40,6 +40,7 @@ from moe_p2p.moe.expert_mover import ExpertMover
 from moe_p2p.moe.options import CombineOptions, DispatchOptions
 from moe_p2p.moe.pool import AllToAllPool
 from moe_p2p.moe.scale_rows import swizzle_scales
+from moe_p2p.tools.trace.session import tracing
 from moe_p2p.version import __version__
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "prometheus_collector",
     "prometheus_text",
     "swizzle_scales",
+    "tracing",
 ]
 
 

@@ -44,6 +44,10 @@ COMMANDS = {
         "step through what proxies recorded before a stall: who waits for what, and since when",
     ),
     "store": ("moe_p2p.tools.store", "serve the store in which engines' KV workers meet"),
+    "trace": (
+        "moe_p2p.bench.trace",
+        "where a step's time goes on all ranks: a file for Perfetto, a picture, the straggler",
+    ),
     "tune": (
         "moe_p2p.tools.tune.command",
         "measure this machine once: launch shapes, bulk, parts, NICs; found by itself",

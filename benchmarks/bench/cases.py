@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_p2p.bench.options import Options
 from moe_p2p.moe.reference import Tokens, Topology
-from moe_p2p.tools.trace import Trace
+from moe_p2p.tools.routing import RecordedRouting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ def make_job(options: Options) -> Job:
     num_experts, topk = options.experts, options.topk
     routing = _drawn(popularity(options), options)
     if options.trace:
-        trace = Trace.load(Path(options.trace))
-        num_experts, topk = trace.num_experts, trace.topk_idx.shape[-1]
-        routing = _replayed(trace, options)
+        recorded = RecordedRouting.load(Path(options.trace))
+        num_experts, topk = recorded.num_experts, recorded.topk_idx.shape[-1]
+        routing = _replayed(recorded, options)
     return Job(
         topology=Topology(
             world_size=options.ranks, ranks_per_node=options.ranks_per_node, num_experts=num_experts
@@ -156,8 +156,8 @@ def _chosen(popularity: Tensor, topk: int) -> Tensor:
     return -torch.expm1(-popularity * low)
 
 
-def _replayed(trace: Trace, options: Options) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-    num_steps, world_size, tokens, _ = trace.topk_idx.shape
+def _replayed(recorded: RecordedRouting, options: Options) -> Routed:
+    num_steps, world_size, tokens, _ = recorded.topk_idx.shape
     if world_size != options.ranks:
         raise ValueError(f"{options.trace} has {world_size} ranks, --ranks is {options.ranks}")
     if tokens < max(options.tokens):
@@ -167,6 +167,7 @@ def _replayed(trace: Trace, options: Options) -> Callable[[int, int, int], tuple
 
     def routing(step: int, rank: int, count: int) -> tuple[Tensor, Tensor]:
         at = step % num_steps
-        return trace.topk_idx[at, rank, :count], trace.topk_weights[at, rank, :count].contiguous()
+        weights = recorded.topk_weights[at, rank, :count]
+        return recorded.topk_idx[at, rank, :count], weights.contiguous()
 
     return routing

@@ -1,7 +1,8 @@
 // What a polling thread did, for `python -m moe_p2p trace` and `replay`: a ring of events of fixed
 // size that the thread fills while it records, and its callers exchange for another ring. Off, a
 // place that has an event costs one load and one branch, and a turn without events costs nothing.
-// All members belong to the polling thread; Recording is read by whoever took it out.
+// All members belong to the polling thread, or, of a communicator's spans, to the thread in a call;
+// Recording is read by whoever took it out.
 #pragma once
 
 #include <chrono>
@@ -34,6 +35,9 @@ struct Event {
     // detail_of(), parts that are here as part; peer: source rank; a: step; b: the word; c: 1 with
     // the last part.
     kPublished = 7,
+    // A part of a call on a host, in the recording of its communicator. detail: detail_of(), as
+    // part 0 it sends, 1 it receives; a: step; b: when it ended. The time is that of its beginning.
+    kSpan = 8,
   };
   int64_t time_ns = 0;  // steady clock
   Kind kind{};
@@ -42,6 +46,7 @@ struct Event {
   uint32_t peer = 0;
   uint64_t a = 0, b = 0, c = 0;
 
+  static constexpr uint32_t kSends = 0, kReceives = 1;  // parts of spans
   static constexpr uint16_t detail_of(uint32_t communicator, uint32_t phase,
                                       uint32_t part) noexcept {
     return static_cast<uint16_t>(communicator | phase << 9 | part << 11);
@@ -84,9 +89,10 @@ class Recorder {
   }
   // While on; now, unless the event has a time.
   void add(Event event) noexcept {
-    if (event.time_ns == 0) event.time_ns = ns_of(std::chrono::steady_clock::now());
+    if (event.time_ns == 0) event.time_ns = now();
     recording_->add(event);
   }
+  static int64_t now() noexcept { return ns_of(std::chrono::steady_clock::now()); }
   static int64_t ns_of(std::chrono::steady_clock::time_point time) noexcept {
     return std::chrono::nanoseconds(time.time_since_epoch()).count();
   }
@@ -98,6 +104,30 @@ class Recorder {
 
  private:
   std::unique_ptr<Recording> recording_;
+};
+
+// Of the block that it stands in.
+class Span {
+ public:
+  Span(Recorder& recorder, uint64_t step, uint32_t phase, uint32_t part) noexcept
+      : recorder_(recorder.on() ? &recorder : nullptr) {
+    if (recorder_)
+      event_ = {.time_ns = Recorder::now(),
+                .kind = Event::Kind::kSpan,
+                .detail = Event::detail_of(0, phase, part),
+                .a = step};
+  }
+  ~Span() {
+    if (!recorder_) return;
+    event_.b = static_cast<uint64_t>(Recorder::now());
+    recorder_->add(event_);
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  Recorder* const recorder_;
+  Event event_;
 };
 
 }  // namespace moe_p2p::base

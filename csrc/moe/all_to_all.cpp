@@ -315,6 +315,12 @@ AllToAll::Snapshot AllToAll::snapshot() const {
   return made;
 }
 
+std::unique_ptr<base::Recording> AllToAll::record(size_t num_events) {
+  if (!state_->backend) return nullptr;
+  return state_->backend->record(num_events > 0 ? std::make_unique<base::Recording>(num_events)
+                                                : nullptr);
+}
+
 const char* AllToAll::arrival_flags() const noexcept {
   return state_->plan.shape.num_nodes() == 1 ? "none" : name_of(state_->flags);
 }

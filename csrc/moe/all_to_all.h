@@ -101,6 +101,8 @@ class AllToAll {
     std::vector<int64_t> nics;   // [N] of this rank and its partners
   };
   Snapshot snapshot() const;
+  // Records the parts of calls on a host from now on, as TransferEngine::record() does.
+  std::unique_ptr<base::Recording> record(size_t num_events);
 
   // How arrivals from other nodes are seen, as connect() has chosen: "write", "gdrcopy" or "relay",
   // or "none" within a node.

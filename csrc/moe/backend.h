@@ -2,9 +2,11 @@
 // (device/backend.h). An AllToAll has one, chosen by the memory of its tensors.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
+#include "base/recorder.h"
 #include "moe/call.h"
 #include "moe/ledger.h"
 #include "moe/plan/step.h"
@@ -37,6 +39,11 @@ class Backend {
 
   // What sums have lacked, where that is counted.
   virtual Lost lost() const noexcept = 0;
+
+  // As TransferEngine::record(), of calls on a host; null on a GPU.
+  virtual std::unique_ptr<base::Recording> record(std::unique_ptr<base::Recording>) {
+    return nullptr;
+  }
 
   // Which calls are open.
   virtual Ledger& ledger() noexcept = 0;

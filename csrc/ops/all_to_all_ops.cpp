@@ -49,7 +49,9 @@ std::string layout(int64_t topk) {
       offsetof(abi::DeviceState, launches) / sizeof(uint64_t), "\nlaunch_blocks ", abi::kLaunch,
       "\nnext_step_word ", offsetof(abi::DeviceState, next_step) / sizeof(uint64_t),
       "\nbegun_word ", offsetof(abi::DeviceState, begun) / sizeof(uint32_t), "\nended_word ",
-      offsetof(abi::DeviceState, ended) / sizeof(uint32_t), "\n");
+      offsetof(abi::DeviceState, ended) / sizeof(uint32_t), "\nstamps_word ",
+      offsetof(abi::DeviceState, stamps) / sizeof(uint64_t), "\nstamped_steps ",
+      abi::kStampedSteps, "\nnum_stamps ", abi::kStamps, "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,
@@ -96,6 +98,14 @@ std::tuple<std::string, Tensor, std::vector<int64_t>> all_to_all_snapshot(int64_
       ScalarType::Long);
   std::ranges::copy(snapshot.flags, static_cast<int64_t*>(flags.mutable_data_ptr()));
   return {object->settings, flags, snapshot.nics};
+}
+
+// Spans of its calls, as engine_record has events, and its number in those.
+std::tuple<Tensor, int64_t, int64_t> all_to_all_record(int64_t comm, int64_t num_events) {
+  const size_t size = checked_events(num_events);
+  const Caller caller(comm);
+  auto [events, overwritten] = events_from(caller->all_to_all.record(size));
+  return {std::move(events), overwritten, int64_t{caller->communicator}};
 }
 
 void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses) {
@@ -373,6 +383,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));
   m.impl("all_to_all_times", TORCH_BOX(&all_to_all_times));
   m.impl("all_to_all_snapshot", TORCH_BOX(&all_to_all_snapshot));
+  m.impl("all_to_all_record", TORCH_BOX(&all_to_all_record));
   m.impl("all_to_all_use_signals", TORCH_BOX(&all_to_all_use_signals));
   m.impl("all_to_all_set_dispatch_kernel", TORCH_BOX(&all_to_all_set_dispatch_kernel));
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));

@@ -23,6 +23,8 @@ constexpr milliseconds kSlice{50};
 // one that does not answer.
 constexpr milliseconds kAnswer{100};
 
+constexpr int64_t kMaxEvents = int64_t{1} << 24;  // 640 MiB
+
 // Returns the first of `count` numbers, which no object of any engine has: what belongs to another
 // engine is refused, and not taken for something of this one.
 int64_t new_ids(int64_t count = 1) {
@@ -51,6 +53,20 @@ platform::WaitPolicy wait_policy(const std::string& mode) {
                   "\", must be \"spin\", \"yield\" or \"sleep\"");
   }
   return policy;
+}
+
+size_t checked_events(int64_t num_events) {
+  MOE_P2P_CHECK(num_events >= 0 && num_events <= kMaxEvents, Code::kInvalidArgument,
+                "num_events is ", num_events, ", must be from 0 to ", kMaxEvents);
+  return static_cast<size_t>(num_events);
+}
+
+std::tuple<Tensor, int64_t> events_from(std::unique_ptr<base::Recording> recorded) {
+  const size_t size = recorded ? recorded->size() : 0;
+  Tensor events = make_tensor({static_cast<int64_t>(size), 5}, ScalarType::Long);
+  auto* out = static_cast<base::Event*>(events.mutable_data_ptr());
+  for (size_t i = 0; i < size; ++i) out[i] = (*recorded)[i];
+  return {events, recorded ? static_cast<int64_t>(recorded->overwritten()) : 0};
 }
 
 milliseconds timeout_from(double timeout_s) {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -24,6 +25,10 @@ namespace moe_p2p::ops {
 platform::WaitPolicy wait_policy(const std::string& mode);
 // Throws Error{kInvalidArgument} unless it is a number of seconds of at least 0.
 std::chrono::milliseconds timeout_from(double timeout_s);
+// Throws Error{kInvalidArgument} unless a recording may have so many events.
+size_t checked_events(int64_t num_events);
+// Events, [n, 5] (base/recorder.h), and how many were overwritten; null: there are none.
+std::tuple<Tensor, int64_t> events_from(std::unique_ptr<base::Recording> recorded);
 
 class EngineObject {
  public:

@@ -14,8 +14,6 @@ namespace moe_p2p::ops {
 
 namespace {
 
-constexpr int64_t kMaxEvents = int64_t{1} << 24;  // 640 MiB
-
 int64_t engine_create(const std::string& provider, int64_t num_nics, const std::string& settings,
                       const std::string& label, const std::string& wait, int64_t proxy_cpu) {
   engine::EngineOptions options{
@@ -94,16 +92,8 @@ Tensor engine_counters(int64_t engine) {
   return tensor;
 }
 
-// Events since the last call, [n, 5] (base/recorder.h), and how many were overwritten.
 std::tuple<Tensor, int64_t> engine_record(int64_t engine, int64_t num_events) {
-  MOE_P2P_CHECK(num_events >= 0 && num_events <= kMaxEvents, base::Code::kInvalidArgument,
-                "num_events is ", num_events, ", must be from 0 to ", kMaxEvents);
-  const auto recorded = engines().get(engine)->engine().record(static_cast<size_t>(num_events));
-  const size_t size = recorded ? recorded->size() : 0;
-  Tensor events = make_tensor({static_cast<int64_t>(size), 5}, ScalarType::Long);
-  auto* out = static_cast<base::Event*>(events.mutable_data_ptr());
-  for (size_t i = 0; i < size; ++i) out[i] = (*recorded)[i];
-  return {events, recorded ? static_cast<int64_t>(recorded->overwritten()) : 0};
+  return events_from(engines().get(engine)->engine().record(checked_events(num_events)));
 }
 
 // Bytes of /dev/shm that one software NIC takes with so many peers connected to it.

@@ -167,6 +167,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("all_to_all_times(int comm) -> int[]");
   m.def("all_to_all_snapshot(int comm) -> (str settings, Tensor flags, int[] nics)");
+  m.def(
+      "all_to_all_record(int comm, int num_events) -> "
+      "(Tensor spans, int overwritten, int communicator)");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
   // --- replay of recorded events (replay_ops.cpp); event rows: base/recorder.h ---

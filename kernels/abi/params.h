@@ -55,7 +55,8 @@ struct DeviceState {
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
   u32 padding;
   u64 lost_tokens;  // as Fault has them
-  u32 reserved[18];
+  u64 stamps;  // StepStamps [kStampedSteps] of kernels that are compiled to note times; or null
+  u32 reserved[16];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
@@ -67,9 +68,11 @@ struct OpenStep {
   u64 closer;  // 1 + the number of the kernel that has closed it, or closes it; 0: none yet
 };
 
-// Times of the last steps, by phase (kernels/device/stamps.cuh), for `bench` alone.
-inline constexpr i32 kStampedSteps = 4, kStamps = 4;
+// Times of the last steps, by phase (kernels/device/stamps.cuh). A time of an earlier lap is before
+// the step's first one.
+inline constexpr i32 kStampedSteps = 2048, kStamps = 6;
 struct StepStamps {
+  u64 step;  // e + 1
   u64 time[kNumPhases][kStamps];
 };
 
@@ -85,7 +88,6 @@ struct DeviceWords {
   u64 lost;  // u64 [S]        after a fault, e + 1 above the count of poisoned rows of its dispatch
   u64 lost_row;  // stands in for a partial row that did not arrive
   u64 open;      // OpenStep [S]
-  u64 stamps;    // StepStamps [kStampedSteps], the last words
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
@@ -101,9 +103,7 @@ struct DeviceWords {
     w.lost = w.came + 8 * slots * static_cast<u64>(s.world_size);
     w.lost_row = align_up(w.lost + 8 * slots, kLine);
     w.open = align_up(w.lost_row + s.max_partial_bytes, kLine);
-    w.stamps = align_up(w.open + sizeof(OpenStep) * slots, kLine);
-    w.total_bytes = w.stamps + sizeof(StepStamps) * kStampedSteps;
-    static_assert(sizeof(StepStamps) * kStampedSteps % kLine == 0);
+    w.total_bytes = align_up(w.open + sizeof(OpenStep) * slots, kLine);
     return w;
   }
 };

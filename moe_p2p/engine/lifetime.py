@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 # Seconds until close() goes on without threads that wait. Too short: the end of a busy program may
 # call std::terminate. Reached where a signal's handler closes an engine that its thread waits for.
@@ -36,6 +36,19 @@ def close_and_await(close: Callable[[int], object], number: int, waiting: list[N
         time.sleep(0.001)
 
 
+class Watcher(Protocol):
+    """Of engines and communicators of this process, while it is among `watchers`."""
+
+    def opened(self, owner: Any) -> None: ...
+
+    def closes(self, owner: Any) -> None:
+        """Called before it closes, where it is not collected."""
+
+
+watchers: list[Watcher] = []
+owners: weakref.WeakSet[Any] = weakref.WeakSet()  # that are open
+
+
 class Closing:
     """Calls close(*args) once: when called, when `owner` is collected, or at interpreter exit.
 
@@ -45,8 +58,15 @@ class Closing:
     def __init__(self, owner: object, close: Callable[..., object], *args: object) -> None:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(owner, _unless_forked, self._pid, close, args)
+        owners.add(owner)
+        for watcher in watchers:
+            watcher.opened(owner)
 
     def __call__(self) -> None:
+        if os.getpid() == self._pid and (held := self._finalizer.peek()):
+            owners.discard(held[0])
+            for watcher in watchers:
+                watcher.closes(held[0])
         self._finalizer()
 
     @property

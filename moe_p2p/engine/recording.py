@@ -17,7 +17,11 @@ the steady clock (`time.monotonic_ns`), then `head` and a, b, c. `decoded` gives
     6 farewell    0      0              its rank   word        0           0
     7 published   slot   comm, phase,   source     step        word        1 with the last part
                          parts here     rank
+    8 span        0      0, phase,      0          step        end, ns     0
+                         part
 
+A span is a part of a call on a host (part 0 sends, 1 receives), in the recording of a communicator
+(`all_to_all_record`) and in no engine's; its time is that of its beginning.
 Doorbells, farewells and published arrivals are of communicators; detail then has the communicator
 in bits 0-8, the phase (0 dispatch, 1 combine, 2 late weights) in 9-10, and the part in 11-13. All
 others are of the engine, whoever uses it: KV, weights, MoE. An id is the same for all posts of a
@@ -33,7 +37,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-KINDS = ("", "doorbell", "posted", "refused", "completed", "immediate", "farewell", "published")
+KINDS = ("", "doorbell", "posted", "refused", "completed", "immediate", "farewell", "published",
+         "span")  # fmt: skip
 PHASES = ("dispatch", "combine", "weights", "counts")
 _KEYED = 1 << 31
 _WORD = (1 << 64) - 1

@@ -29,6 +29,7 @@ of ranks that failed before they met, remain until the next meeting: they keep a
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import struct
 import time
@@ -155,6 +156,11 @@ class Bootstrap:
         finally:
             self.neighbours.close()
             self._requests.close()
+
+    @property
+    def name(self) -> str:
+        """After the first exchange: of this meeting and no other, the same on all ranks."""
+        return self._name if len(self.ranks) > 1 else f"alone/{os.getpid()}/{id(self)}"
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Returns the payloads of all ranks, in rank order. `what` names the exchange in errors.

@@ -104,7 +104,7 @@ class Communicator:
             except BaseException:
                 self._close_own_engine()
                 raise
-            self._face(epoch)
+            self._face(epoch, meeting.name)
             try:
                 epoch = self._share(epoch, meeting)
                 self.num_refused = meeting.num_refused
@@ -128,8 +128,9 @@ class Communicator:
         if self._own_engine and self._engine is not None:
             self._engine.close()
 
-    def _face(self, epoch: Epoch) -> None:
-        """What calls look at, of the first epoch; all later ones are alike."""
+    def _face(self, epoch: Epoch, name: str) -> None:
+        """What calls look at, of the first epoch; all later ones are alike. name: of the meeting"""
+        self.name = name
         self.number, self.ranks_per_node, self._masks, _ = epoch
         config = self.config
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
@@ -186,7 +187,7 @@ class Communicator:
         self._changes = changes = Changes(store, self.rank, self.world_size, self.config)
         try:
             with shared_memory.explained(self._shared_memory):
-                self._face(changes.begin(joining, self._stage, gone))
+                self._face(changes.begin(joining, self._stage, gone), "a world that changes")
             if self.device is not None:
                 self.device.look_out(self.rank)
         except BaseException:

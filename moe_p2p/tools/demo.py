@@ -37,7 +37,7 @@ from moe_p2p.tools import launch
 from moe_p2p.tools.draw import draw
 from moe_p2p.tools.option_types import Parser, at_least_0, at_least_1, output_file
 from moe_p2p.tools.output import writing
-from moe_p2p.tools.trace import Trace
+from moe_p2p.tools.routing import RecordedRouting
 
 TEXT_BYTES = 2_000_000
 PLOT = "bench_out/demo.png"
@@ -310,8 +310,8 @@ def judge(settings: Settings, ranks: list[float], alone: list[float]) -> int:
     return 0 if equal else 1
 
 
-def trace_of(settings: Settings, ranks: list[Training]) -> Trace:
-    return Trace(
+def trace_of(settings: Settings, ranks: list[Training]) -> RecordedRouting:
+    return RecordedRouting(
         topk_idx=torch.stack([r.topk_idx for r in ranks], dim=1),
         topk_weights=torch.stack([r.topk_weights for r in ranks], dim=1),
         num_experts=settings.experts,

@@ -1,4 +1,4 @@
-"""The demo, a few steps of it: equal curves, a trace that replays, and a judge that can say no."""
+"""The demo, a few steps of it: equal curves, a routing that replays, a judge that can say no."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from moe_p2p.bench.cases import make_job
 from moe_p2p.bench.options import Options
 from moe_p2p.tools import demo
-from moe_p2p.tools.trace import Trace
+from moe_p2p.tools.routing import RecordedRouting
 
 
 def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, png = tmp_path / "routing.pt", tmp_path / "curves.png"
-    assert demo.main(["--steps", "4", "--save-trace", str(trace), "--plot", str(png)]) == 0
+    routing, png = tmp_path / "routing.pt", tmp_path / "curves.png"
+    assert demo.main(["--steps", "4", "--save-trace", str(routing), "--plot", str(png)]) == 0
     printed = capsys.readouterr().out
     assert ": equal" in printed
     assert "standard library; loss: nats per byte" in printed
@@ -30,11 +30,11 @@ def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     first = float(printed.splitlines()[head + 1].split()[1])
     assert abs(first - 5.6) < 0.3  # nats: hardly better than 256 equally likely bytes, ln 256 = 5.5
 
-    recorded = Trace.load(trace)
+    recorded = RecordedRouting.load(routing)
     settings = demo.Settings()
     tokens = settings.batch // settings.ranks * settings.sequence
     assert recorded.topk_idx.shape == (8, settings.ranks, tokens, settings.topk)
-    job = make_job(Options(trace=str(trace)))
+    job = make_job(Options(trace=str(routing)))
     assert (job.topology.num_experts, job.topk) == (settings.experts, settings.topk)
     topk_idx, topk_weights = job.routing(9, 2, 5)  # wraps around: the second record again
     assert torch.equal(topk_idx, recorded.topk_idx[1, 2, :5])

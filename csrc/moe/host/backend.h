@@ -32,6 +32,10 @@ class HostBackend final : public Backend {
             lost.step.load(std::memory_order_relaxed), lost.rank.load(std::memory_order_relaxed)};
   }
 
+  std::unique_ptr<base::Recording> record(std::unique_ptr<base::Recording> next) override {
+    return kernels_.recorder().exchange(std::move(next));
+  }
+
   // For a simulation, which advances calls one by one.
   const HostContext& context() const noexcept { return context_; }
   // Throws when something ends the wait of a call for `pending`.

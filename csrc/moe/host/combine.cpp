@@ -123,6 +123,7 @@ void HostKernels::recv_weights(Step step) const {
 
 void HostKernels::combine_send(Step step, const CombineSend& call, const HandleView& handle,
                                int64_t chunk) {
+  const auto recorded = span(step, Phase::kCombine, base::Event::kSends);
   const bool scalars = call.row_scalars != nullptr;
   const PartialForm form = near_form(call, scalars);
   const uint64_t stride = partial_stride(plan_, form);
@@ -259,6 +260,7 @@ void HostKernels::recv_empty_combine(Step step) const { check_combine(step, null
 
 void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleView& handle,
                                int64_t chunk) {
+  const auto recorded = span(step, Phase::kCombine, base::Event::kReceives);
   const bool scalars = call.out_scalars != nullptr;
   check_combine(step, &call);
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);

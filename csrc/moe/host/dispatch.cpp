@@ -64,6 +64,7 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
 
 void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
                                 const Routing& routing, const HandleView& handle, int64_t chunk) {
+  const auto recorded = span(step, Phase::kDispatch, base::Event::kSends);
   const int num_local = shape_.ranks_per_node;
   const int num_columns = num_local + shape_.num_nodes();
   const int32_t* num_slots =
@@ -339,6 +340,7 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
 
 void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const OpenCall& sent,
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
+  const auto recorded = span(step, Phase::kDispatch, base::Event::kReceives);
   const abi::TokenParts& parts = sent.parts;
   const uint32_t flags = abi::dispatch_flags(call.x_dtype, call.options.layout, sent.max_tokens);
   for (int s = 0; s < shape_.world_size; ++s)

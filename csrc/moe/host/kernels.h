@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/mutation.h"
+#include "base/recorder.h"
 #include "moe/call.h"
 #include "moe/ledger.h"
 #include "moe/node/masks.h"
@@ -44,6 +45,8 @@ class HostKernels {
  public:
   HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks);
   int rank() const noexcept { return memory_.rank(); }
+  // Spans of the four halves. Of the thread in a call.
+  base::Recorder& recorder() noexcept { return recorder_; }
   // From now on sums that lack what a masked rank had to send are NaN.
   void poison() noexcept { poisons_ = true; }
   // See AllToAll::lost(). Any thread.
@@ -111,6 +114,9 @@ class HostKernels {
   void build_slot(std::byte* slot, Step step, const DispatchSend& call,
                   const abi::TokenParts& parts, const Routing& routing,
                   int64_t token) const noexcept;
+  base::Span span(Step step, abi::Phase phase, uint32_t part) noexcept {
+    return {recorder_, step.index, static_cast<uint32_t>(phase), part};
+  }
   const int32_t* counts_from(Step step, int source) const noexcept;
   void place(Step step, const DispatchRecv& call, Placement& placement) const;
   void place_tokens(Step step, const DispatchRecv& call, Placement& placement) const;
@@ -144,6 +150,7 @@ class HostKernels {
   bool any_silent_ = false;
   bool poisons_ = false;
   Losses lost_;
+  base::Recorder recorder_;
   std::vector<uint64_t> empty_;  // dispatch of a masked rank: a header and counts, all zero
   platform::ThreadPool pool_;
 };

@@ -67,10 +67,11 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-# Macros of measurements; `bench` sets MOE_P2P_STAMPS for the communicators that it makes then.
+# Macros of measurements, in communicators that are made while they are set.
 measuring: dict[str, int] = {}
 READY, NO_MACROS = {"MOE_P2P_READY": 1}, dict[str, int]()
 _STATE_WORDS = 16  # 64 bits each, of a DeviceState
+_PHASES = 3
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
@@ -249,6 +250,10 @@ class DeviceSide:
         self._table = torch.zeros(num_words, dtype=torch.int64, device=on_device)
         if self.masks is not None:
             self._state[numbers().masks_word] = self.masks.data_ptr()
+        words = (numbers().stamped_steps, 1 + _PHASES * numbers().num_stamps)
+        stamped = "MOE_P2P_STAMPS" in self._shape
+        self.stamps = torch.zeros(words if stamped else 0, dtype=torch.int64, device=on_device)
+        self._state[numbers().stamps_word] = self.stamps.data_ptr()
         pinned = on_device.type == "cuda"
         self._fault = torch.zeros(
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned

@@ -77,6 +77,7 @@ class MirrorMeeting(Bootstrap):
     def __init__(self, group: MirrorGroup) -> None:
         self.store, self.rank, self.world_size = group.get_group_store(), 0, group.world_size
         self.ranks = range(group.world_size)
+        self._name = "mirror"
         self.group = group
         self.neighbours = Neighbours()
         self.num_refused = 0

@@ -15,8 +15,8 @@ from moe_p2p import errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
-    """Routing recorded from a router, for replay."""
+class RecordedRouting:
+    """What a router chose."""
 
     topk_idx: Tensor  # [S, W, T, K] int64
     topk_weights: Tensor  # [S, W, T, K] fp32
@@ -32,10 +32,10 @@ class Trace:
         torch.save(recorded, path)
 
     @staticmethod
-    def load(path: Path) -> Trace:
+    def load(path: Path) -> RecordedRouting:
         try:
             recorded = torch.load(path, weights_only=True)
-            return Trace(
+            return RecordedRouting(
                 topk_idx=recorded["topk_idx"].to(torch.int64),
                 topk_weights=recorded["topk_weights"].to(torch.float32),
                 num_experts=int(recorded["num_experts"]),

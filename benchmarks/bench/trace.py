@@ -1,0 +1,266 @@
+"""`python -m moe_p2p trace`: steps of the bench, traced on all ranks, beside their floor.
+
+It writes a file for ui.perfetto.dev and a picture, prints where a step's time went, and what the
+trace cost: steps without and with it take turns. Programs of others use moe_p2p.tracing
+(docs/trace.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_p2p import env, errors
+from moe_p2p.bench import floors, harness
+from moe_p2p.bench import options as of_bench
+from moe_p2p.bench.cases import Job, make_job
+from moe_p2p.bench.clocks import CpuClock, GpuClock, make_clock
+from moe_p2p.bench.gpu_calls import Calls, on_device, package_calls
+from moe_p2p.bench.harness import finish, use_device
+from moe_p2p.bench.options import Options
+from moe_p2p.bench.systems import MoeP2p
+from moe_p2p.moe.reference import Tokens
+from moe_p2p.tools import launch
+from moe_p2p.tools.gather import everyones
+from moe_p2p.tools.gpu_timing import captured, interleaved, timed_us
+from moe_p2p.tools.option_types import Parser, at_least_1, output_file
+from moe_p2p.tools.trace import shown
+from moe_p2p.tools.trace.session import Session, tracing
+from moe_p2p.tools.trace.steps import judge, steps
+
+# Options of the bench that say which steps.
+TAKEN = (
+    *("ranks", "ranks_per_node", "tokens", "model", "hidden", "topk", "experts", "dtype"),
+    *("combine_dtype", "routing", "nics", "transport", "preset", "gbps", "latency_us"),
+    *("part_bytes", "seed", "wait", "timeout_s", "chunks", "sms", "layout"),
+)
+WARM, CHAIN, COST_S = 5, 8, 1.0
+COPIED_BYTES = 64 << 20  # more than caches hold
+NUM_EVENTS = 1 << 16
+_STEP = 1_000  # whose routing is traced, as the bench's
+
+
+@dataclass(frozen=True)
+class Asked:
+    options: Options
+    steps: int
+    out: str
+    plot: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    text: str
+    notes: list[str]
+
+
+def main(arguments: list[str]) -> int:
+    """Returns 0: all right, 2: a rank failed."""
+    asked = _parse(arguments)
+    try:
+        with contextlib.ExitStack() as stack:
+            if not env.launched():
+                found = launch.run_ranks(run, asked, num_ranks=asked.options.ranks)[0]
+            else:
+                torch.set_num_threads(launch.threads_per_rank(env.local_world_size()))
+                rank, _ = stack.enter_context(launch.process_group())
+                found = run(asked)
+                if rank > 0:
+                    return 0
+    except (launch.RanksFailedError, errors.MoeP2pError) as error:
+        print(f"trace: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([found.text, *found.notes]))
+    return 0
+
+
+def _parse(arguments: list[str]) -> Asked:
+    own = Parser(add_help=False)
+    add = own.add_argument
+    add("--steps", type=at_least_1, default=32, help="that are traced")
+    add("--out", type=output_file, default="bench_out/trace.json", metavar="FILE",
+        help="trace for ui.perfetto.dev")  # fmt: skip
+    add("--plot", type=output_file, default="bench_out/trace.png", metavar="FILE",
+        help="picture of where the time went (bench_out/trace.png; '': none)")  # fmt: skip
+    parser = Parser(
+        prog="python -m moe_p2p trace",
+        description="Traces dispatch and combine of all ranks on one clock, from kernels to NICs.",
+        epilog=f"{harness.EPILOG} Between hosts torchrun starts the ranks, as for the bench.",
+        parents=[own],
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help=harness.DEVICE
+    )
+    harness.add_options(parser, Options, only=lambda each: each.name in TAKEN)
+    given = parser.parse_args(arguments)
+    _, rest = own.parse_known_args(arguments)
+    several = [name for name in ("tokens", "ranks", "ranks_per_node") if _several(given, name)]
+    harness.refuse(
+        parser,
+        {
+            f"--{name.replace('_', '-')}: one number; a trace is of one job": True
+            for name in several
+        },
+    )
+    rest = rest if given.tokens else ["--tokens=128", *rest]
+    (options,) = of_bench.parse([*rest, "--json=", "--plot=", "--no-baseline"])
+    return Asked(options, given.steps, given.out, given.plot)
+
+
+def _several(given: argparse.Namespace, name: str) -> bool:
+    return len(getattr(given, name) or ()) > 1
+
+
+# --- one rank ---
+
+
+def run(asked: Asked) -> Found:
+    options = asked.options
+    with launch.process_group() as (rank, _):
+        use_device(options.device)
+        torch.manual_seed(rank)
+        clock, job = make_clock(options), make_job(options)
+        tokens = on_device(job.tokens_of(_STEP, rank, options.tokens[0]), options.device)
+        with _system(options, job, tokens) as plain:
+            floor = _floor(options, job, clock, plain)
+            recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
+            with recorder, _system(options, job, tokens) as traced:
+                on_gpu = options.device == "cuda"
+                pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
+                for _ in range(asked.steps):
+                    pair()
+                finish(options.device)
+            text = _shown(asked, recorder, floor)
+            cost = _cost(options, job, tokens, plain, clock)
+        clock.close()
+    return Found(text=f"{text}\n{cost}", notes=_written(asked) if rank == 0 else [])
+
+
+@contextlib.contextmanager
+def _system(options: Options, job: Job, tokens: Tokens) -> Iterator[Calls]:
+    """Warm: it has made some pairs."""
+    system = MoeP2p(options, job)
+    try:
+        calls = package_calls(system, options, tokens, num_sms=options.sms[0], experts=None)
+        for _ in range(WARM):
+            calls.pair()
+        finish(options.device)
+        yield calls
+    finally:
+        finish(options.device)
+        everyones(None)  # no rank closes what another still uses
+        system.close()
+
+
+def _floor(options: Options, job: Job, clock: CpuClock | GpuClock, calls: Calls) -> shown.Floor:
+    on_cuda = options.device == "cuda"
+    push_gbs = clock.links.push_gbs if on_cuda else _copied_gbs()
+    gbps = options.gbps * options.nics or (0.0 if on_cuda else push_gbs * 8)  # copies, too
+    ranks = range(options.ranks)
+    found = floors.bounds(
+        [job.routing(_STEP, rank, options.tokens[0])[0] for rank in ranks],
+        job.topology,
+        floors.Sizes.of(
+            job.hidden_dim,
+            topk=job.topk,
+            item=job.x_dtype.itemsize,
+            quantize=options.quantize,
+            combine_dtype=options.combine_dtype,
+        ),
+        num_steps=calls.num_steps,
+        push_gbs=push_gbs,
+        gbps=gbps,
+    ).floor
+    rates = [f"{push_gbs:.1f} GB/s {'between GPUs' if on_cuda else 'of a copy'}"] * (push_gbs > 0)
+    rates += [f"{options.gbps * options.nics:g} Gbit/s between nodes"] * (options.gbps > 0)
+    why = f"bytes of the busiest rank over {', '.join(rates)}"
+    return shown.Floor(found.dispatch, found.combine, why)
+
+
+def _copied_gbs() -> float:
+    """Of memory by one rank, while the others copy too; the slowest."""
+    source, to = (torch.zeros(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    dist.barrier()
+    spans = []
+    for _ in range(5):
+        began = time.perf_counter()
+        to.copy_(source)
+        spans.append(time.perf_counter() - began)
+    rates = everyones(COPIED_BYTES / statistics.median(spans) / 1e9)
+    return float(min(rates))
+
+
+def _shown(asked: Asked, recorder: tracing, floor: shown.Floor) -> str:
+    """At rank 0."""
+    trace = recorder.trace
+    if trace is None:
+        return ""
+    judged = judge(steps(trace)[-asked.steps :])
+    options = asked.options
+    title = f"{options.ranks} ranks in nodes of {options.ranks_per_node}, T {options.tokens[0]}"
+    lines = [title, shown.text(trace, judged, floor)]
+    if judged is not None and asked.plot:
+        reason = shown.picture(Path(asked.plot), title, judged, floor)
+        lines += [f"no picture: {reason}"] if reason else []
+    return "\n".join(lines)
+
+
+def _written(asked: Asked) -> list[str]:
+    wrote = [f"wrote {asked.out}: open it at https://ui.perfetto.dev"]
+    return wrote + ([f"wrote {asked.plot}"] if asked.plot and Path(asked.plot).exists() else [])
+
+
+def _cost(
+    options: Options, job: Job, tokens: Tokens, plain: Calls, clock: CpuClock | GpuClock
+) -> str:
+    """Times of a pair without and with a trace, in turns."""
+    session = Session(NUM_EVENTS)
+    session.begin(with_clocks=False)  # kernels of what is made now have stamps
+    try:
+        with _system(options, job, tokens) as traced:
+            session.stop()
+            off, on = _timed(plain, clock), _timed(traced, clock)
+
+            def recorded() -> tuple[float]:
+                watch = Session(NUM_EVENTS)
+                watch.begin(with_clocks=False)
+                try:
+                    return on()
+                finally:
+                    watch.stop()
+
+            spans = interleaved({"off": off, "on": recorded}, seconds=COST_S)
+    finally:
+        session.stop()
+    times = {name: float(values.median()) for name, values in spans.items()}
+    more = (times["on"] / times["off"] - 1) * 100
+    return (
+        f"cost: a pair takes {times['off']:,.1f} us without a trace and {times['on']:,.1f} with it "
+        f"({more:+.1f}%; medians of {len(spans['on'])} turns)"
+    )
+
+
+def _timed(calls: Calls, clock: CpuClock | GpuClock) -> Callable[[], tuple[float]]:
+    """Microseconds of a pair, mean of a chain."""
+    if isinstance(clock, GpuClock):
+        replay = captured(calls.pair, repeats=CHAIN)
+        return lambda: (timed_us(replay, clock.align) / CHAIN,)
+
+    def on_cpu() -> tuple[float]:
+        dist.barrier()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(CHAIN):
+            calls.pair()
+        return ((time.perf_counter() - began) / CHAIN * 1e6,)
+
+    return on_cpu

@@ -1,0 +1,1 @@
+"""Traces: what ranks did, on one clock: recorded here, written for Perfetto, and judged."""
