@@ -50,8 +50,8 @@ std::string layout(int64_t topk) {
       "\nnext_step_word ", offsetof(abi::DeviceState, next_step) / sizeof(uint64_t),
       "\nbegun_word ", offsetof(abi::DeviceState, begun) / sizeof(uint32_t), "\nended_word ",
       offsetof(abi::DeviceState, ended) / sizeof(uint32_t), "\nstamps_word ",
-      offsetof(abi::DeviceState, stamps) / sizeof(uint64_t), "\nstamped_steps ",
-      abi::kStampedSteps, "\nnum_stamps ", abi::kStamps, "\n");
+      offsetof(abi::DeviceState, stamps) / sizeof(uint64_t), "\nstamped_steps ", abi::kStampedSteps,
+      "\nnum_stamps ", abi::kStamps, "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,

@@ -18,8 +18,18 @@ from tests.support.ranks import Rank
 PAGE = (Path(__file__).resolve().parents[2] / "docs/metrics.md").read_text()
 ROW = re.compile(r"^\| ((?:\w+, )*\w+_\w+) \| ([^|]*) \|", re.MULTILINE)
 TOTALS = dict.fromkeys(
-    ["bytes_written", "requests", "attempts", "failed", "staging_bytes", "updates", "joins"]
-    + ["join_ms", "pause_ms", "buffer_bytes"],
+    [
+        "bytes_written",
+        "requests",
+        "attempts",
+        "failed",
+        "staging_bytes",
+        "updates",
+        "joins",
+        "join_ms",
+        "pause_ms",
+        "buffer_bytes",
+    ],
     1.0,
 )
 

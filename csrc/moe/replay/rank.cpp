@@ -208,6 +208,7 @@ std::string Rank::feed(const Event& event) {
       nics_[0]->arrive(key.pack());
       break;
     }
+    case Event::Kind::kSpan: break;  // of a caller's thread
     case Event::Kind::kPosted:
     case Event::Kind::kRefused:
     case Event::Kind::kPublished: return compare(event);

@@ -250,9 +250,9 @@ class DeviceSide:
         self._table = torch.zeros(num_words, dtype=torch.int64, device=on_device)
         if self.masks is not None:
             self._state[numbers().masks_word] = self.masks.data_ptr()
-        words = (numbers().stamped_steps, 1 + _PHASES * numbers().num_stamps)
-        stamped = "MOE_P2P_STAMPS" in self._shape
-        self.stamps = torch.zeros(words if stamped else 0, dtype=torch.int64, device=on_device)
+        stamped = (numbers().stamped_steps, 1 + _PHASES * numbers().num_stamps)
+        room = stamped if "MOE_P2P_STAMPS" in self._shape else 0
+        self.stamps = torch.zeros(room, dtype=torch.int64, device=on_device)
         self._state[numbers().stamps_word] = self.stamps.data_ptr()
         pinned = on_device.type == "cuda"
         self._fault = torch.zeros(
