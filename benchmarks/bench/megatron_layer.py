@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import deep_ep, env
+from moe_p2p import deep_ep, env, errors
 from moe_p2p.tools import launch
 
 SYSTEMS = ("alltoall", "shim", "hybridep", "integration")
@@ -51,7 +51,8 @@ def find() -> str | None:
     folder = env.cache_folder() / "engines"
     found = sorted(folder.glob("megatron-core-*/megatron"), key=lambda path: _numbers(path.parent))
     if not found:
-        return f"megatron-core is not installed, and not in {folder} (`make test-engines`)"
+        how = "pip install megatron-core, or make test-engines in a checkout"
+        return f"megatron-core is not installed, and not in {folder} ({how})"
     sys.path.append(str(found[-1].parent))
     return None
 
@@ -80,9 +81,7 @@ def start(device: str, tensor_ranks: int = 1) -> None:
     # Megatron compiles small functions; a compiler may be missing, and its time is not measured.
     torch._dynamo.config.disable = True
     deep_ep.install(force=True)  # before Megatron imports it
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-
+    parallel_state, random = _modules()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_ranks,
         expert_model_parallel_size=dist.get_world_size() // tensor_ranks,
@@ -95,6 +94,18 @@ def start(device: str, tensor_ranks: int = 1) -> None:
         random._set_cuda_rng_state = lambda *_, **__: None
     else:
         random.model_parallel_cuda_manual_seed(_RNG_SEED)
+
+
+def _modules() -> tuple[Any, Any]:
+    """Raises UnavailableError if Megatron imports what is not there: its wheel does not ask for
+    Triton, which it imports on CPUs too."""
+    try:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+    except ModuleNotFoundError as error:
+        text = f"megatron-core needs {error.name}, which is not installed"
+        raise errors.make(errors.UnavailableError, text) from None
+    return parallel_state, random
 
 
 class _Stream:

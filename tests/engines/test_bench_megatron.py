@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.bench import command, megatron
+from moe_p2p import UnavailableError
+from moe_p2p.bench import command, megatron, megatron_layer
 from moe_p2p.bench.megatron_layer import SYSTEMS
 from tests.support.recorded import assert_keys
 
@@ -71,6 +73,19 @@ def test_without_megatron_it_says_what_to_do(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert command.main(["--api=megatron", *SMALL]) == 2
     assert "megatron-core is not installed, and not in" in capsys.readouterr().out
+
+
+def test_what_megatron_imports_and_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wheel does not ask for Triton; a traceback of its own modules is no help."""
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/__init__.py").write_text("import no_triton_here\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UnavailableError, match="megatron-core needs no_triton_here, which is not"):
+        megatron_layer._modules()
 
 
 NONSENSE = {

@@ -6,11 +6,14 @@ would run; those marked `more` run it between network namespaces, with torchrun.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,7 @@ bundle=fabric_check/bundle.tar.gz
 exit "${TESTS_STATUS:-0}"
 """
 TINY = "bench --quick --device=cpu --tokens=1,4 --seconds=0.05 --checks=2 --experts=8 --hidden=256"
+RAILS = "fabric-check --quick --device=cpu --only=rails"
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.parent.name)
@@ -328,7 +332,9 @@ def test_pods_of_an_indexed_job_run_between_hosts(both: hosts.Hosts, tmp_path: P
     environment = environment_of_hosts(both, tmp_path, names)
     pods = []
     for host in range(2):
-        command, own = pod_command(JOBS[0], host, RANKS_PER_HOST="2", COMMANDS=f"\n{TINY}")
+        command, own = pod_command(
+            JOBS[0], host, RANKS_PER_HOST="2", COMMANDS=f"\n{TINY}\n{RAILS}\n"
+        )
         own["SLURM_NODEID"] = str(host)  # for the stand-in's task, which moves to the host
         task = [sys.executable, slurm.__file__, "task", *command]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -336,3 +342,9 @@ def test_pods_of_an_indexed_job_run_between_hosts(both: hosts.Hosts, tmp_path: P
     outputs = [pod.communicate(timeout=800)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n---\n".join(outputs)[-8000:]
     check_table(outputs[0])
+    assert "BEGIN bundle" not in outputs[1]
+    (log,) = re.findall(r"^BEGIN bundle\n(.*)^END bundle$", outputs[0], re.MULTILINE | re.DOTALL)
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(log))) as bundle:
+        file = bundle.extractfile("bundle.json")
+        assert file is not None
+        assert {row["problem"] for row in json.load(file)["rails"]} == {""}

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 from tests.support import warm  # noqa: E402
 
 QUICK = ("--quick", "--minutes=20", "--device=cpu")
-SMALL = ("--hidden=256", "--topk=2", "--experts=8", "--tokens=4,8")
-DEADLINE_S = 1300.0
+SMALL = ("--hidden=256", "--topk=2", "--experts=8", "--tokens=4")
+DEADLINE_S = 1300.0  # more than --minutes and the meeting
 
 
 def start(rank: int, port: int, out: Path, options: list[str]) -> subprocess.Popen[str]:
