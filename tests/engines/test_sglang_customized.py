@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import InvalidArgumentError
+from moe_p2p.integrations.moe import sglang_hooks
 from tests.engines import absent, sglang_layers
 from tests.engines.sglang_layers import combined, extend, run_modes, topk_of
 from tests.support import engine_layers as plain
@@ -43,12 +44,11 @@ def load_plugins() -> None:
     plugins.load_plugins()
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    from sglang.srt.server_args import ServerArgs
+def parse(*arguments: str) -> Any:
+    """As a server reads its command line; returns its ServerArgs."""
+    from sglang.srt.server_args import prepare_server_args
 
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return parser.parse_args(["--model-path", "model", *arguments])
+    return prepare_server_args(["--model-path", "model", *arguments])
 
 
 def use(backend: str, mode: str = "auto", *, overlapping: bool = False) -> Any:
@@ -91,6 +91,7 @@ def run(rank: Rank) -> None:
     load_plugins()
     assert deepep.DeepEPDispatcher is theirs
     assert parse("--moe-a2a-backend", "customized").moe_a2a_backend == "customized"
+    offered_once()
     other_backends_stay_as_they_are()
     for dtype in ("bf16", "fp8"):
         run_modes(rank, dtype, make=make)
@@ -100,6 +101,16 @@ def run(rank: Rank) -> None:
     with pytest.raises(InvalidArgumentError, match=f"start SGLang with --ep-size {WORLD}"):
         make(rank, "auto", num_local=EXPERTS)  # without --ep-size
     assert "deep_ep" not in sys.modules
+
+
+def offered_once() -> None:
+    """Versions whose option has other choices, or none, are no error."""
+    parser = argparse.ArgumentParser()
+    sglang_hooks._offer(None, parser)
+    option = parser.add_argument("--moe-a2a-backend", choices=["none"])
+    for _ in range(2):
+        sglang_hooks._offer(None, parser)
+        assert option.choices == ["none", "customized"]
 
 
 def other_backends_stay_as_they_are() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from moe_p2p import errors
 from moe_p2p.integrations import optional, required
 
+_NAME = "customized"
 _UTILS = "sglang.srt.layers.moe.utils"
 _OVERLAP = "sglang.srt.batch_overlap.two_batch_overlap"
 
@@ -41,13 +42,15 @@ def register(dispatcher_class: Callable[[], Any]) -> None:
 
 def _offer(_: None, parser: Any) -> None:
     """Lets the command line choose the backend."""
-    action = parser._option_string_actions["--moe-a2a-backend"]  # argparse has no public way
-    action.choices = [*action.choices, "customized"]
+    action = parser._option_string_actions.get("--moe-a2a-backend")  # argparse has no public way
+    choices = getattr(action, "choices", None)
+    if choices is not None and _NAME not in choices:
+        action.choices = [*choices, _NAME]
 
 
 def _is_deepep(original: Callable[..., bool], backend: Any) -> bool:
     """Models and runners then treat the backend as DeepEP's: its combine returns whole sums."""
-    return original(backend) or backend.is_customized()
+    return original(backend) or backend.value == _NAME
 
 
 def _make_inners(
@@ -82,4 +85,4 @@ def _clean_buffer(original: Callable[..., None], buffer: Any) -> None:
 
 
 def _is_customized() -> bool:
-    return bool(required(_UTILS, "sglang").get_moe_a2a_backend().is_customized())
+    return bool(required(_UTILS, "sglang").get_moe_a2a_backend().value == _NAME)
