@@ -478,11 +478,10 @@ void AllToAll::release(Handle handle, const platform::Stream& stream) {
 const Counters& AllToAll::counters() const noexcept { return state_->waits.counters(); }
 
 std::vector<int> AllToAll::watch(const Progress& progress, uint64_t step,
-                                 std::chrono::milliseconds ran,
+                                 std::chrono::milliseconds waited,
                                  const std::vector<int64_t>& masked) {
   publish(state_->memory, progress);
-  if (ran.count() == 0) return {};
-  return state_->waits.name_behind(progress, step, ran, masked);
+  return state_->waits.behind(progress, step, waited, masked);
 }
 
 void AllToAll::clean_masks(const platform::Stream& stream) {

@@ -117,10 +117,10 @@ class AllToAll {
   Lost lost() const noexcept;
   // Any thread, beside calls.
   const Counters& counters() const noexcept;
-  // Tells neighbours how far kernels of this rank are, which have begun step `step` last; with a
-  // time that one has run, names the ranks that it may wait for, but for `masked`, and returns them.
-  // Once connected; a thread beside calls, not beside close().
-  std::vector<int> watch(const Progress& progress, uint64_t step, std::chrono::milliseconds ran,
+  // Tells neighbours how far kernels of this rank are, which have begun step `step` last, and
+  // returns which ranks are behind, but for `masked`; names them where it has waited so long, and
+  // not 0. Once connected; a thread beside calls, not beside close().
+  std::vector<int> watch(const Progress& progress, uint64_t step, std::chrono::milliseconds waited,
                          const std::vector<int64_t>& masked);
 
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.

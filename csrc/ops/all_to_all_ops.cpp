@@ -48,10 +48,8 @@ std::string layout(int64_t topk) {
       "\nmasks_word ", offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\nlaunches_word ",
       offsetof(abi::DeviceState, launches) / sizeof(uint64_t), "\nlaunch_blocks ", abi::kLaunch,
       "\nnext_step_word ", offsetof(abi::DeviceState, next_step) / sizeof(uint64_t),
-      "\nbegun_word ", offsetof(abi::DeviceState, begun) / sizeof(uint32_t), "\nended_word ",
-      offsetof(abi::DeviceState, ended) / sizeof(uint32_t), "\nstamps_word ",
-      offsetof(abi::DeviceState, stamps) / sizeof(uint64_t), "\nstamped_steps ", abi::kStampedSteps,
-      "\nnum_stamps ", abi::kStamps, "\n");
+      "\nstamps_word ", offsetof(abi::DeviceState, stamps) / sizeof(uint64_t), "\nstamped_steps ",
+      abi::kStampedSteps, "\nnum_stamps ", abi::kStamps, "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,
@@ -200,10 +198,10 @@ std::vector<int64_t> all_to_all_counters(int64_t comm) {
 
 // Beside calls, as all_to_all_ended.
 std::vector<int64_t> all_to_all_watch(int64_t comm, int64_t count, bool preparing, int64_t step,
-                                      int64_t ran_ms, const std::vector<int64_t>& masked) {
+                                      int64_t waited_ms, const std::vector<int64_t>& masked) {
   const moe::Progress progress{static_cast<uint64_t>(count), preparing};
   const auto ranks = communicators().get(comm)->all_to_all.watch(
-      progress, static_cast<uint64_t>(step), std::chrono::milliseconds(ran_ms), masked);
+      progress, static_cast<uint64_t>(step), std::chrono::milliseconds(waited_ms), masked);
   return {ranks.begin(), ranks.end()};
 }
 

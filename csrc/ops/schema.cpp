@@ -152,7 +152,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_lost(int comm) -> int");
   m.def("all_to_all_counters(int comm) -> int[]");
   m.def(
-      "all_to_all_watch(int comm, int count, bool preparing, int step, int ran_ms, int[] masked) "
+      "all_to_all_watch(int comm, int count, bool preparing, int step, int waited_ms, int[] "
+      "masked) "
       "-> int[]");
   m.def("all_to_all_check_again(int comm, Tensor first, Tensor second) -> ()");
   m.def("all_to_all_ended(int comm) -> int[]");

@@ -38,12 +38,10 @@ class Counts(NamedTuple):
 
 
 class OnDevice(NamedTuple):
-    """What only the GPU knows. kernels: that it has run, replays included. begun, ended: of these,
-    in 32 bits; next_step: the first that no kernel has begun. masked: ranks."""
+    """What only the GPU knows. kernels: that have begun, replays included. next_step: the first
+    that none of them has begun. masked: ranks."""
 
     kernels: int
-    begun: int
-    ended: int
     next_step: int
     masked: list[int]
 
@@ -86,7 +84,7 @@ def families_of(
         gauge("moe_epoch", "Epoch of the world's members; 0: fixed", [(own, epoch)]),
     ]  # fmt: skip
     if device is not None:
-        about = "Kernels that the GPU has run, replays of graphs included"
+        about = "Kernels that the GPU has begun, replays of graphs included"
         return [*made, counter("moe_kernels", about, [(own, device.kernels)])]
     return [
         *made,

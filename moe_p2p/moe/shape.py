@@ -24,8 +24,8 @@ class Layout(NamedTuple):
     table_bytes: of an EpochTable.
     masks_word, launches_word, next_step_word: indices of 64-bit words of a DeviceState: the address
     of masks, kernels times launch_blocks, the first of two of which the larger is the next step.
-    begun_word, ended_word: of its 32-bit words. stamps_word: of the address of time stamps, which
-    stamped_steps steps have, num_stamps for each phase.
+    stamps_word: of the address of time stamps, which stamped_steps steps have, num_stamps for each
+    phase.
     scale_block: values that share one fp8 scale.
     """
 
@@ -39,8 +39,6 @@ class Layout(NamedTuple):
     launches_word: int
     launch_blocks: int
     next_step_word: int
-    begun_word: int
-    ended_word: int
     stamps_word: int
     stamped_steps: int
     num_stamps: int

@@ -262,6 +262,17 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
             opcheck(op, recv, test_utils=util)
 
 
+def test_replay_feed(alone: AllToAll) -> None:
+    settings, flags, nics = ops.all_to_all_snapshot(comm_number(alone))
+    number = ops.replay_create(settings, nics, flags.flatten().tolist(), [], 0)
+    ops.replay_connect([number])
+    try:
+        events = torch.zeros(0, 5, dtype=torch.int64)
+        opcheck(ops.replay_feed.default, (number, events), test_utils="test_schema")
+    finally:
+        ops.replay_close(number)
+
+
 @pytest.mark.parametrize("more", [False, True])
 def test_combine_out(alone: AllToAll, more: bool) -> None:
     given = combine_arguments(alone, scalars=more)

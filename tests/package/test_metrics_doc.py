@@ -18,20 +18,10 @@ from tests.support.ranks import Rank
 PAGE = (Path(__file__).resolve().parents[2] / "docs/metrics.md").read_text()
 ROW = re.compile(r"^\| ((?:\w+, )*\w+_\w+) \| ([^|]*) \|", re.MULTILINE)
 TOTALS = dict.fromkeys(
-    [
-        "bytes_written",
-        "requests",
-        "attempts",
-        "failed",
-        "staging_bytes",
-        "updates",
-        "joins",
-        "join_ms",
-        "pause_ms",
-        "buffer_bytes",
-    ],
+    ("bytes_written", "requests", "attempts", "failed", "staging_bytes", "updates", "joins",
+     "join_ms", "pause_ms", "buffer_bytes"),
     1.0,
-)
+)  # fmt: skip
 
 
 class Worker:
@@ -39,7 +29,7 @@ class Worker:
 
 
 def made() -> list[Family]:
-    on_device = OnDevice(kernels=1, begun=1, ended=1, next_step=1, masked=[])
+    on_device = OnDevice(kernels=1, next_step=1, masked=[])
     with make(Rank(0, 1, torch.distributed.HashStore())) as comm:
         more = {"epoch": 0, "masked": 0, "refused": 0, "device": on_device}
         return [

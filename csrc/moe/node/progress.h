@@ -1,9 +1,9 @@
 // How far the kernels of a rank on a GPU are, as a thread of its host finds out now and then
-// (moe_p2p/moe/gpu/watch.py): it tells neighbours by a word in its signal memory, and finds out whom
-// a kernel of its own waits for that does not end. Kernels know nothing of it.
+// (moe_p2p/moe/gpu/watch.py): it tells neighbours by a word in its signal memory, and finds out who
+// is behind. Kernels know nothing of it.
 //
-// Ranks make the same calls in one order, so a rank that is behind is one that others wait for. Of
-// ranks of other nodes the host knows what has arrived here.
+// Ranks make the same calls in one order, so others wait for a rank that is behind, or soon will.
+// Of ranks of other nodes the host knows what has arrived here.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ inline void publish(const NodeMemory& memory, const Progress& progress) noexcept
       .store(progress.word(), std::memory_order_relaxed);
 }
 
-// Ranks that have not come as far as this one, whose kernels have begun step `step` last.
+// Ranks, among all others, that have not come as far as this one, whose kernels have begun step
+// `step` last.
 std::vector<int> ranks_behind(const abi::Shape& shape, const NodeMemory& memory, uint64_t count,
                               uint64_t step);
 

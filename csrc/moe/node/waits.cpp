@@ -163,25 +163,24 @@ std::string Waits::waiting_for(const Pending& pending, const Arrived& arrived) c
                       missing(arrived, [&](int node) { return progress(pending, node); }));
 }
 
-// --- kernels that do not end ------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------
 
-std::vector<int> Waits::name_behind(const Progress& progress, uint64_t step,
-                                    std::chrono::milliseconds ran,
-                                    const std::vector<int64_t>& masked) const {
-  std::vector<int> behind = ranks_behind(plan_.shape, memory_, progress.count, step);
-  std::erase_if(behind, [&](int rank) {
-    return rank == options_.rank || masks_.has(rank) || std::ranges::count(masked, rank) > 0;
-  });
+std::vector<int> Waits::behind(const Progress& progress, uint64_t step,
+                               std::chrono::milliseconds waited,
+                               const std::vector<int64_t>& masked) const {
+  std::vector<int> ranks = ranks_behind(plan_.shape, memory_, progress.count, step);
+  std::erase_if(ranks,
+                [&](int rank) { return masks_.has(rank) || std::ranges::count(masked, rank) > 0; });
+  if (waited.count() == 0 || ranks.empty()) return ranks;
   std::string late;
-  for (const int rank : behind) {
+  for (const int rank : ranks) {
     Counters::add(counters_.sources[static_cast<size_t>(rank)].straggles, 1);
     late += base::concat(late.empty() ? "" : ", ", rank_on(hosts_, rank));
   }
-  if (!behind.empty())
-    MOE_P2P_LOG(base::LogLevel::kWarning, rank_on(hosts_, options_.rank), " has waited ",
-                ran.count(), " ms, of at most ", options_.timeout.count(), ", for ", late,
-                ": its kernel of step ", step, " has not ended");
-  return behind;
+  MOE_P2P_LOG(base::LogLevel::kWarning, rank_on(hosts_, options_.rank), " has waited ",
+              waited.count(), " ms, of at most ", options_.timeout.count(), ", for ", late,
+              ": a kernel of step ", step, " has begun here, and not there");
+  return ranks;
 }
 
 // --- waiting -------------------------------------------------------------------------------------

@@ -61,12 +61,11 @@ class Waits {
   std::vector<int> ended() const;
   bool aborted() const noexcept;  // some rank of this node gave up
 
-  // --- kernels that do not end ---
-  // Ranks that a kernel of this rank may wait for (node/progress.h), which has run for so long, but
-  // for `masked`. Names them in a line, and counts them.
-  std::vector<int> name_behind(const Progress& progress, uint64_t step,
-                               std::chrono::milliseconds ran,
-                               const std::vector<int64_t>& masked) const;
+  // --- kernels ---
+  // Ranks that are behind this one's kernels (node/progress.h), but for `masked`. waited: so long;
+  // not 0: names them in a line, and counts them.
+  std::vector<int> behind(const Progress& progress, uint64_t step, std::chrono::milliseconds waited,
+                          const std::vector<int64_t>& masked) const;
 
   // --- texts ---
   // "1 of 2 immediates came" for this rank's partner on that node.

@@ -418,12 +418,10 @@ class DeviceSide:
             if self._beside is not None:
                 self._beside.synchronize()
             words, masked = self._seen[0].clone(), self._seen[1].nonzero().flatten().tolist()
-        at, halves = numbers(), words.view(torch.int32)
+        at = numbers()
         steps = words[at.next_step_word : at.next_step_word + 2]
         return OnDevice(
             kernels=int(words[at.launches_word]) // at.launch_blocks,
-            begun=int(halves[at.begun_word]) & 0xFFFFFFFF,
-            ended=int(halves[at.ended_word]) & 0xFFFFFFFF,
             next_step=int(steps.max()),
             masked=masked,
         )

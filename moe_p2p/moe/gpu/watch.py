@@ -1,8 +1,9 @@
-"""Names the rank that a kernel waits for, long before its deadline: kernels say nothing until then.
+"""Names ranks that are late on GPUs, long before a deadline: kernels say nothing until then.
 
-A thread looks at words of the device's memory now and then, by copies beside the kernels. A kernel
-that has begun and not ended for so long waits for a rank that has begun fewer kernels, which hosts
-of a node tell each other (csrc/moe/node/progress.h), or for another node.
+A thread looks at words of the device's memory now and then, by copies beside the kernels. Ranks
+make the same calls in one order, so whoever has not begun for so long what this rank's kernels have
+begun is late. Hosts of a node tell each other (csrc/moe/node/progress.h); of other nodes they know
+what has arrived.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -21,14 +21,6 @@ from moe_p2p.moe.counts import OnDevice
 
 _ops = torch.ops.moe_p2p
 _MOST_S = 5.0  # as straggles_after() in csrc/moe/node/wait_watch.h
-
-
-class _Stall(NamedTuple):
-    """begun: the kernel's number. ranks: that were named; None: nobody yet."""
-
-    begun: int
-    since: float
-    ranks: list[int] | None = None
 
 
 class Watch:
@@ -50,7 +42,8 @@ class Watch:
         self._rank, self._comm, self._glance, self._by_kernel = rank, comm, glance, by_kernel
         self._after = min(timeout_s / 4, _MOST_S)
         self._preparing = 0  # calls that compile
-        self._stall: _Stall | None = None
+        self._count = self._since = 0.0  # how far it is, and since when
+        self._named: set[int] = set()  # ranks that are behind
         self._looking = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moe_p2p.watch", daemon=True)
@@ -65,21 +58,34 @@ class Watch:
             self._look(now, self._glance())
 
     def _look(self, now: float, seen: OnDevice) -> None:
-        before, begun = self._stall, seen.begun
-        if before is not None and (begun == seen.ended or begun != before.begun):
-            self._over(before, now, set(seen.masked))
-            before = None
-        if before is None and begun != seen.ended:
-            before = _Stall(begun, now)
-        self._stall = before
-        late = before is not None and before.ranks is None and now - before.since >= self._after
-        ran_ms = int(1e3 * (now - before.since)) if late and before is not None else 0
         count = seen.kernels if self._by_kernel else seen.next_step
-        step = max(seen.next_step - 1, 0)
-        more = step, ran_ms, seen.masked
-        named = call(_ops.all_to_all_watch.default, self._comm(), count, self._preparing > 0, *more)
-        if named and before is not None:
-            self._stall = before._replace(ranks=named)
+        if count == 0:
+            return  # nothing has begun
+        moved = count != self._count
+        if moved and self._named:
+            self._over(now, set(seen.masked))
+        if moved:
+            self._count, self._since = count, now
+        late = now - self._since >= self._after and not self._named
+        waited_ms = round(1e3 * (now - self._since)) if late else 0
+        more = max(seen.next_step - 1, 0), waited_ms, seen.masked
+        behind = call(
+            _ops.all_to_all_watch.default, self._comm(), count, self._preparing > 0, *more
+        )
+        if late:
+            self._named = set(behind)
+        elif self._named and not self._named.intersection(behind):
+            self._over(now, set(seen.masked))
+            self._since = now
+
+    def _over(self, now: float, masked: set[int]) -> None:
+        came, gone = (
+            ", ".join(f"rank {each}" for each in sorted(ranks))
+            for ranks in (self._named - masked, self._named & masked)
+        )
+        self._named = set()
+        how = "; ".join(filter(None, [came and f"{came} came", gone and f"{gone} masked"]))
+        log.warning(f"rank {self._rank} goes on after {1e3 * (now - self._since):.0f} ms: {how}")
 
     @contextmanager
     def prepares(self) -> Iterator[None]:
@@ -90,14 +96,6 @@ class Watch:
             yield
         finally:
             self._preparing -= 1
-
-    def _over(self, stall: _Stall, now: float, masked: set[int]) -> None:
-        if stall.ranks is None:
-            return
-        ranks = ", ".join(f"rank {each}" for each in stall.ranks if each not in masked)
-        gone = ", ".join(f"rank {each}" for each in stall.ranks if each in masked)
-        how = "; ".join(filter(None, [ranks and f"{ranks} came", gone and f"{gone} masked"]))
-        log.warning(f"rank {self._rank} goes on after {1e3 * (now - stall.since):.0f} ms: {how}")
 
     def close(self) -> None:
         """No op is called afterwards."""
