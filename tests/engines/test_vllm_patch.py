@@ -1,14 +1,12 @@
 """contrib/vllm: its patch on vLLM's source, and vLLM's own modular_kernel_tools with it.
 
 The patched files lie over the installed release; tests come from the source archive of the same
-version. On a GPU nothing of this runs: contrib/vllm/README.md has the commands for it.
+version. tests/gpu/test_gpu_vllm_patch.py runs the same on GPUs.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import pytest
 import yaml
 
 from tests import lint
-from tests.engines import packages, vllm_patch_ranks
+from tests.engines import packages, vllm_patch, vllm_patch_ranks
+from tests.engines.vllm_patch import PATCH, TOUCHED
 from tests.engines.vllm_patch_ranks import BACKENDS
 from tests.support.ranks import run_processes
 
@@ -26,9 +25,6 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
-(PATCH,) = (ROOT / "contrib/vllm").glob("*.patch")
-TOUCHED = re.findall(r"^\+\+\+ b/(.+)$", PATCH.read_text(), re.MULTILINE)
 RAN = {
     "moe_p2p_high_throughput": ["TritonExperts None"],
     "moe_p2p_low_latency": [
@@ -39,35 +35,14 @@ RAN = {
 }
 
 
-def git_apply(*options: str, at: Path) -> None:
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(at.parent)}
-    subprocess.run(["git", "apply", *options, str(PATCH)], cwd=at, check=True, env=environment)
-
-
 @pytest.fixture(name="source", scope="module")
 def patched_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the patch touches, and vLLM's tests of kernels."""
-    at, source = tmp_path_factory.mktemp("source"), packages.where("vllm-source")
-    shutil.copytree(source / "tests/kernels", at / "tests/kernels")
-    for name in TOUCHED:
-        if (source / name).exists():
-            (at / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, at / name)
-    git_apply("--check", "--whitespace=error-all", at=at)
-    git_apply(at=at)
-    return at
+    return vllm_patch.source(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(name="vllm", scope="module")
 def patched_release(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Links to the files of the release, but for the patched ones."""
-    at, release = tmp_path_factory.mktemp("vllm"), packages.where("vllm")
-    shutil.copytree(release / "vllm", at / "vllm", copy_function=os.symlink)
-    for name in TOUCHED:
-        if name.startswith("vllm/"):
-            (at / name).unlink(missing_ok=True)
-            shutil.copyfile(source / name, at / name)
-    return at
+    return vllm_patch.release(tmp_path_factory.mktemp("vllm"), source)
 
 
 def test_the_patch_is_on_the_release_that_tests_use() -> None:

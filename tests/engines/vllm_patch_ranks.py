@@ -1,15 +1,17 @@
-"""Ranks of vLLM's tests/kernels/moe/modular_kernel_tools, on the CPU, with contrib/vllm's patch.
+"""Ranks of vLLM's tests/kernels/moe/modular_kernel_tools, with contrib/vllm's patch.
 
 vLLM's own worker makes inputs, runs the modular kernel and compares with its own reference; groups,
 configuration, communicator, manager and prepare-finalize are vLLM's own, chosen by the backend's
-name. What needs a GPU is replaced here: tensors for a GPU lie on the CPU, what vLLM compiles is in
-torch, NCCL has no communicator, and Triton interprets its kernels.
+name. What vLLM compiles is in torch, and NCCL has no communicator. Without a GPU tensors for one
+lie on the CPU, and Triton interprets its kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tests
+from moe_p2p.tools import launch
 from tests.engines import vllm_experts, vllm_layers, vllm_ranks
 from tests.support.ranks import Rank
 
@@ -51,23 +54,25 @@ class NoNccl:
         self.disabled = True
 
 
-def begin(rank: Rank, vllm: Path, source: Path) -> None:
+def begin(rank: Rank, vllm: Path, source: Path, device: str = "cpu") -> None:
     """vllm: a folder of the patched package. source: vLLM's repository, patched."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from triton.backends import backends
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        from triton.backends import backends
 
-    backends["nvidia"].driver.is_active = staticmethod(lambda: True)
-    vllm_ranks.begin(rank, as_deep_ep=False, groups=False, at=vllm)
+        backends["nvidia"].driver.is_active = staticmethod(lambda: True)
+    vllm_ranks.begin(rank, device, as_deep_ep=False, groups=False, at=vllm)
     tests.__path__.append(str(source / "tests"))
-    vllm_experts.compute_in_torch("cpu")
+    vllm_experts.compute_in_torch(device)
     torch.compiler.set_stance("force_eager")
-    torch.accelerator.current_device_index = lambda: 0
-    torch.accelerator.empty_cache = lambda: None
     from vllm.distributed.device_communicators import pynccl
     from vllm.platforms import cuda
 
-    cuda.CudaPlatform.get_device_name = classmethod(lambda *_: "CPU")
     pynccl.PyNcclCommunicator = NoNccl
+    if device == "cpu":
+        cuda.CudaPlatform.get_device_name = classmethod(lambda *_: "CPU")
+        torch.accelerator.current_device_index = lambda: 0
+        torch.accelerator.empty_cache = lambda: None
 
 
 def top_k(_: Tensor, scores: Tensor, topk: int, __: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +89,7 @@ def make_manager(rank: Rank, vllm_config: Any) -> Any:
     vllm_config.parallel_config.data_parallel_rank = rank.rank
     with set_current_vllm_config(vllm_config):
         distributed.init_distributed_environment(
-            world_size=1, rank=0, local_rank=rank.rank, backend="gloo"
+            world_size=1, rank=0, local_rank=gpu(rank), backend="gloo"
         )
         distributed.initialize_model_parallel()
         return distributed.get_ep_group().device_communicator.all2all_manager
@@ -125,54 +130,93 @@ def names_without_patch(rank: Rank) -> None:
             ParallelConfig(all2all_backend=backend)
 
 
-def run(rank: Rank, vllm: Path, source: Path, backend: str) -> list[str]:
+def tools() -> Any:
+    """vLLM's modules, with what they compile or bind by name in torch."""
+    named = ("mk_objects", "common", "parallel_utils")
+    made = types.SimpleNamespace(**{n: importlib.import_module(f"{TOOLS}.{n}") for n in named})
+    made.combinations = importlib.import_module(f"{MOE}.test_modular_kernel_combinations")
+    made.common.fused_topk = top_k
+    vllm_layers.use_quantizer()
+    importlib.import_module("tests.kernels.utils").moe_kernel_quantize_input = vllm_layers.by_row
+    return made
+
+
+def recorded(module: Any, name: str) -> list[Tensor]:
+    """Results of the function from now on."""
+    original, results = getattr(module, name), list[Tensor]()
+
+    def call(*arguments: Any) -> Tensor:
+        results.append(original(*arguments))
+        return results[-1]
+
+    setattr(module, name, call)
+    return results
+
+
+def gpu(rank: Rank) -> int:
+    return launch.gpu_of(rank.rank) if torch.cuda.is_available() else rank.rank
+
+
+def run(rank: Rank, vllm: Path, source: Path, backend: str, device: str = "cpu") -> list[str]:
     """Runs vLLM's valid cases of a backend; returns experts and quantization of each."""
-    begin(rank, vllm, source)
+    begin(rank, vllm, source, device)
     from vllm.config import set_current_vllm_config
 
-    with OnCpu():
-        objects, common, launch = (
-            importlib.import_module(f"{TOOLS}.{name}")
-            for name in ("mk_objects", "common", "parallel_utils")
-        )
-        combinations = importlib.import_module(f"{MOE}.test_modular_kernel_combinations")
-        common.fused_topk = top_k
-        vllm_layers.use_quantizer()
-        importlib.import_module(
-            "tests.kernels.utils"
-        ).moe_kernel_quantize_input = vllm_layers.by_row
-        kind = next(k for k, i in objects.PREPARE_FINALIZE_INFO.items() if i.backend == backend)
+    with OnCpu() if device == "cpu" else contextlib.nullcontext():
+        made = tools()
+        information = made.mk_objects.PREPARE_FINALIZE_INFO
+        kind = next(kind for kind, each in information.items() if each.backend == backend)
         assert kind.__name__ == BACKENDS[backend]
-        place = launch.ProcessGroupInfo(
-            rank.world_size, rank.world_size, rank.rank, 0, rank.rank, torch.device("cpu")
+        place = made.parallel_utils.ProcessGroupInfo(
+            rank.world_size, rank.world_size, rank.rank, 0, gpu(rank), torch.device(device)
         )
+        outputs = recorded(made.combinations, "run_modular_kernel")
+        expected = recorded(made.combinations, "reference_moe_impl")
         manager, ran = None, list[str]()
-        for case in combinations.generate_valid_test_cases(rank.world_size, [kind]):
-            *_, quantized, activation, _, experts, world_size = case
-            if quantized is not None and quantized.block_shape is None:
+        for case in made.combinations.generate_valid_test_cases(rank.world_size, [kind]):
+            config = config_of(made, case, device)
+            if config.quant_dtype is not None and config.quant_block_shape is None:
                 continue  # weights are quantized by a compiled function
-            config = common.Config(
-                Ms=TOKENS,
-                K=K,
-                N=N,
-                E=EXPERTS,
-                topks=TOPKS,
-                # Triton's interpreter multiplies the bits of bfloat16 as integers.
-                dtype=torch.float16 if "Triton" in experts.__name__ else torch.bfloat16,
-                quant_config=quantized,
-                activation=activation,
-                prepare_finalize_type=kind,
-                fused_experts_type=experts,
-                world_size=world_size,
-            )
             vllm_config, _ = config.make_env_data()
             manager = manager or make_manager(rank, vllm_config)
             torch.manual_seed(0)  # the same weights on all ranks
-            weights = common.WeightTensors.make(config)
+            weights = made.common.WeightTensors.make(config)
             with set_current_vllm_config(vllm_config):
-                combinations.rank_worker(place, vllm_config, None, config, weights, True)
-            ran.append(f"{experts.__name__} {config.quant_block_shape}")
+                made.combinations.rank_worker(place, vllm_config, None, config, weights, True)
+            compare(outputs, expected, config.quant_dtype)
+            ran.append(f"{config.fused_experts_type.__name__} {config.quant_block_shape}")
         assert type(manager).__name__ == BACKENDS[backend].replace("PrepareAndFinalize", MANAGER)
-        assert manager._handles
         manager.destroy()
         return ran
+
+
+def compare(outputs: list[Tensor], expected: list[Tensor], quant_dtype: Any) -> None:
+    """By the norm: vLLM's tolerance is absolute, and larger than these outputs."""
+    assert len(outputs) == len(expected) == len(TOKENS) * len(TOPKS)
+    # bfloat16 rounds by 2^-9 of a value, a few times in a row. In fp8 (2^-4) the reference rounds
+    # between the products too, and these experts do not.
+    most = 0.01 if quant_dtype is None else 0.04
+    for out, reference in zip(outputs, expected, strict=True):
+        error = (out.float() - reference.float()).norm() / reference.float().norm()
+        assert error < most, error
+    outputs.clear(), expected.clear()
+
+
+def config_of(made: Any, case: tuple[Any, ...], device: str) -> Any:
+    """A small configuration of one of vLLM's cases."""
+    *_, dtype, quantized, activation, kind, experts, world_size = case
+    if device == "cpu" and "Triton" in experts.__name__:
+        dtype = torch.float16  # the interpreter multiplies the bits of bfloat16 as integers
+    return made.common.Config(
+        Ms=TOKENS,
+        K=K,
+        N=N,
+        E=EXPERTS,
+        topks=TOPKS,
+        dtype=dtype,
+        quant_config=quantized,
+        activation=activation,
+        prepare_finalize_type=kind,
+        fused_experts_type=experts,
+        world_size=world_size,
+    )
