@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 VM = ROOT / "tests/rdma/vm.py"
-RUN_DEADLINE_S = 2100
-PART_DEADLINE_S = 900
+RUN_DEADLINE_S = 2700
+PART_DEADLINE_S = 1200
 BUILD_DEADLINE_S = 1200
 UNIVERSE_SIZE = (
     "8"  # peers that verbs;ofi_rxm makes its queues for; for its 256 rxe's are too small
