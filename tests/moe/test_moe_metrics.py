@@ -29,6 +29,10 @@ def counts(*objects: Any) -> dict[str, float]:
     return found
 
 
+def written(comm: AllToAll) -> int:
+    return sum(nic["bytes_written"] for nic in comm.counters())
+
+
 @pytest.mark.parametrize("ranks_per_node", [4, 2])
 def test_counts_are_those_of_the_calls(ranks_per_node: int) -> None:
     """Steps, calls, tokens, rows; the NICs' bytes are the engine's."""
@@ -42,6 +46,7 @@ def test_counts_are_those_of_the_calls(ranks_per_node: int) -> None:
             rows += int(got.counts.sum())
         given = tokens[rank.rank]
         comm.release(comm.dispatch(given.x, given.topk_idx, given.topk_weights, max_tokens=6))
+        before = written(comm)
         found = counts(comm)
         calls = {
             name: found[f"moe_calls_total {name}"] for name in ("dispatch", "combine", "release")
@@ -52,9 +57,9 @@ def test_counts_are_those_of_the_calls(ranks_per_node: int) -> None:
         # One pair of a step; two of three chunks, whose combines are as many steps; a dispatch.
         assert found["moe_steps_total"] == 1 + 2 * (3 + 3) + 1
         assert found["moe_deadlines_total"] == found["moe_masked_ranks"] == found["moe_epoch"] == 0
-        nics = comm.counters()
-        assert found["nic_written_bytes_total"] == sum(nic["bytes_written"] for nic in nics)
-        assert (found["nic_written_bytes_total"] > 0) == (ranks_per_node == 2)
+        # NICs may still be writing what the release sends.
+        assert before <= found["nic_written_bytes_total"] <= written(comm)
+        assert (before > 0) == (ranks_per_node == 2)
         comm.close()
         assert counts(comm) == {}
 

@@ -51,7 +51,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._after / 8):
-            self.look(time.monotonic())
+            try:
+                self.look(time.monotonic())
+            except RuntimeError as error:  # the device has failed, and calls raise that
+                log.info(f"rank {self._rank}: nobody is named any more: {error}")
+                return
 
     def look(self, now: float) -> None:
         with self._looking:
