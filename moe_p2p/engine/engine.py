@@ -515,8 +515,8 @@ class Engine(Owner):
         """Records the newest num_events of what the polling thread does from now on; 0: no more.
 
         Returns what was recorded since it was called last (moe_p2p/engine/recording.py). An event
-        takes 40 bytes here, and a look at the clock of the polling thread. Raises InvalidArgumentError for
-        more than 2**24, TimeoutError where the thread does not answer.
+        takes 40 bytes here, and a look at the clock of the polling thread. Raises
+        InvalidArgumentError for more than 2**24, TimeoutError where the thread does not answer.
         """
         events, overwritten = call(_ops.engine_record.default, self.number, num_events)
         from_start, self._from_start = (
