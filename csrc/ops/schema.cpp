@@ -163,7 +163,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
   // --- replay of recorded events (replay_ops.cpp); event rows: base/recorder.h ---
-  m.def("replay_create(str settings, int[] nics, int[] flags, int[] masked, int first_step) -> int");
+  m.def(
+      "replay_create(str settings, int[] nics, int[] flags, int[] masked, int first_step) -> int");
   m.def("replay_connect(int[] replays) -> ()");
   m.def("replay_feed(int replay, Tensor events) -> (int num_fed, str differs)");
   m.def("replay_waits(int replay) -> (str lines, int num_untaken)");
