@@ -27,13 +27,15 @@ STALL_S = 1.0
 def stall(rank: Rank, local: int, num_events: int, settings: str, options: dict[str, Any]) -> Any:
     """Steps, then one that rank 1 does not begin. Returns the error, and what was recorded.
 
-    options: `late`: the recorder is switched on between the steps; `kv`: others use the engine.
+    options: `late`: the recorder is switched on between the steps; `kv`: others use the engine;
+    `closes`: rank 1 closes, and has no recording; others are fields of the configuration.
     """
     config = EngineConfig(transport="loopback", nics_per_rank=2, transport_settings=settings)
     with Engine(config, label=f"rank {rank.rank}") as engine:
         if not options.get("late"):
             engine.record(num_events)
-        comm = cases.make(rank, ranks_per_node=local, engine=engine, timeout_s=STALL_S)
+        fields = {key: options[key] for key in options.keys() - {"late", "kv", "closes"}}
+        comm = cases.make(rank, ranks_per_node=local, engine=engine, timeout_s=STALL_S, **fields)
         error = ""
         try:
             for _ in range(3):
@@ -47,13 +49,17 @@ def stall(rank: Rank, local: int, num_events: int, settings: str, options: dict[
             if options.get("kv"):
                 other = engine.register(torch.ones(1000))
                 engine.write(other, engine.resolve(other.descriptor), imm=3).wait()
+            if rank.rank == 1 and options.get("closes"):
+                comm.close()
             if rank.rank != 1:
                 tokens = cases.make_tokens(2, rank.rank, 7)
                 comm.dispatch(tokens.x, tokens.topk_idx)
         except moe_p2p.MoeP2pError as raised:
             error = str(raised)
         meet(rank, "stalled")
-        recorded = recording.of_communicator(comm, engine.record(0))
+        recorded = None
+        if not comm.closed:
+            recorded = recording.of_communicator(comm, engine.record(0))
         meet(rank, "recorded")
         comm.close()
         return error, recorded
@@ -177,6 +183,22 @@ def test_a_write_that_failed_fails_again(tmp_path: Path) -> None:
         if failed:
             assert failed[0] in printed
             assert f"rank {rank}: as in its error" in printed
+
+
+def test_a_peer_that_closed_is_named_as_it_was(tmp_path: Path) -> None:
+    errors, recorded = stalled(2, closes=True)
+    assert "rank 1 (node 1) has closed its communicator; dispatch of step 15 waits" in errors[0]
+    recording.save(tmp_path / "stall.jsonl", recorded[:1])
+    assert errors[0].strip() in replayed(tmp_path / "stall.jsonl").splitlines()
+
+
+def test_masked_ranks_are_not_waited_for(tmp_path: Path) -> None:
+    errors, recorded = stalled(4, mask_lost_ranks=True)
+    assert errors == [""] * 4
+    assert [each.masked for each in recorded] == [[1], [], [1], [1]]
+    recording.save(tmp_path / "stall.jsonl", recorded)
+    printed = replayed(tmp_path / "stall.jsonl").splitlines()
+    assert printed[4:] == [f"rank {rank}: waits for nothing" for rank in range(4)]
 
 
 def without(recorded: Recorded, wanted: str, **changes: Any) -> Recorded:
