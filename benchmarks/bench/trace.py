@@ -43,9 +43,10 @@ TAKEN = (
     *("combine_dtype", "routing", "nics", "transport", "preset", "gbps", "latency_us"),
     *("part_bytes", "seed", "wait", "timeout_s", "chunks", "sms", "layout"),
 )
-WARM, CHAIN, COST_S = 5, 8, 1.0
+WARM, CHAIN, COST_S = 5, 8, 2.0
 COPIED_BYTES = 64 << 20  # more than caches hold
 NUM_EVENTS = 1 << 16
+FEW_EVENTS = 1 << 12  # of the cost: to make a large ring would empty caches before each turn
 _STEP = 1_000  # whose routing is traced, as the bench's
 
 
@@ -223,29 +224,32 @@ def _cost(
     options: Options, job: Job, tokens: Tokens, plain: Calls, clock: CpuClock | GpuClock
 ) -> str:
     """Times of a pair without and with a trace, in turns."""
-    session = Session(NUM_EVENTS)
-    session.begin(with_clocks=False)  # kernels of what is made now have stamps
-    try:
-        with _system(options, job, tokens) as traced:
-            session.stop()
-            off, on = _timed(plain, clock), _timed(traced, clock)
+    with contextlib.ExitStack() as stack:
+        traced = plain
+        if options.device == "cuda":  # other kernels
+            making = Session(FEW_EVENTS)
+            making.begin(with_clocks=False)
+            stack.callback(making.stop)
+            traced = stack.enter_context(_system(options, job, tokens))
+            making.stop()
+        off, on = _timed(plain, clock), _timed(traced, clock)
 
-            def recorded() -> tuple[float]:
-                watch = Session(NUM_EVENTS)
-                watch.begin(with_clocks=False)
-                try:
-                    return on()
-                finally:
-                    watch.stop()
+        def recorded() -> tuple[float]:
+            watch = Session(FEW_EVENTS)
+            watch.begin(with_clocks=False)
+            try:
+                return on()
+            finally:
+                watch.stop()
 
-            spans = interleaved({"off": off, "on": recorded}, seconds=COST_S)
-    finally:
-        session.stop()
+        spans = interleaved({"off": off, "on": recorded}, seconds=COST_S)
     times = {name: float(values.median()) for name, values in spans.items()}
     more = (times["on"] / times["off"] - 1) * 100
+    low, high = (float(spans["off"].quantile(share)) for share in (0.25, 0.75))
     return (
         f"cost: a pair takes {times['off']:,.1f} us without a trace and {times['on']:,.1f} with it "
-        f"({more:+.1f}%; medians of {len(spans['on'])} turns)"
+        f"({more:+.1f}%; medians of {len(spans['on'])} turns, of which half without it lie within "
+        f"{(high - low) / times['off']:.1%})"
     )
 
 
@@ -256,6 +260,7 @@ def _timed(calls: Calls, clock: CpuClock | GpuClock) -> Callable[[], tuple[float
         return lambda: (timed_us(replay, clock.align) / CHAIN,)
 
     def on_cpu() -> tuple[float]:
+        calls.pair()
         dist.barrier()
         dist.barrier()
         began = time.perf_counter()

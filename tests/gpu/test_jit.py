@@ -26,7 +26,7 @@ from tests.support import ranks, warm
 ARCHS = ("sm_90a", "sm_100a")
 # Kernels of the software NIC, and of calls without a communicator.
 ALONE: list[tuple[str, dict[str, int]]] = [
-    (f"{source}.cu", {}) for source in ("copy", "rows", "count", "signal", "pack", "map")
+    (f"{source}.cu", {}) for source in ("copy", "rows", "count", "signal", "pack", "map", "clock")
 ]
 KERNEL = """
 #include <cuda_fp8.h>
@@ -284,6 +284,14 @@ def test_a_sample_of_the_kernels_has_all_kinds(one_in: int) -> None:
     assert any(local == world for local, world in nodes)
     assert any(local == 1 < world for local, world in nodes)
     assert any(1 < local < world for local, world in nodes)
+
+
+@pytest.mark.parametrize("source", ["dispatch.cu", "combine.cu"])
+def test_kernels_of_traces_compile(source: str) -> None:
+    if reason := why_no_nvrtc():
+        pytest.skip(reason)
+    macros = next(kernel.macros for kernel in every_kernel() if kernel.source == source)
+    assert _compile_error((source, macros | {"MOE_P2P_STAMPS": 1}, "sm_90a")) == ""
 
 
 @pytest.mark.timeout(1200)
