@@ -229,7 +229,7 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       neighbours.push_back(address.memory);
     } else if (partner) {
       const engine::Peer* peer = base::with_context(base::concat("connecting to rank ", rank), [&] {
-        return s.engine.connect(address.engine);
+        return s.engine.connect(address.engine, 0, s.options.tag);
       });
       s.peers.push_back(peer);
       const auto nics = static_cast<int>(address.engine.nics.size());

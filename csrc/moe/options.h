@@ -21,7 +21,10 @@ enum class ArrivalFlags : uint8_t {
 struct AllToAllOptions {
   PlanInput plan;
   int rank = 0;
-  uint32_t communicator = 0;  // equal on all ranks, unused so far on each rank's engine
+  // Equal on all ranks, and of no other communicator that this rank's engine has, or whose partners
+  // may still send.
+  uint32_t communicator = 0;
+  uint64_t tag = 0;  // of its connections, for TransferEngine::sever(); 0: none
   platform::WaitPolicy wait;
   std::chrono::milliseconds timeout{30'000};  // of every wait
   int num_threads = 1;                        // of the host kernels

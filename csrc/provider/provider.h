@@ -142,7 +142,9 @@ class Domain {
   // those from here must have been disconnected. Once it returns true, nothing is under way over
   // either, but what the NIC has accepted may still be on its way into memory: in memory that is
   // registered in_order it is there when a read of it by this NIC has completed. False at the
-  // deadline; to be called again. Throws Error{kUnavailable} where there is no such fence.
+  // deadline; to be called again. No immediate that came over them is polled after it. What a peer
+  // still does through a window (map_remote) it does not end. Throws Error{kUnavailable} where
+  // there is no such fence.
   virtual bool sever(uint64_t tag, platform::Deadline deadline);
   // A window: GPU memory of a peer on this host, registered there under remote_key, is mapped here
   // at `local`. Providers without a NIC write through it and, where it is lent, read; others ignore

@@ -28,8 +28,9 @@ constexpr Entry kProviders[] = {
 }  // namespace
 
 bool Domain::sever(uint64_t /*tag*/, platform::Deadline /*deadline*/) {
-  throw base::Error(base::Code::kUnavailable,
-                    base::concat(provider_name(), " has no fence by queue pair; verbs has"));
+  throw base::Error(
+      base::Code::kUnavailable,
+      base::concat(provider_name(), " has no fence by queue pair; verbs and loopback have"));
 }
 
 std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options) {

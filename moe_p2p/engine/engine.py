@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.engine.awaiting import Awaiting
+from moe_p2p.engine.communicators import Communicators
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.lifetime import Closing, Owner, close_and_await
 from moe_p2p.engine.metrics import Family, counter, note, of_nics
@@ -101,7 +102,7 @@ class Engine(Owner):
             )
         )
         self.num_nics = self.opening.num_nics
-        self.next_communicator = 0  # numbers below it were used by communicators on this engine
+        self.communicators = Communicators()
         self._waiting: list[None] = []  # one for each thread in a call that waits
         self._closing = Closing(
             self, close_and_await, _ops.engine_close.default, self.number, self._waiting
@@ -121,10 +122,6 @@ class Engine(Owner):
     def closed(self) -> bool:
         """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
-
-    def use_communicators(self, below: int) -> None:
-        """Numbers below it are used."""
-        self.next_communicator = below
 
     def register(self, tensor: Tensor, *, in_order: bool = False) -> Memory:
         """Lets transfers from here use a contiguous tensor, and peers write to it and read it.
@@ -180,8 +177,9 @@ class Engine(Owner):
         """The fence by queue pair, of verbs (docs/providers.md).
 
         When it returns, nothing of connections of `tag` changes the memories any more, which were
-        registered in_order; later ones are refused. Disconnect own peers first. Raises
-        UnavailableError where a transport has no such fence, TimeoutError: call it again.
+        registered in_order; later ones are refused, and no immediate comes over them. Disconnect
+        own peers first. Over loopback immediates alone are fenced. Raises UnavailableError where a
+        transport has no such fence, TimeoutError: call it again.
         """
         numbers = [checked("memories", memory, Memory).number for memory in memories]
         call(_ops.engine_sever.default, self.number, tag, numbers, timeout_s)

@@ -46,8 +46,13 @@ _ops = torch.ops.moe_p2p
 
 
 def _close(
-    comm: int, engine: Engine | None, device: DeviceSide | None, changes: Changes | None
+    comm: int,
+    engine: Engine | None,
+    device: DeviceSide | None,
+    changes: Changes | None,
+    ended: list[Callable[[], None]],
 ) -> None:
+    """ended: of the epoch that is entered then (Epoch.ended)."""
     with ExitStack() as undo:
         if engine is not None:
             undo.callback(engine.close)
@@ -61,6 +66,7 @@ def _close(
                 device.finish()
         finally:
             _ops.all_to_all_close.default(comm)
+            ended[0]()
             library.raise_interrupt()  # of a signal that ended the wait for partners early
 
 
@@ -109,7 +115,8 @@ class Communicator:
                 epoch = self._share(epoch, meeting)
                 self.num_refused = meeting.num_refused
             except BaseException:
-                _close(self.number, self._engine if self._own_engine else None, None, None)
+                engine = self._engine if self._own_engine else None
+                _close(self.number, engine, None, None, self._ended)
                 raise
             self._closes()
             try:
@@ -131,7 +138,8 @@ class Communicator:
     def _face(self, epoch: Epoch, name: str) -> None:
         """What calls look at, of the first epoch; all later ones are alike. name: of the meeting"""
         self.name = name
-        self.number, self.ranks_per_node, self._masks, _ = epoch
+        self.number, self.ranks_per_node, self._masks = epoch[:3]
+        self._ended = [epoch.ended]
         config = self.config
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
         self.shape = CommunicatorShape(
@@ -148,7 +156,8 @@ class Communicator:
 
     def _closes(self) -> None:
         engine = self._engine if self._own_engine else None
-        self._closing = Closing(self, _close, self.number, engine, self.device, self._changes)
+        more = self.device, self._changes, self._ended
+        self._closing = Closing(self, _close, self.number, engine, *more)
         note(self)
 
     def _meet(
@@ -238,12 +247,16 @@ class Communicator:
     def _enter(self, epoch: Epoch) -> Callable[[], None]:
         """Makes the calls those of this epoch. Returns what closes the one before."""
         device = self.device
+        # That number names the epoch before, once its own is entered.
+        memory = None if device is None else device.memory
+        before = epoch._replace(ended=self._ended[0], memory=memory)
         if device is None:
             call(_ops.all_to_all_enter.default, self.number, epoch.number)
-            return epoch.close  # that number names the epoch before now
+            self._ended[0] = epoch.ended
+            return before.close
         assert epoch.memory is not None
-        before = epoch._replace(memory=device.memory)
         leave = device.enter(epoch.memory)
+        self._ended[0] = epoch.ended
 
         def close() -> None:
             try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,11 +30,13 @@ Masks = tuple[Tensor, Tensor]  # [W] of the calls and of the NICs: the same on t
 
 
 class Epoch(NamedTuple):
-    """number: of the C++ object. memory: on a GPU, what of its memory is this epoch's."""
+    """number: of the C++ object. ended: gives its number in immediates back. memory: on a GPU, what
+    of its memory is this epoch's."""
 
     number: int
     ranks_per_node: int
     masks: Masks | None
+    ended: Callable[[], None]
     memory: EpochMemory | None = None
 
     def connect(self, meeting: Bootstrap) -> None:
@@ -55,6 +59,7 @@ class Epoch(NamedTuple):
                 self.memory.finish()
         finally:
             _ops.all_to_all_close.default(self.number)
+            self.ended()
             if self.memory is not None:
                 self.memory.close()  # NICs read it until then
 
@@ -75,16 +80,19 @@ def make_epoch(
     """Collective. more: settings of communicator_settings.cpp that are not the configuration's."""
     config = shared.with_parts(config, engine.provider)
     host, world_size = own_host(), meeting.world_size
+    engine.communicators.reclaim(lambda tag: engine.sever(tag, []))
     facts = Facts(
         fields=config.agreed(shared.bulk)
         | {"world_size": str(world_size), "arrival_flags": engine.arrivals},
         host=host.key,
         host_name=host.name,
-        next_communicator=engine.next_communicator,
+        next_communicator=engine.communicators.next,
+        taken=f"{engine.communicators.taken:x}",
+        tag=secrets.randbits(62) | 1,
     )
     facts_of_all = [Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")]
     agreed = conclude(facts_of_all, meeting.rank, config.ranks_per_node)
-    engine.use_communicators(agreed.communicator + 1)
+    ended = engine.communicators.take(agreed.communicator, agreed.tag)
     num_threads = config.num_threads
     if num_threads is None:
         num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
@@ -93,6 +101,7 @@ def make_epoch(
         agreed.ranks_per_node,
         rank=meeting.rank,
         communicator=agreed.communicator,
+        tag=agreed.tag,
         timeout_s=float(config.timeout_s),
         wait=config.wait,
         num_threads=num_threads,
@@ -100,5 +109,9 @@ def make_epoch(
         **more,
     )
     of_nics = None if masks is None else masks[1]
-    number = int(call(_ops.all_to_all_create.default, engine.number, settings, of_nics))
-    return Epoch(number, agreed.ranks_per_node, masks)
+    try:
+        number = int(call(_ops.all_to_all_create.default, engine.number, settings, of_nics))
+    except BaseException:
+        ended()
+        raise
+    return Epoch(number, agreed.ranks_per_node, masks, ended)

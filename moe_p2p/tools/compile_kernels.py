@@ -21,12 +21,13 @@ import torch
 from moe_p2p import env
 from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.machine import jit, tuned
+from moe_p2p.machine.launches import TunedLaunch
 from moe_p2p.machine.transport import VERBS
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
-from moe_p2p.moe.gpu.kernels import combine_kernel, dispatch_kernel
+from moe_p2p.moe.gpu.kernels import alone_kernels, combine_kernel, dispatch_kernel
 from moe_p2p.moe.gpu.prepared import usual_calls, variants_of
-from moe_p2p.moe.gpu.shape_macros import shape_macros
+from moe_p2p.moe.gpu.shape_macros import of_changing, shape_macros
 from moe_p2p.moe.layouts import NAMES
 from moe_p2p.moe.options import (
     PARTIALS,
@@ -55,11 +56,7 @@ def main(arguments: list[str]) -> int:
         if None in shape:
             print("compile: give --model, or --experts, --hidden and --topk")
             return 2
-        wanted = list(
-            dict.fromkeys(
-                _identity(one) for each in _kernels(given, *shape) for one in variants_of(each)
-            )
-        )
+        wanted = list(dict.fromkeys(_identity(kernel) for kernel in _kernels(given, *shape)))
         arch = given.arch or _arch()
         require(given.jobs is None or given.jobs > 0, f"--jobs is {given.jobs}, must be above 0")
     except MoeP2pError as error:
@@ -104,9 +101,6 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
     local = given.ranks_per_node or math.gcd(given.ranks, NODE_RANKS)
     measured = tuned.find()
     shared = Shared.of(measured.shared("", ""))
-    options = DispatchOptions(
-        layout=given.layout, quantize=given.quantize, scale_format=given.scale_format
-    )
     for tokens, num_sms in itertools.product(given.tokens, given.num_sms):
         config = AllToAllConfig(
             num_experts=experts,
@@ -116,38 +110,55 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
             chunk_tokens=min(tokens, given.chunk_tokens or tokens),
             num_sms=num_sms or None,
             mask_lost_ranks=given.masks,
+            lost=given.lost,
         )
         config = shared.on_gpu(config, given.ranks, local, VERBS)  # nodes have NICs
         shape = shape_macros(config, world_size=given.ranks, ranks_per_node=local, bulk=shared.bulk)
-        dispatches, combines = usual_calls(config)
-        dispatches.append((config.dtype, options.number, 0))
-        if given.fp8:
-            fp8 = DispatchOptions(layout=given.layout)
-            dispatches.append((torch.float8_e4m3fn, fp8.number, 0))
-        for dtype, number, _ in dispatches:
-            variant = variant_of(number)
-            yield dispatch_kernel(
-                shape,
-                dtype,
-                quantize=bool(variant & QUANTIZE),
-                scale_format=scale_format_of(variant),
-                layout=rows_of(variant).kernel,
-                num_sms=config.num_sms,
-                tuned=measured.launches,
-            )
-        if given.combine_dtype:
-            bf16, partials = torch.bfloat16, partials_of(given.combine_dtype)
-            combines.append((bf16, bf16, False, partials))
-        for y_dtype, out_dtype, by_topk, partials in combines:
-            yield combine_kernel(
-                shape,
-                y_dtype,
-                out_dtype,
-                by_topk=by_topk,
-                partials=partials,
-                num_sms=config.num_sms,
-                tuned=measured.launches,
-            )
+        if given.elastic:
+            shape |= of_changing(config)
+        yield from alone_kernels(shape)
+        for kernel in _of_calls(given, config, shape, measured.launches):
+            yield from variants_of(kernel)
+
+
+def _of_calls(
+    given: argparse.Namespace,
+    config: AllToAllConfig,
+    shape: dict[str, int],
+    launches: tuple[TunedLaunch, ...],
+) -> Iterator[Kernel]:
+    dispatches, combines = usual_calls(config)
+    options = DispatchOptions(
+        layout=given.layout, quantize=given.quantize, scale_format=given.scale_format
+    )
+    dispatches.append((config.dtype, options.number, 0))
+    if given.fp8:
+        fp8 = DispatchOptions(layout=given.layout)
+        dispatches.append((torch.float8_e4m3fn, fp8.number, 0))
+    for dtype, number, _ in dispatches:
+        variant = variant_of(number)
+        yield dispatch_kernel(
+            shape,
+            dtype,
+            quantize=bool(variant & QUANTIZE),
+            scale_format=scale_format_of(variant),
+            layout=rows_of(variant).kernel,
+            num_sms=config.num_sms,
+            tuned=launches,
+        )
+    if given.combine_dtype:
+        bf16, partials = torch.bfloat16, partials_of(given.combine_dtype)
+        combines.append((bf16, bf16, False, partials))
+    for y_dtype, out_dtype, by_topk, partials in combines:
+        yield combine_kernel(
+            shape,
+            y_dtype,
+            out_dtype,
+            by_topk=by_topk,
+            partials=partials,
+            num_sms=config.num_sms,
+            tuned=launches,
+        )
 
 
 def _arch() -> str:
@@ -186,6 +197,12 @@ def _parser() -> Parser:
     add("--fp8", action="store_true", help="also dispatches of fp8 given by the caller")
     add("--combine-dtype", choices=PARTIALS, help="also combines of it, of bf16 (none)")
     add("--masks", action="store_true", help="with mask_lost_ranks (Buffer(enable_shrink=True))")
+    add("--lost", choices=("poison", "drop"), help="as in AllToAllConfig; nixl_ep: drop (none)")
+    add(
+        "--elastic",
+        action="store_true",
+        help="of a world that changes (members=, join=, nixl_ep), of at most --ranks",
+    )
     add("--arch", help="as sm_90a (of this machine's GPU, without one sm_90a)")
     add("--into", type=Path, help="folder (the one of MOE_P2P_CACHE)")
     add("--jobs", type=int, help="kernels at a time (cores of this process)")

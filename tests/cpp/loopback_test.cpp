@@ -161,6 +161,63 @@ TEST_CASE("loopback: channels are given back and taken again, and their number i
   }
 }
 
+// What waits in a severed channel is not taken, and its sender learns that; other tags go on.
+TEST_CASE("loopback: what is severed brings no immediate, then or later") {
+  constexpr uint64_t kTag = 7, kOther = 8;
+  const auto now = [] { return platform::Clock::now(); };
+  for (const char* settings : {"", "seed=3", "seed=4,ordered=1"}) {
+    CAPTURE(std::string(settings));
+    Node a("loopback", settings), b("loopback", settings);
+    const auto connect = [&](uint64_t tag) {
+      return a.domain->connect_for(b.domain->address(), 0, tag);
+    };
+    const PeerId severed = connect(kTag), kept = connect(kOther), untagged = a.connect(b);
+    const auto post = [&](uint64_t wr_id, PeerId peer) {
+      post_all(a, {&a}, make_imm(wr_id, peer, static_cast<uint32_t>(wr_id)));
+    };
+    post(1, severed);
+    CHECK(pump({&a, &b}, [&] { return a.done.size() == 1 && b.imms.size() == 1; }));
+    post(2, severed);
+    pump({&a}, [polls = 0]() mutable { return ++polls > 100; });  // it lies in the channel
+    CHECK(!b.domain->sever(kTag, now()));                         // nobody polls
+    const uint64_t already = b.imms.size();
+    b.poll();
+    CHECK(pump({&b}, [&] { return b.domain->sever(kTag, now()); }));
+    CHECK(b.imms.size() == already);
+    const auto seen = b.imms;
+    post(3, severed);
+    post(4, connect(kTag));  // is refused by whom it leads to
+    post(5, kept);
+    post(6, untagged);
+    CHECK(pump({&a, &b}, [&] { return a.done.size() == 6 && b.imms.size() == seen.size() + 2; }));
+    for (const uint64_t each : {2, 3, 4}) CHECK(a.code(each) == Code::kPeerDead);
+    for (const uint64_t each : {1, 5, 6}) CHECK(a.code(each) == Code::kOk);
+    settle({&a, &b});
+    std::ranges::sort(b.imms);
+    CHECK(b.imms == std::vector<uint32_t>{1, 5, 6});
+    CHECK(contains(text_of_error([&] { b.domain->connect_for(a.domain->address(), 0, kTag); }),
+                   "severed"));
+  }
+}
+
+// The adversary has taken immediates of a channel and not shown them: they come before it is
+// severed, never after.
+TEST_CASE("loopback: what was taken of a severed channel is shown before") {
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    const std::string settings = base::concat("seed=", seed, seed % 2 ? "" : ",ordered=1");
+    CAPTURE(settings);
+    Node a("loopback", settings), b("loopback", settings);
+    const PeerId peer = a.domain->connect_for(b.domain->address(), 0, 7);
+    for (uint32_t i = 0; i < 64; ++i) post_all(a, {&a, &b}, make_imm(i, peer, i));
+    settle({&a, &b}, static_cast<int>(seed % 5));
+    CHECK(pump({&b}, [&] { return b.domain->sever(7, platform::Clock::now()); }));
+    const size_t seen = b.imms.size();
+    settle({&a, &b}, 300);
+    CHECK(b.imms.size() == seen);
+    CHECK(seen == a.done.size() - a.num_failed());
+  }
+}
+
 TEST_CASE("loopback: regions are limited in number, and a key is used once") {
   Node node("loopback", "");
   std::vector<std::byte> bytes(64);

@@ -19,8 +19,10 @@ namespace {
 
 #if defined(__SANITIZE_ADDRESS__)
 constexpr uint64_t kFewSeeds = 100;
+constexpr int kEpochs = 120;
 #else
 constexpr uint64_t kFewSeeds = 1000;
+constexpr int kEpochs = 1'200;
 #endif
 
 struct Sums {
@@ -44,6 +46,12 @@ uint64_t seeds_until_caught(Broken rule, uint64_t limit, std::string& how) {
   for (uint64_t seed = 1; seed <= limit; ++seed) {
     auto world = simulation::elastic_world_of_seed(seed);
     world.broken = rule;
+    if (rule == Broken::kReusesEarly) {  // many epochs
+      world.world.num_calls = 14;
+      world.world.num_changes = 6;
+      world.num_numbers = 2;
+      world.renews = true;
+    }
     how = simulation::run(world, seed).fault;
     if (!how.empty()) return seed;
   }
@@ -84,6 +92,23 @@ TEST_CASE("elastic: no schedule of ranks that come, end, stop and go on corrupts
   CHECK((only || sums.all.joined > 0));
 }
 
+// Every number in immediates is used ten times, while ranks come, are lost and go on.
+TEST_CASE("elastic: worlds have more epochs than there are numbers") {
+  for (const uint64_t seed : {0, 1}) {  // one node, nodes of one rank
+    auto elastic = simulation::elastic_world_of_seed(seed);
+    elastic.world.num_nics = 2;
+    elastic.world.num_calls = kEpochs + 1;
+    elastic.world.num_changes = kEpochs;
+    elastic.world.num_lost = 3;
+    elastic.num_numbers = kEpochs / 10;
+    elastic.renews = true;
+    const auto outcome = simulation::run(elastic, seed);
+    CHECK(outcome.fault == "");
+    CHECK(outcome.entered > kEpochs);
+    MESSAGE(outcome.entered, " epochs entered, ", outcome.refused, " refused");
+  }
+}
+
 TEST_CASE("elastic: broken rules are caught") {
   struct Case {
     std::string rule, name;
@@ -92,6 +117,7 @@ TEST_CASE("elastic: broken rules are caught") {
   for (const Case& c :
        {Case{"E1", "memory of the epoch before", Broken::kOldMemory},
         Case{"E1", "one number in the immediates of all epochs", Broken::kOldNumber},
+        Case{"N", "a number returns when its epoch is left", Broken::kReusesEarly},
         Case{"E2", "memory is zeroed when its owner enters", Broken::kZeroLate},
         Case{"E3", "an epoch is for seats", Broken::kSeats},
         Case{"E4", "staged before it has connected", Broken::kStagedFirst},

@@ -9,7 +9,7 @@
 namespace moe_p2p::simulation {
 namespace {
 
-constexpr uint64_t kMaxTurnsPerSeat = 150'000;
+constexpr uint64_t kMaxTurnsPerSeat = 150'000;  // and as many again for each six changes
 constexpr size_t kMaxProcesses = 40;
 
 class Run {
@@ -25,14 +25,15 @@ class Run {
     around_.stand_in = [this](int epoch, int seat) -> const base::Bytes& {
       return stand_in(epoch, seat);
     };
-    around_.lost = [this](Id id) { return of(id).ended() || of(id).stopped(); };
+    around_.lost = [this](Id id) { return of(id).ended() || of(id).stopped() || of(id).is_out(); };
     around_.silent = [this](Id id, const Member& waits) { return is_silent(of(id), waits); };
     around_.random = [this] { return random_(); };
   }
 
   ElasticOutcome go() {
     begin();
-    const auto most = kMaxTurnsPerSeat * static_cast<uint64_t>(around_.num_seats());
+    const auto most =
+        kMaxTurnsPerSeat * static_cast<uint64_t>(around_.num_seats() * (1 + num_changes() / 6));
     try {
       while (goes_on()) {
         if (++around_.now > most) {
@@ -231,6 +232,12 @@ ElasticWorld elastic_world_of_seed(uint64_t seed) {
   world.chunk_tokens = 2;
   world.num_calls = 8;
   world.num_changes = 3;
+  if (seed % 7 < 2) {  // numbers return more than once
+    world.num_calls = 14;
+    world.num_changes = 6;
+    elastic.renews = seed % 7 == 0;
+  }
+  elastic.num_numbers = 3 + static_cast<int>(seed / 32 % 2);
   world.num_lost = static_cast<int>(seed / 8 % 4);
   const bool masks = world.num_nodes == 1 || world.ranks_per_node == 1;
   elastic.impatient = masks && seed % 5 == 4;

@@ -18,6 +18,8 @@ struct ElasticWorld {
   int num_seats_first = 0;  // seats taken when the world begins
   // Ranks mask each other at random, living ones too; else only ranks that are lost are masked.
   bool impatient = false;
+  int num_numbers = 3;  // in immediates, of an engine: few, so that they return
+  bool renews = false;  // each change is an epoch
   Broken broken = Broken::kNothing;
 };
 

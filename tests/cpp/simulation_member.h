@@ -26,7 +26,7 @@ struct Around {
   Store store{};
   uint64_t now = 0;                                                   // turns so far
   std::function<const base::Bytes&(int epoch, int seat)> stand_in{};  // address of an absent seat
-  std::function<bool(Id)> lost{};                                     // it has ended or stopped
+  std::function<bool(Id)> lost{};                                     // it will not stage
   std::function<bool(Id, const Member&)> silent{};  // this member waits for it in vain
   std::function<uint64_t()> random{};
 
@@ -112,6 +112,7 @@ class Member {
     std::unique_ptr<moe::AllToAll> all_to_all;
     std::unique_ptr<Caller> caller;
     State state = State::kMade;
+    int number = 0;
     bool leaves = false;
     int turns_left = 3000;  // to serve the epoch after it was left
   };
@@ -146,9 +147,47 @@ class Member {
     for (auto it = epochs_.begin(); it != epochs_.end();) {
       Epoch& each = it->second;
       const bool gone = each.state == State::kLeaving && serve(each);
-      it = gone ? epochs_.erase(it) : std::next(it);
+      it = gone ? close(it) : std::next(it);
     }
     return moved;
+  }
+
+  // --- numbers (moe_p2p/engine/communicators.py) ---
+  std::map<int, Epoch>::iterator close(std::map<int, Epoch>::iterator epoch) {
+    closed_.emplace_back(epoch->second.number, epoch->first);
+    return epochs_.erase(epoch);
+  }
+  // Gives back what can be; what is not severed yet another time.
+  void reclaim() {
+    while (2 * static_cast<int>(taken_.size()) > around_.elastic.num_numbers && !closed_.empty()) {
+      const auto [number, epoch] = closed_.front();
+      if (!sever(epoch)) return;
+      closed_.erase(closed_.begin());
+      taken_.erase(number);
+    }
+  }
+  bool sever(int epoch) {
+    try {
+      engine_->sever(tag(epoch), {}, platform::Clock::now());
+    } catch (const base::Error& error) {
+      if (error.code() != base::Code::kTimeout) throw;
+      return false;  // its polling thread is this one: in a later turn
+    }
+    return true;
+  }
+  static uint64_t tag(int epoch) { return static_cast<uint64_t>(epoch); }
+  // Of epoch k. -1: not all have put down theirs, or none is free, and k will be refused.
+  int agree_on_number(int k) {
+    if (!store_.has_taken(k, seat_)) {
+      reclaim();
+      store_.put_taken(k, seat_, taken_);
+    }
+    for (const auto& [seat, id] : store_.called(k)->ids)
+      if (!store_.has_taken(k, seat)) return refuse_late(k), -1;
+    if (around_.broken(Broken::kOldNumber)) return 0;
+    const int number = store_.free_number(k, k, around_.elastic.num_numbers);
+    if (number < 0 && ++staging_idle_ % 500 == 0) store_.decide(k, false);
+    return number;
   }
   // True when an epoch that was left needs this rank no more.
   bool serve(Epoch& each) {
@@ -181,9 +220,11 @@ class Member {
     return 0;
   }
   bool stage() {
-    std::erase_if(epochs_, [this](const auto& each) {
-      return each.first > current_ && store_.is_decided(each.first) && !store_.is_yes(each.first);
-    });
+    for (auto it = epochs_.begin(); it != epochs_.end();) {
+      const int k = it->first;
+      const bool refused = k > current_ && store_.is_decided(k) && !store_.is_yes(k);
+      it = refused ? close(it) : std::next(it);
+    }
     const int k = attempt();
     if (k == 0) return is_member() && call();
     const auto found = epochs_.find(k);
@@ -214,7 +255,7 @@ class Member {
     const size_t at = next_change();
     if (at >= around_.program.items.size() || current_ != store_.last_yes() || out_) return false;
     const int k = store_.next_epoch();
-    if (store_.called(k) != nullptr) return false;
+    if (store_.called(k) != nullptr) return refuse_late(k);  // without this process
     const size_t number = around_.program.items[at].call;
     const Change& change = store_.change(number, wish());
     if (!change.needs_epoch()) return false;
@@ -243,24 +284,30 @@ class Member {
           store_.leased(id, around_.now, around_.lease()))
         change.add.insert(seat);
     }
-    change.renew = gave_up_here_ || around_.random() % 8 == 0;
+    change.renew = around_.elastic.renews || gave_up_here_ || around_.random() % 8 == 0;
     const int removed = static_cast<int>(around_.random() % static_cast<uint64_t>(8 + here.size()));
     if (around_.masks() && here.size() > 2 && here.contains(removed) &&
         !change.add.contains(removed))
       change.remove.insert(removed);
     return change;
   }
-  std::unique_ptr<moe::AllToAll> make_calls(std::vector<int32_t>& masks, uint32_t number) {
-    return std::make_unique<moe::AllToAll>(*engine_, nullptr,
-                                           call_options(around_.world, seat_, number, masks));
+  std::unique_ptr<moe::AllToAll> make_calls(std::vector<int32_t>& masks, uint32_t number,
+                                            uint64_t tag) {
+    auto options = call_options(around_.world, seat_, number, masks);
+    options.tag = tag;
+    return std::make_unique<moe::AllToAll>(*engine_, nullptr, options);
   }
   bool make(int k) {
+    const int number = agree_on_number(k);
+    if (number < 0) return false;
+    taken_.insert(number);
     Epoch& epoch = epochs_[k];
+    epoch.number = number;
     epoch.masks.assign(static_cast<size_t>(around_.num_seats()), 0);
     for (int seat = 0; seat < around_.num_seats(); ++seat)
       epoch.masks[static_cast<size_t>(seat)] = !store_.called(k)->ids.contains(seat);
-    const auto number = static_cast<uint32_t>(around_.broken(Broken::kOldNumber) ? 0 : k);
-    epoch.all_to_all = make_calls(epoch.masks, kCommunicator + number);
+    epoch.all_to_all =
+        make_calls(epoch.masks, kCommunicator + static_cast<uint32_t>(number), tag(k));
     store_.put_address(k, seat_, epoch.all_to_all->address());
     if (around_.broken(Broken::kStagedFirst)) store_.put_staged(k, seat_);
     done(Place::kMade);
@@ -296,6 +343,7 @@ class Member {
     if (is_member()) {
       tokens_ += epochs_.at(current_).caller->tokens_checked();
       epochs_.at(current_).state = State::kLeaving;
+      if (around_.broken(Broken::kReusesEarly)) taken_.erase(epochs_.at(current_).number);
     } else if (!first) {
       joined_late_ = true;
     }
@@ -448,7 +496,7 @@ class Member {
   // Steps in an epoch of its own, whose other seats are all absent.
   bool warm_up_alone() {
     std::vector<int32_t> masks(static_cast<size_t>(around_.num_seats()), 1);
-    const auto calls = make_calls(masks, 400);
+    const auto calls = make_calls(masks, 400, 0);
     std::vector<base::Bytes> addresses;
     for (int seat = 0; seat < around_.num_seats(); ++seat)
       addresses.push_back(seat == seat_ ? calls->address() : around_.stand_in(0, seat));
@@ -476,6 +524,9 @@ class Member {
   const Id id_;
   std::unique_ptr<engine::TransferEngine> engine_;
   std::map<int, Epoch> epochs_;
+  std::set<int> taken_;  // numbers
+  std::vector<std::pair<int, int>>
+      closed_{};     // number and epoch, not severed yet, the oldest first
   int current_ = 0;  // epoch; 0: a newcomer
   int left_epoch_ = 0;
   size_t next_ = 0;

@@ -18,6 +18,7 @@ enum class Broken {
   kNothing,
   kOldMemory,       // (E1): members go on in the memory of the epoch before
   kOldNumber,       // (E1): immediates of all epochs have one number
+  kReusesEarly,     // (N): a number returns when its epoch is left
   kZeroLate,        // (E2): memory is zeroed when its owner enters
   kSeats,           // (E3): whoever has the seat acts on the words, called or not
   kStagedFirst,     // (E4): "staged" before it has connected
@@ -89,6 +90,20 @@ class Store {
     const auto found = addresses_.find({epoch, seat});
     return found == addresses_.end() ? nullptr : &found->second;
   }
+  // Which numbers in immediates are taken on the engine there.
+  void put_taken(int epoch, int seat, const std::set<int>& taken) { taken_[{epoch, seat}] = taken; }
+  bool has_taken(int epoch, int seat) const { return taken_.contains({epoch, seat}); }
+  // From `first` on, of so many; the first that is free for all that are called. -1: none is.
+  int free_number(int epoch, int first, int most) const {
+    for (int i = 0; i < most; ++i) {
+      const int number = (first + i) % most;
+      if (std::ranges::none_of(called_.at(epoch).ids, [&](const auto& each) {
+            return taken_.at({epoch, each.first}).contains(number);
+          }))
+        return number;
+    }
+    return -1;
+  }
   void put_staged(int epoch, int seat) { staged_.insert({epoch, seat}); }
   bool is_staged(int epoch, int seat) const { return staged_.contains({epoch, seat}); }
   bool all_staged(int epoch) const {
@@ -108,6 +123,7 @@ class Store {
   std::map<int, bool> decided_;
   int last_yes_ = 0;
   std::map<std::pair<int, int>, base::Bytes> addresses_;
+  std::map<std::pair<int, int>, std::set<int>> taken_;
   std::set<std::pair<int, int>> staged_;
   std::set<int> entered_;
 };

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 import moe_p2p
 from moe_p2p import AllToAll
+from moe_p2p.engine import communicators
 from moe_p2p.fleet.client import Deadline
 from moe_p2p.fleet.world import Called, World
 from moe_p2p.moe import epoch
 from moe_p2p.moe.elastic import Changes, Joining
+from moe_p2p.moe.rendezvous import agreement
 from tests.support import world_cases as cases
 from tests.support.mask_cases import given_by
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
@@ -52,6 +54,56 @@ def grow_and_shrink(rank: Rank, overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize("overrides", [*NODES, NETWORK, TCP | NODES[2]], ids=str)
 def test_grows_and_shrinks(overrides: dict[str, Any]) -> None:
     run_threads(4, grow_and_shrink, overrides)
+
+
+# --- numbers in immediates ---
+
+
+def few_numbers(most: int) -> None:
+    """Communicators of this process have so few; of the test's process: with monkeypatch."""
+    communicators.MOST = agreement.MOST = most  # type: ignore[attr-defined]
+
+
+def epochs(rank: Rank, count: int, overrides: dict[str, Any]) -> set[int]:
+    """Returns which numbers they had."""
+    comm = cases.begin(rank.store, rank.rank, [0, 1], **overrides)
+    had, numbers = set(), comm._communicator.engine.communicators
+    for number in range(count):
+        comm.update_members()
+        cases.steps(comm, [0, 1], number % 16, 1)
+        had.add((numbers.next - 1) % communicators.MOST)
+    comm.close()
+    return had
+
+
+@pytest.mark.parametrize("overrides", NODES[:2], ids=str)
+def test_numbers_return(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (communicators, agreement):
+        monkeypatch.setattr(module, "MOST", 8)
+    assert run_threads(2, epochs, 40, overrides) == [set(range(8))] * 2
+
+
+@pytest.mark.more
+def test_more_epochs_than_numbers() -> None:
+    every = set(range(communicators.MOST))
+    got = run_threads(2, epochs, communicators.MOST + 88, NODES[1], deadline_s=600.0)
+    assert got == [every] * 2
+
+
+def test_no_number_returns_without_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (communicators, agreement):
+        monkeypatch.setattr(module, "MOST", 4)
+
+    def body(rank: Rank) -> None:
+        comm = cases.begin(rank.store, rank.rank, [0, 1], **NETWORK)
+        for _ in range(3):
+            comm.update_members()
+        with pytest.raises(moe_p2p.ResourceExhaustedError, match="4 of 4 are taken on that of"):
+            comm.update_members()
+        cases.steps(comm, [0, 1])
+        comm.close()
+
+    run_threads(2, body)
 
 
 # --- processes ---
@@ -150,8 +202,10 @@ def step_for_ever(comm: AllToAll) -> None:
 
 
 def stopped(rank: Rank, overrides: dict[str, Any]) -> str:
-    """Seat 2 is stopped, replaced, and goes on: nothing that it does reaches the others."""
+    """Seat 2 is stopped, replaced, and goes on: nothing that it does reaches the others, also in an
+    epoch that has the number of its own."""
     store = rank.store
+    few_numbers(4)
     if rank.rank == 4:
         store.wait(["stopped"])
         comm = AllToAll(
@@ -175,6 +229,8 @@ def stopped(rank: Rank, overrides: dict[str, Any]) -> str:
         cases.steps(comm, [0, 1, 3])
         comm.update_members(add=[2])
     cases.steps(comm, range(4))
+    for _ in range(7):  # the ninth epoch has the number of the stopped one's
+        comm.update_members()
     cases.together(store, "replaced", 4)
     if rank.rank == 0:
         cases.end("pid", store, signal.SIGCONT)

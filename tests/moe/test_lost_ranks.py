@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig, library
+from moe_p2p.engine.communicators import MOST, Communicators
 from moe_p2p.moe import epoch
 from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.rendezvous import agreement
@@ -115,6 +116,61 @@ def test_ranks_on_hosts() -> None:
         found("aaab", 2)
     facts = agreement.Facts({"a": "1"}, "h", "host7", 3)
     assert agreement.Facts.decode(facts.encode()) == facts
+
+
+def test_numbers_that_are_free_at_all_ranks() -> None:
+    def agreed(*ranks: tuple[int, int]) -> int:
+        """Of each rank: which number comes next, and the set of those that are taken."""
+        facts = [agreement.Facts({}, "h", "", first, f"{taken:x}") for first, taken in ranks]
+        return agreement.conclude(facts, 0, None).communicator
+
+    assert agreed((0, 0), (0, 0)) == 0
+    assert agreed((3, 0b111), (0, 0)) == 3
+    assert agreed((3, 0b111), (1, 0b1001)) == 4
+    last = 1 << MOST - 1
+    assert agreed((MOST - 1, 0), (0, 1)) == MOST - 1
+    assert agreed((MOST - 1, last), (0, 1)) == 1
+    every = (1 << MOST) - 1
+    assert agreed((9, every ^ 1 << 5), (9, 0)) == 5
+    with pytest.raises(moe_p2p.ResourceExhaustedError, match=r"511 of 512 are taken on .* rank 1"):
+        agreed((9, 1 << 5), (9, every ^ 1 << 5))
+
+
+def test_a_number_returns_once_its_connections_are_severed() -> None:
+    numbers, severed = Communicators(), list[int]()
+    ended = [numbers.take(number, 100 + number) for number in range(MOST)]
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"number 3 was taken .* meanwhile"):
+        numbers.take(3, 1)
+    numbers.reclaim(severed.append)
+    assert (severed, numbers.next) == ([], 0)  # all are in use
+    for number in (5, 6, 7, 5):  # closed twice
+        ended[number]()
+
+    def stuck(tag: int) -> None:
+        raise moe_p2p.TimeoutError(f"{tag}")
+
+    numbers.reclaim(stuck)
+    assert numbers.taken.bit_count() == MOST  # 5 is tried again, behind the others
+    numbers.reclaim(severed.append)
+    assert (severed, numbers.taken) == ([106, 107, 105], (1 << MOST) - 1 - 0b11100000)
+
+    def unable(tag: int) -> None:
+        raise moe_p2p.UnavailableError(f"{tag}")
+
+    ended_again = numbers.take(5, 205)
+    ended[5]()  # of its communicator before: nothing
+    numbers.reclaim(severed.append)
+    assert numbers.taken >> 5 & 1
+    ended_again()
+    numbers.reclaim(unable)
+    numbers.reclaim(severed.append)  # not asked again
+    assert numbers.taken >> 5 & 1
+    for number in range(100, 400):
+        ended[number]()
+    severed.clear()
+    numbers.reclaim(severed.append)
+    assert numbers.taken.bit_count() == MOST // 2  # others are severed when they are needed
+    assert severed == list(range(200, 200 + len(severed)))
 
 
 # --- ranks that are lost or do something else ---

@@ -51,8 +51,10 @@ struct alignas(kPage) SegmentHeader {
 };
 
 // free -> claiming -> open by the sender (Segment::claim), -> closing by either end, -> free by the
-// receiver with the next generation (Receiver::free_channel).
-enum class ChannelState : uint8_t { kFree = 0, kClaiming, kOpen, kClosing };
+// receiver with the next generation (Receiver::free_channel). open -> severed by the receiver,
+// which takes nothing of it any more; its sender may still write there, so it is not freed before
+// the sender, or its end, has made it closing.
+enum class ChannelState : uint8_t { kFree = 0, kClaiming, kOpen, kClosing, kSevered };
 
 constexpr uint64_t channel_word(uint64_t generation, ChannelState state) noexcept {
   return generation << 8 | static_cast<uint64_t>(state);
@@ -84,6 +86,7 @@ struct Claim {
   char sender_segment[kMaxName];  // shows whether the sender is alive
   char sender_waker[kMaxName];    // notified after acknowledgements; may be empty
   platform::ProcessName sender;
+  uint64_t tag;  // for Domain::sever(); 0: none
 };
 
 struct Ack {

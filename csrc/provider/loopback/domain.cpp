@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <functional>
+#include <thread>
 
 #include "base/letter.h"
 #include "base/log.h"
@@ -25,6 +26,9 @@ namespace {
 // A copy that a peer has begun is over within milliseconds, unless the peer was stopped while it
 // asked its driver for it.
 constexpr std::chrono::milliseconds kLentTimeout{250};
+
+// Between two looks whether the polling thread has severed what it was asked to.
+constexpr std::chrono::microseconds kSeverPause{100};
 
 constexpr uint32_t kAddressTag = 0x31504f4c;
 
@@ -79,8 +83,9 @@ base::Bytes LoopbackDomain::address() const {
   return writer.take();
 }
 
-PeerId LoopbackDomain::connect_for(std::span<const std::byte> address, int priority,
-                                   uint64_t /*tag*/) {
+PeerId LoopbackDomain::connect_for(std::span<const std::byte> address, int priority, uint64_t tag) {
+  MOE_P2P_CHECK(!receiver_.is_severed(tag), Code::kClosed, describe(),
+                ": connections of this tag were severed");
   base::WireReader reader(address, "loopback address");
   base::expect_letter(reader, kAddressTag, Code::kInvalidArgument,
                       describe() + ": the address to connect to");
@@ -90,7 +95,19 @@ PeerId LoopbackDomain::connect_for(std::span<const std::byte> address, int prior
   auto segment = Segment::open(segment_name);
   MOE_P2P_CHECK(!segment->closed(), Code::kPeerDead, describe(), ": the NIC behind ", segment_name,
                 " was closed");
-  return sender_.connect(std::move(segment), peer_waker, segment_->name(), waker_name_, priority);
+  return sender_.connect(std::move(segment), peer_waker, segment_->name(), waker_name_, priority,
+                         tag);
+}
+
+bool LoopbackDomain::sever(uint64_t tag, platform::Deadline deadline) {
+  const uint64_t ticket = receiver_.sever(tag);
+  // acquire: pairs with kill(), after which nothing is received.
+  while (!receiver_.has_severed(ticket) && !dead_.load(std::memory_order_acquire)) {
+    if (platform::Clock::now() >= deadline) return false;
+    if (waker_) platform::notify_all(*waker_);
+    std::this_thread::sleep_for(kSeverPause);
+  }
+  return true;
 }
 
 void LoopbackDomain::disconnect(PeerId peer) {

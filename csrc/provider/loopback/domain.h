@@ -47,6 +47,7 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
   PeerId connect(std::span<const std::byte> address) override { return connect_for(address, 0, 0); }
   PeerId connect_for(std::span<const std::byte> address, int priority, uint64_t tag) override;
   void disconnect(PeerId peer) override;
+  bool sever(uint64_t tag, platform::Deadline deadline) override;
   MemoryKey register_memory(const MemorySpan& span) override;
   void unregister_memory(const MemoryKey& key) override;
   bool writes_to_lent_memory() const noexcept override { return !config_.hollow; }

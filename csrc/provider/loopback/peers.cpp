@@ -38,10 +38,11 @@ constexpr int64_t kLowerPatienceNs = 50'000;
 
 Connection::Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
                        const std::string& own_segment, const std::string& own_waker,
-                       const Config& config, uint64_t stream, int priority, InFlight& in_flight)
+                       const Config& config, uint64_t stream, int priority, uint64_t tag,
+                       InFlight& in_flight)
     : id_(id),
       segment_(std::move(segment)),
-      claimed_(segment_->claim(own_segment, own_waker)),
+      claimed_(segment_->claim(own_segment, own_waker, tag)),
       channel_(segment_->channel(claimed_.index)),
       max_fragment_bytes_(max_fragment_bytes(segment_->layout().ring_bytes)),
       priority_(priority),

@@ -67,7 +67,7 @@ class Connection {
   // kept by the polling thread.
   Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
              const std::string& own_segment, const std::string& own_waker, const Config& config,
-             uint64_t stream, int priority, InFlight& in_flight);
+             uint64_t stream, int priority, uint64_t tag, InFlight& in_flight);
 
   PeerId id() const noexcept { return id_; }
   int priority() const noexcept { return priority_; }

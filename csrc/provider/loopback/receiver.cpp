@@ -18,6 +18,8 @@ constexpr size_t kMaxHeld = 256;
 // A killed sender holds its channel until this check finds it: one channel per interval.
 constexpr uint32_t kLookIntervalPolls = 256;
 constexpr int64_t kLookIntervalNs = 50'000'000;
+// In place of `changes` of the segment: the next poll looks at all channels.
+constexpr uint64_t kLookAgain = ~uint64_t{0};
 
 }  // namespace
 
@@ -44,6 +46,9 @@ void Receiver::poll(Output& output) noexcept {
   // acquire: pairs with Segment::claim and Segment::release.
   if (segment_.header().changes.load(std::memory_order_acquire) != seen_changes_) rescan();
   left_over_ = false;
+  if (is_severing() && held_.empty() && late_.empty() && flags_.empty())
+    // release: pairs with has_severed(). Of a poll before, whose immediates the engine has.
+    severed_until_.store(seen_changes_, std::memory_order_release);
   if (chaos_.on()) {
     show_held(output);
     store_held();
@@ -64,12 +69,26 @@ void Receiver::rescan() noexcept {
   for (uint32_t i = 0; i < incoming_.size(); ++i) {
     Incoming& incoming = incoming_[i];
     // acquire: pairs with Segment::claim (the claim is written) and Segment::release.
-    const uint64_t word = incoming.channel.record->state.load(std::memory_order_acquire);
+    auto& state = incoming.channel.record->state;
+    uint64_t word = state.load(std::memory_order_acquire);
+    if (loopback::state_of(word) == ChannelState::kOpen &&
+        is_severed(incoming.channel.claim->tag)) {
+      // Fails where the sender has released it: `word` is what it is now.
+      const uint64_t severed = channel_word(generation_of(word), ChannelState::kSevered);
+      if (state.compare_exchange_strong(word, severed, std::memory_order_acq_rel)) word = severed;
+    }
     if (loopback::state_of(word) == ChannelState::kClosing) {
       if (incoming.copying && state_of(incoming) == Copies::State::kUnderWay)
-        seen_changes_ = ~uint64_t{0};  // a GPU still reads the ring: the next poll looks again
+        seen_changes_ = kLookAgain;  // a GPU still reads the ring
       else
         free_channel(incoming, word);
+    }
+    if (loopback::state_of(word) == ChannelState::kSevered) {
+      incoming.word = word;
+      if (incoming.copying && state_of(incoming) == Copies::State::kUnderWay)
+        seen_changes_ = kLookAgain;
+      active_.push_back(i);  // for find_dead_senders()
+      continue;
     }
     if (loopback::state_of(word) != ChannelState::kOpen) continue;
     if (incoming.word != word) attach(incoming, word);
@@ -118,9 +137,38 @@ void Receiver::find_dead_senders() noexcept {
     begin_close(incoming);
 }
 
+// --- severed ---
+
+// A channel that is claimed later is refused by rescan(): the claim is a change too.
+uint64_t Receiver::sever(uint64_t tag) {
+  const std::lock_guard lock(severing_);
+  for (const auto& known : all_severed_)
+    if (known->tag == tag) return known->ticket;
+  const Severed* const newest = severed_.load(std::memory_order_relaxed);
+  Severed& added = *all_severed_.emplace_back(new Severed{tag, newest, 0});
+  severed_.store(&added, std::memory_order_release);
+  // release: pairs with rescan(), which then sees the tag.
+  added.ticket = segment_.header().changes.fetch_add(1, std::memory_order_release) + 1;
+  return added.ticket;
+}
+
+bool Receiver::is_severed(uint64_t tag) const noexcept {
+  if (tag == 0) return false;
+  const Severed* each = severed_.load(std::memory_order_acquire);
+  while (each != nullptr && each->tag != tag) each = each->next;
+  return each != nullptr;
+}
+
+// Whether somebody may wait for has_severed().
+bool Receiver::is_severing() const noexcept {
+  return severed_.load(std::memory_order_relaxed) != nullptr && seen_changes_ != kLookAgain &&
+         severed_until_.load(std::memory_order_relaxed) != seen_changes_;
+}
+
 // --- fragments ---
 
 void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
+  if (loopback::state_of(incoming.word) == ChannelState::kSevered) return;
   const Channel& channel = incoming.channel;
   // acquire: pairs with the release in Connection::publish: header and payload are there.
   const uint64_t head = channel.record->head.load(std::memory_order_acquire);
@@ -266,12 +314,13 @@ void Receiver::show(uint32_t imm, Output& output) noexcept {
 
 void Receiver::show_held(Output& output) noexcept {
   ++num_polls_;
+  const bool hurry = is_severing();
   std::erase_if(late_, [&](const LateImmediate& late) {
-    if (late.until > num_polls_ || output.full()) return false;
+    if ((late.until > num_polls_ && !hurry) || output.full()) return false;
     output.put_imm(late.imm);
     return true;
   });
-  while (!held_.empty() && !output.full() && !chaos_.one_in(8))
+  while (!held_.empty() && !output.full() && (hurry || !chaos_.one_in(8)))
     output.put_imm(held_.take(chaos_.below(held_.size())));
 }
 
@@ -289,10 +338,11 @@ bool Receiver::store(const HeldFlag& flag) noexcept {
 
 // Any channel's oldest next.
 void Receiver::store_held() noexcept {
-  for (size_t i = 0; i < flags_.size() && !chaos_.one_in(8);) {
+  const bool hurry = is_severing();
+  for (size_t i = 0; i < flags_.size() && (hurry || !chaos_.one_in(8));) {
     const auto same = [&](const HeldFlag& earlier) { return earlier.channel == flags_[i].channel; };
     const auto first = std::ranges::find_if(flags_, same);
-    if (!chaos_.one_in(4)) {
+    if (hurry || !chaos_.one_in(4)) {
       store(*first);
       flags_.erase(first);
     } else {

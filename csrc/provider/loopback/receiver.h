@@ -4,7 +4,9 @@
 // Only then does it report the immediate. Data path, polling thread only.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "provider/loopback/chaos.h"
@@ -24,6 +26,15 @@ class Receiver {
   Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions, Copies& copies,
            const TimeSource& time);
 
+  // --- any thread --- As Domain::sever(): begins, and returns what to ask has_severed() for.
+  uint64_t sever(uint64_t tag);
+  bool has_severed(uint64_t ticket) const noexcept {
+    // acquire: pairs with poll(): what came before was reported.
+    return severed_until_.load(std::memory_order_acquire) >= ticket;
+  }
+  bool is_severed(uint64_t tag) const noexcept;
+
+  // --- polling thread ---
   void poll(Output& output) noexcept;
   // True when the last poll left work that it had seen: no notification will arrive for it.
   bool pending() const noexcept {
@@ -49,6 +60,7 @@ class Receiver {
   void attach(Incoming& incoming, uint64_t word) noexcept;
   void free_channel(Incoming& incoming, uint64_t word) noexcept;
   void begin_close(Incoming& incoming) noexcept;
+  bool is_severing() const noexcept;
   void find_dead_senders() noexcept;
 
   void poll_channel(Incoming& incoming, Output& output) noexcept;
@@ -94,6 +106,20 @@ class Receiver {
       late_;  // adversary with flags: immediates that may come long after them
   uint64_t num_polls_ = 0;
   uint64_t seen_changes_ = 0;
+
+  struct Severed {
+    const uint64_t tag;
+    const Severed* const next;
+    uint64_t ticket;  // under severing_
+  };
+  std::mutex severing_;  // between callers of sever()
+  std::vector<std::unique_ptr<Severed>> all_severed_;
+  // The newest first; they stay, so that they are refused. Stored by sever(), release, acquire by
+  // all.
+  std::atomic<const Severed*> severed_{nullptr};
+  // `changes` of the segment that poll() has carried out, with all that it held back before. Stored
+  // by poll(), release.
+  std::atomic<uint64_t> severed_until_{0};
   bool left_over_ = false;
   uint32_t first_ = 0;  // active channel to poll first, so that none starves
 

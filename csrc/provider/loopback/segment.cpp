@@ -131,8 +131,8 @@ Channel Segment::channel(uint32_t index) const noexcept {
           .window_mask = layout_.window - 1};
 }
 
-Segment::Claimed Segment::claim(const std::string& sender_segment,
-                                const std::string& sender_waker) {
+Segment::Claimed Segment::claim(const std::string& sender_segment, const std::string& sender_waker,
+                                uint64_t tag) {
   uint32_t num_closing = 0;
   for (uint32_t i = 0; i < layout_.num_channels; ++i) {
     const Channel channel = this->channel(i);
@@ -150,6 +150,7 @@ Segment::Claimed Segment::claim(const std::string& sender_segment,
       copy_name(channel.claim->sender_segment, sender_segment);
       copy_name(channel.claim->sender_waker, sender_waker);
       channel.claim->sender = platform::ProcessName::own();
+      channel.claim->tag = tag;
     } catch (...) {
       state.store(channel_word(generation, ChannelState::kFree), std::memory_order_release);
       throw;
@@ -173,8 +174,11 @@ void Segment::release(const Claimed& claimed) noexcept {
   uint64_t word = claimed.word;
   // release: pairs with the acquire in Receiver::rescan; this sender does not use the ring any
   // more.
-  if (state.compare_exchange_strong(word, channel_word(generation_of(word), ChannelState::kClosing),
-                                    std::memory_order_acq_rel))
+  const uint64_t generation = generation_of(word);
+  const uint64_t closing = channel_word(generation, ChannelState::kClosing);
+  if (state.compare_exchange_strong(word, closing, std::memory_order_acq_rel) ||
+      (word == channel_word(generation, ChannelState::kSevered) &&
+       state.compare_exchange_strong(word, closing, std::memory_order_acq_rel)))
     header().changes.fetch_add(1, std::memory_order_release);
 }
 
@@ -185,10 +189,11 @@ bool Segment::await_lent_copies(platform::Deadline deadline) const {
     const Channel channel = this->channel(i);
     // acquire: pairs with the release in claim(); the name is written.
     const uint64_t word = channel.record->state.load(std::memory_order_acquire);
-    if (state_of(word) != ChannelState::kOpen && state_of(word) != ChannelState::kClosing) continue;
+    const ChannelState now = state_of(word);
+    if (now == ChannelState::kFree || now == ChannelState::kClaiming) continue;
     SendingNic& nic = peers[channel.claim->sender_segment];
     nic.process = channel.claim->sender;
-    nic.open |= state_of(word) == ChannelState::kOpen;
+    nic.open |= now != ChannelState::kClosing;
   }
   return std::ranges::all_of(
       peers, [&](const auto& peer) { return await_copies_of(peer.first, peer.second, deadline); });

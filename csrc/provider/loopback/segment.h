@@ -38,7 +38,7 @@ class Segment {
   };
   // Takes the free channel of lowest number and reserves its pages. Throws
   // Error{kResourceExhausted}.
-  Claimed claim(const std::string& sender_segment, const std::string& sender_waker);
+  Claimed claim(const std::string& sender_segment, const std::string& sender_waker, uint64_t tag);
   // Hands a claimed channel to the receiver, which frees it at its next poll. Does nothing when the
   // receiver has already taken it back.
   void release(const Claimed& claimed) noexcept;

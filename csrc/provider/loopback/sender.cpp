@@ -50,7 +50,8 @@ Sender::~Sender() {
 }
 
 PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer_waker,
-                       const std::string& own_segment, const std::string& own_waker, int priority) {
+                       const std::string& own_segment, const std::string& own_waker, int priority,
+                       uint64_t tag) {
   std::lock_guard lock(mutex_);
   delete_removed();
   uint32_t index = 0;
@@ -62,7 +63,7 @@ PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer
                      std::memory_order_relaxed);
   owned_[index] =
       std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()), own_segment,
-                                   own_waker, config_, stream_, priority, of_class_);
+                                   own_waker, config_, stream_, priority, tag, of_class_);
   table_[index].store(owned_[index].get(), std::memory_order_release);
   if (index >= table_end_.load(std::memory_order_relaxed))  // only written under mutex_
     table_end_.store(index + 1, std::memory_order_release);

@@ -31,7 +31,8 @@ class Sender {
   // --- any thread --- The names of our own segment and waker go into the claim. Throws as
   // Connection does.
   PeerId connect(std::shared_ptr<Segment> segment, const std::string& peer_waker,
-                 const std::string& own_segment, const std::string& own_waker, int priority);
+                 const std::string& own_segment, const std::string& own_waker, int priority,
+                 uint64_t tag);
   // The polling thread then completes what is outstanding. Throws for an id that is not connected.
   void request_close(PeerId peer);
   // As Domain::lends().

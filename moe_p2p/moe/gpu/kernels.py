@@ -176,6 +176,14 @@ def enter_kernel(shape: dict[str, int]) -> Kernel:
     return _one_block("enter.cu", shape)
 
 
+def alone_kernels(shape: dict[str, int]) -> list[Kernel]:
+    """Returns what a communicator of this shape launches beside calls."""
+    entered = shape.get("MOE_P2P_ELASTIC") or shape.get("MOE_P2P_LOST") == 2
+    one_node = shape["MOE_P2P_WORLD_SIZE"] == shape["MOE_P2P_RANKS_PER_NODE"]
+    cleaned = shape["MOE_P2P_MASKS"] and one_node and not shape.get("MOE_P2P_ELASTIC")
+    return [enter_kernel(shape)] * bool(entered) + [clean_kernel(shape)] * bool(cleaned)
+
+
 def _one_block(source: str, shape: dict[str, int]) -> Kernel:
     macros = NO_BULK | {
         "MOE_P2P_PLAIN": 0,

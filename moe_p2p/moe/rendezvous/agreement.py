@@ -9,6 +9,7 @@ import json
 from typing import NamedTuple
 
 from moe_p2p import errors
+from moe_p2p.engine.communicators import MOST
 from moe_p2p.machine.transport import LOOPBACK, SOFTWARE, Choice
 
 
@@ -48,7 +49,9 @@ class Facts(NamedTuple):
     fields: dict[str, str]  # must be equal on all ranks
     host: str  # Host.key
     host_name: str
-    next_communicator: int  # first number that its engine has not used
+    next_communicator: int  # engine/communicators.py
+    taken: str = "0"  # likewise, in hexadecimal digits
+    tag: int = 0  # at random; the largest is that of the communicator's connections
 
     def encode(self) -> bytes:
         return json.dumps(self._asdict()).encode()
@@ -61,6 +64,7 @@ class Facts(NamedTuple):
 class Agreement(NamedTuple):
     ranks_per_node: int
     communicator: int
+    tag: int
     ranks_on_host: int  # ranks on this rank's host, itself included
 
 
@@ -157,6 +161,23 @@ def _by_host(where: list[Host], starts: list[int]) -> str:
     return "; ".join(parts)
 
 
+def _free_number(facts: list[Facts]) -> int:
+    """Returns a number for the communicator that is free on the engines of all ranks."""
+    first = max(fact.next_communicator for fact in facts)
+    taken = [int(fact.taken, 16) for fact in facts]
+    numbers: tuple[int, ...] = (*range(first, MOST), *range(first))
+    for number in numbers:
+        if not any(bits >> number & 1 for bits in taken):
+            return number
+    fullest = max(range(len(facts)), key=lambda rank: taken[rank].bit_count())
+    raise errors.make(
+        errors.ResourceExhaustedError,
+        f"no communicator number is free on the engines of all ranks: {taken[fullest].bit_count()} "
+        f"of {MOST} are taken on that of rank {fullest}. Close communicators there, or, over "
+        "libfabric, where none returns, make another engine",
+    )
+
+
 def conclude(facts: list[Facts], rank: int, wanted_ranks_per_node: int | None) -> Agreement:
     """Returns what all ranks do, given the facts of all ranks."""
     check_fields(facts)
@@ -165,6 +186,7 @@ def conclude(facts: list[Facts], rank: int, wanted_ranks_per_node: int | None) -
         ranks_per_node=find_ranks_per_node(
             [Host(fact.host, fact.host_name) for fact in facts], wanted_ranks_per_node
         ),
-        communicator=max(fact.next_communicator for fact in facts),
+        communicator=_free_number(facts),
+        tag=max(fact.tag for fact in facts),
         ranks_on_host=hosts.count(hosts[rank]),
     )
