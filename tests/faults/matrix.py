@@ -151,7 +151,10 @@ IN_TURNS = (
 
 def _join(fault: str, point: str, over: str) -> Cell:
     if over == "gpu":
-        return Later("worlds that change are for CPU tensors so far")
+        text = (
+            "test_gpu_elastic.py kills a rank between two changes, not at a point of one; ranks of "
+        )
+        return Later(f"{text}the emulated GPU are threads, which nothing kills or stops")
     at = joins.POINTS[JOIN.index(point)]
     if fault in CONDITIONS:  # hold at all points
         nodes = (1, SEATS) if over == "loopback" else (1,)
