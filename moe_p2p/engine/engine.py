@@ -104,6 +104,7 @@ class Engine(Owner):
         self.num_nics = self.opening.num_nics
         self.communicators = Communicators()
         self._waiting: list[None] = []  # one for each thread in a call that waits
+        self._from_start = False  # the recording that is being made
         self._closing = Closing(
             self, close_and_await, _ops.engine_close.default, self.number, self._waiting
         )
@@ -111,7 +112,6 @@ class Engine(Owner):
         self._polled: dict[int, Request] = {}
         self._poll_queue: int | None = None
         note(self)
-        self._from_start = False  # the recording that is being made
 
     @property
     def address(self) -> bytes:

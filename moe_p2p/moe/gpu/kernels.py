@@ -211,6 +211,7 @@ class DeviceSide:
     """
 
     _tuned: Sequence[TunedLaunch] = ()
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -239,7 +240,6 @@ class DeviceSide:
         self._shape |= sharers.sharing.macros | (of_changing(config) if changes else {})
         self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._lookout: Lookout | None = None
-        self._watch: Watch | None = None
         self._memory: EpochMemory | None = None  # of the epoch that is
         self._plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         self._make_words(self._on_device())
