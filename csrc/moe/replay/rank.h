@@ -51,7 +51,6 @@ class Rank {
 
   const Facts facts_;
   const Plan plan_;
-  std::vector<int32_t> no_masks_;
   const Masks masks_;
   NodeMemory memory_;
   std::unique_ptr<Exchange> exchange_;  // outlives the engine, which ends the writes under way
