@@ -1,4 +1,8 @@
 // torch.ops.moe_p2p.replay_*: ranks of a recording (moe/replay/rank.h), under numbers.
+#include <algorithm>
+#include <array>
+#include <bit>
+
 #include "moe/replay/rank.h"
 #include "ops/communicator_settings.h"
 #include "ops/registry.h"
@@ -49,16 +53,12 @@ void replay_connect(const std::vector<int64_t>& numbers) {
   }
 }
 
-std::tuple<int64_t, std::string> replay_feed(int64_t replay, const Tensor& events) {
-  const auto object = replays().get(replay);
-  MOE_P2P_CHECK(events.dim() == 2 && events.size(1) == 5 && events.is_contiguous() &&
-                    events.scalar_type() == ScalarType::Long,
-                base::Code::kInvalidArgument, "events must be contiguous, [n, 5] int64");
-  const auto* event = static_cast<const base::Event*>(events.const_data_ptr());
-  for (int64_t i = 0; i < events.size(0); ++i)
-    if (const std::string differs = object->rank.feed(event[i]); !differs.empty())
-      return {i + 1, differs};
-  return {events.size(0), ""};
+std::string replay_feed(int64_t replay, const std::vector<int64_t>& event) {
+  std::array<int64_t, sizeof(base::Event) / sizeof(int64_t)> words{};
+  MOE_P2P_CHECK(event.size() == words.size(), base::Code::kInvalidArgument, "an event has ",
+                words.size(), " words, not ", event.size());
+  std::ranges::copy(event, words.begin());
+  return replays().get(replay)->rank.feed(std::bit_cast<base::Event>(words));
 }
 
 std::tuple<std::string, int64_t> replay_waits(int64_t replay) {

@@ -173,11 +173,11 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "(Tensor spans, int overwritten, int communicator)");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
-  // --- replay of recorded events (replay_ops.cpp); event rows: base/recorder.h ---
+  // --- replay of recorded events (replay_ops.cpp); event: base/recorder.h ---
   m.def(
       "replay_create(str settings, int[] nics, int[] flags, int[] masked, int first_step) -> int");
   m.def("replay_connect(int[] replays) -> ()");
-  m.def("replay_feed(int replay, Tensor events) -> (int num_fed, str differs)");
+  m.def("replay_feed(int replay, int[] event) -> str");  // what differs
   m.def("replay_waits(int replay) -> (str lines, int num_untaken)");
   m.def("replay_close(int replay) -> ()");
 

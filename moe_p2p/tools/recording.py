@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.engine.recording import KINDS, PHASES, Event, Recording
@@ -180,21 +179,14 @@ def line_of(event: Event) -> dict[str, Any]:
     return {"ns": event.time_ns, "event": event.kind} | _FIELDS[event.kind][0](event)
 
 
-def rows_of(events: Sequence[Event]) -> Tensor:
-    """[n, 5] int64, as the recorder has them."""
-
-    def signed(word: int) -> int:
-        return word - (1 << 64) if word >> 63 else word
-
-    rows = [
-        [
-            e.time_ns,
-            signed(KINDS.index(e.kind) | e.nic << 8 | e.detail << 16 | e.peer << 32),
-            *map(signed, (e.a, e.b, e.c)),
-        ]
-        for e in events
-    ]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+def row_of(event: Event) -> list[int]:
+    """Five int64, as the recorder has them. Raises ValueError for what is none."""
+    for value, bits in zip(event[2:], (8, 16, 32, 64, 64, 64), strict=True):
+        if type(value) is not int or value >> bits:  # -1 >> bits is -1
+            raise ValueError(f"{value!r} is no number of {bits} bits")
+    head = KINDS.index(event.kind) | event.nic << 8 | event.detail << 16 | event.peer << 32
+    words = (head, event.a, event.b, event.c)
+    return [event.time_ns, *(word - (1 << 64) if word >> 63 else word for word in words)]
 
 
 # --- files ---
@@ -289,9 +281,9 @@ def _rank(path: str | Path, lines: Iterator[tuple[int, dict[str, Any]]]) -> Rank
         line_at, line = _next(path, lines)
         try:
             event = _FIELDS[line["event"]][1](line)
-            rows_of([event])  # all are numbers
-            same = line_of(event) == line
-        except (LookupError, TypeError, ValueError, RuntimeError):
+            row_of(event)  # all are numbers
+            same = 0 <= line["ns"] < 1 << 63 and line_of(event) == line
+        except (LookupError, TypeError, ValueError):
             same = False
         errors.require(same, f"{path}:{line_at}: not an event: {str(line)[:80]}")
         events.append(event)

@@ -19,7 +19,7 @@ from moe_p2p import errors
 from moe_p2p.engine.recording import Event, imm_key
 from moe_p2p.library import call
 from moe_p2p.tools.option_types import Parser, at_least_0, zero_or_more
-from moe_p2p.tools.recording import Rank, line_of, load, rows_of
+from moe_p2p.tools.recording import Rank, line_of, load, row_of
 
 _ops = torch.ops.moe_p2p
 _NOTHING = "waits for nothing"
@@ -40,7 +40,7 @@ class Replayed:
     def feed(self, event: Event) -> None:
         if self.differs:
             return
-        _, differs = call(_ops.replay_feed.default, self.number, rows_of([event]))
+        differs = call(_ops.replay_feed.default, self.number, row_of(event))
         self.fed += 1
         if differs:
             self.differs = f"event {self.fed}: {differs}"

@@ -62,7 +62,10 @@ std::unique_ptr<base::Recording> recording_of(int rank, uint64_t last, bool held
   }
   if (held)
     CHECK(pair.exchange(1).immediates(Phase::kDispatch, static_cast<int>(last % 2), 0) == "1 of 2");
-  return pair.engine(rank).record(0);
+  auto recording = pair.engine(rank).record(0);
+  pair.network.nic(1).hold(false);  // writes end before their exchange does
+  pair.turn(100);
+  return recording;
 }
 
 TEST_CASE("replay: a withheld immediate leaves the wait that it left") {
@@ -133,6 +136,8 @@ TEST_CASE("replay: a NIC that takes nothing is seen as such") {
   Replayed replayed(facts_of(0));
   CHECK(replayed.feed(*pair.engine(0).record(0)) == "");
   CHECK(replayed.rank.num_untaken() == 2);
+  for (const size_t nic : {0, 1}) pair.network.nic(nic).refuse(false);
+  pair.turn(100);
 }
 
 TEST_CASE("replay: it begins with any step, in any place") {

@@ -78,7 +78,6 @@ Rank::Rank(const Facts& facts)
   for (const int64_t rank : facts_.masked) unknown_.at(static_cast<size_t>(rank)) = true;
 }
 
-// Its writes never end; the engine forgets them with the NICs.
 Rank::~Rank() {
   if (exchange_) engine_.imm_table().set_sink(facts_.options.communicator, nullptr);
 }

@@ -51,17 +51,16 @@ class Rank {
 
   const Facts facts_;
   const Plan plan_;
-  std::vector<int32_t> no_masks_;
   const Masks masks_;
   NodeMemory memory_;
-  std::vector<Nic*> nics_;  // of the engine
+  std::unique_ptr<Exchange> exchange_;  // outlives the engine, which ends the writes under way
+  std::vector<Nic*> nics_;              // of the engine
   engine::TransferEngine engine_;
   Waits waits_;
   HostKernels kernels_;
   std::vector<bool> unknown_;  // [W] sources whose arrivals nothing here shows
   const engine::MemoryHandle* handle_ = nullptr;
   std::vector<engine::RemoteRegion> regions_;
-  std::unique_ptr<Exchange> exchange_;
   std::set<std::pair<uint64_t, int>> sent_;  // (step, place of its phase) that have not arrived
 };
 
