@@ -151,7 +151,7 @@ def _until(
         begins = event.kind == "doorbell" and event.lane[1] == "dispatch"
         if step is not None and begins and event.a > step:
             return
-        if until_ms is not None and event.time_ns - start > until_ms * 1e6:
+        if until_ms is not None and event.time_ns - start > round(until_ms * 1e6):
             return
         time = max(time, event.time_ns)
         yield time, each, event

@@ -21,7 +21,7 @@ from moe_p2p.moe.options import RowLayout
 from moe_p2p.moe.reference import wire
 from moe_p2p.moe.shape import layout as numbers
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank
 
 ops = torch.ops.moe_p2p
 MAX_TOKENS = 12
@@ -260,21 +260,6 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
         else:
             ops.combine_send(*send)
             opcheck(op, recv, test_utils=util)
-
-
-def test_replay_feed() -> None:
-    def snapshot(rank: Rank) -> Any:
-        with make(rank, ranks_per_node=1) as comm:
-            return ops.all_to_all_snapshot(comm_number(comm))
-
-    settings, flags, nics = run_threads(2, snapshot)[0]
-    number = ops.replay_create(settings, nics, flags.flatten().tolist(), [], 0)
-    ops.replay_connect([number])
-    try:
-        events = torch.zeros(0, 5, dtype=torch.int64)
-        opcheck(ops.replay_feed.default, (number, events), test_utils="test_schema")
-    finally:
-        ops.replay_close(number)
 
 
 @pytest.mark.parametrize("more", [False, True])

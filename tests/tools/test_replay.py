@@ -234,14 +234,16 @@ def test_steps_are_printed_one_by_one(
 ) -> None:
     recording.save(tmp_path / "stall.jsonl", two[1][:1])
     printed = replayed(tmp_path / "stall.jsonl", options=("--step", "7")).splitlines()
-    doorbells = [line for line in printed if "doorbell: " in line]
+    # The combine before may be taken after this dispatch, and a fast peer's immediates before it.
+    doorbells = [line for line in printed if "doorbell: " in line and ", step 7, " in line]
     assert len(doorbells) == 2
-    assert all(", step 7, " in line for line in doorbells)
+    assert not [line for line in printed if "doorbell: " in line and ", step 8, " in line]
     waits = [line.strip() for line in printed if line.startswith("    ")]
-    assert "rank 0: combine of step 7 waits for rank 1 (node 1, 0 of 2 immediates came)" in waits
-    assert "rank 0: combine of step 7 waits for rank 1 (node 1, 1 of 2 immediates came)" in waits
+    assert re.search(
+        r"rank 0: \w+ of step 7 waits for rank 1 \(node 1, [01] of 2", "\n".join(waits)
+    )
     assert waits[-1] == "waits for nothing"
-    assert printed[-1] == "rank 0: waits for nothing"
+    assert "rank 0: waits for nothing" in printed
     last = replayed(tmp_path / "stall.jsonl", options=("--step", "15"))
     assert f"rank 0: {waits_of(two[0][0])}" in last.splitlines()
 
@@ -251,10 +253,11 @@ def test_it_ends_when_it_is_told(
 ) -> None:
     rank = two[1][0]
     recording.save(tmp_path / "stall.jsonl", [rank])
-    last = max(e.time_ns for e in rank.events if e.kind == "doorbell") - rank.events[0].time_ns
-    for until, line in ((last - 1, "waits for nothing"), (last, waits_of(two[0][0]))):
-        assert main(["replay", str(tmp_path / "stall.jsonl"), "--until", f"{until / 1e6:.6f}"]) == 0
-        assert capsys.readouterr().out.splitlines()[1] == f"rank 0: {line}"
+    (last,) = (e.time_ns for e in rank.events if e.kind == "doorbell" and e.a == 15)
+    for until, stalls in ((last - 1, False), (last, True)):
+        ms = (until - rank.events[0].time_ns) / 1e6
+        assert main(["replay", str(tmp_path / "stall.jsonl"), "--until", f"{ms:.6f}"]) == 0
+        assert (f"rank 0: {waits_of(two[0][0])}" in capsys.readouterr().out.splitlines()) == stalls
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
