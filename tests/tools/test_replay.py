@@ -234,16 +234,16 @@ def test_steps_are_printed_one_by_one(
 ) -> None:
     recording.save(tmp_path / "stall.jsonl", two[1][:1])
     printed = replayed(tmp_path / "stall.jsonl", options=("--step", "7")).splitlines()
-    # The combine before may be taken after this dispatch, and a fast peer's immediates before it.
-    doorbells = [line for line in printed if "doorbell: " in line and ", step 7, " in line]
-    assert len(doorbells) == 2
-    assert not [line for line in printed if "doorbell: " in line and ", step 8, " in line]
+    # A proxy takes what was rung meanwhile in any order: the combine of step 6 may come behind the
+    # dispatch of step 7, and that of step 7 behind the dispatch of step 8. Peers may be ahead.
+    doorbells = [line for line in printed if "doorbell: " in line]
+    steps = [int(re.findall(r", step (\d+), ", line)[0]) for line in doorbells]
+    assert "phase dispatch, step 7, " in doorbells[0]
+    assert set(steps) <= {6, 7}
     waits = [line.strip() for line in printed if line.startswith("    ")]
-    assert re.search(
-        r"rank 0: \w+ of step 7 waits for rank 1 \(node 1, [01] of 2", "\n".join(waits)
-    )
-    assert waits[-1] == "waits for nothing"
-    assert "rank 0: waits for nothing" in printed
+    waited = r"rank 0: (dispatch|combine) of step [67] waits for rank 1 \(node 1, [01] of 2 imm.*"
+    assert waits
+    assert all(re.fullmatch(waited, line) or line == "waits for nothing" for line in waits)
     last = replayed(tmp_path / "stall.jsonl", options=("--step", "15"))
     assert f"rank 0: {waits_of(two[0][0])}" in last.splitlines()
 
