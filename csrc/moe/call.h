@@ -92,7 +92,7 @@ struct CombineSend {
   const void* y = nullptr;  // [y_rows, H] of y_dtype, laid out as x was received
   abi::DType y_dtype{};
   int64_t y_rows = 0;
-  ReadyRows ready;
+  ReadyRows ready{};
   int64_t capacity = 0;                // of an expert, with `ready`
   abi::RowLayout layout{};             // of y; kPadded also where it is not known
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum

@@ -47,10 +47,11 @@ class Communicators:
                 del self._open[number]
                 self._ended.append((number, tag))
 
-    def reclaim(self, sever: Callable[[int], None]) -> None:
-        """Gives numbers back until half of them are free. sever: ends the connections of a tag, as
-        Engine.sever does; where it cannot, a number never returns."""
-        while self.taken.bit_count() > MOST // 2:
+    def reclaim(self, sever: Callable[[int], None], world_size: int) -> None:
+        """Gives numbers back until so few are taken that, whichever they are at each rank, one is
+        free at all of them. sever: ends the connections of a tag, as Engine.sever does; where it
+        cannot, a number never returns."""
+        while self.taken.bit_count() > MOST // (world_size + 1):
             with self._lock:
                 if not self._ended:
                     return

@@ -80,7 +80,7 @@ def make_epoch(
     """Collective. more: settings of communicator_settings.cpp that are not the configuration's."""
     config = shared.with_parts(config, engine.provider)
     host, world_size = own_host(), meeting.world_size
-    engine.communicators.reclaim(lambda tag: engine.sever(tag, []))
+    engine.communicators.reclaim(lambda tag: engine.sever(tag, []), world_size)
     facts = Facts(
         fields=config.agreed(shared.bulk)
         | {"world_size": str(world_size), "arrival_flags": engine.arrivals},

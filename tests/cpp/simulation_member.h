@@ -159,7 +159,9 @@ class Member {
   }
   // Gives back what can be; what is not severed yet another time.
   void reclaim() {
-    while (2 * static_cast<int>(taken_.size()) > around_.elastic.num_numbers && !closed_.empty()) {
+    while ((around_.num_seats() + 1) * static_cast<int>(taken_.size()) >
+               around_.elastic.num_numbers &&
+           !closed_.empty()) {
       const auto [number, epoch] = closed_.front();
       if (!sever(epoch)) return;
       closed_.erase(closed_.begin());

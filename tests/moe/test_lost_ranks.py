@@ -141,7 +141,7 @@ def test_a_number_returns_once_its_connections_are_severed() -> None:
     ended = [numbers.take(number, 100 + number) for number in range(MOST)]
     with pytest.raises(moe_p2p.InvalidArgumentError, match=r"number 3 was taken .* meanwhile"):
         numbers.take(3, 1)
-    numbers.reclaim(severed.append)
+    numbers.reclaim(severed.append, 1)
     assert (severed, numbers.next) == ([], 0)  # all are in use
     for number in (5, 6, 7, 5):  # closed twice
         ended[number]()
@@ -149,9 +149,9 @@ def test_a_number_returns_once_its_connections_are_severed() -> None:
     def stuck(tag: int) -> None:
         raise moe_p2p.TimeoutError(f"{tag}")
 
-    numbers.reclaim(stuck)
+    numbers.reclaim(stuck, 1)
     assert numbers.taken.bit_count() == MOST  # 5 is tried again, behind the others
-    numbers.reclaim(severed.append)
+    numbers.reclaim(severed.append, 1)
     assert (severed, numbers.taken) == ([106, 107, 105], (1 << MOST) - 1 - 0b11100000)
 
     def unable(tag: int) -> None:
@@ -159,18 +159,32 @@ def test_a_number_returns_once_its_connections_are_severed() -> None:
 
     ended_again = numbers.take(5, 205)
     ended[5]()  # of its communicator before: nothing
-    numbers.reclaim(severed.append)
+    numbers.reclaim(severed.append, 1)
     assert numbers.taken >> 5 & 1
     ended_again()
-    numbers.reclaim(unable)
-    numbers.reclaim(severed.append)  # not asked again
+    numbers.reclaim(unable, 1)
+    numbers.reclaim(severed.append, 1)  # not asked again
     assert numbers.taken >> 5 & 1
     for number in range(100, 400):
         ended[number]()
     severed.clear()
-    numbers.reclaim(severed.append)
+    numbers.reclaim(severed.append, 1)
     assert numbers.taken.bit_count() == MOST // 2  # others are severed when they are needed
     assert severed == list(range(200, 200 + len(severed)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 600])
+def test_whichever_numbers_ranks_have_one_is_free(world_size: int) -> None:
+    """With fewer than half of them taken at each rank, all together were."""
+    share = -(-MOST // world_size)
+    taken = 0
+    for rank in range(world_size):
+        numbers = Communicators()
+        for number in range(rank * share, min((rank + 1) * share, MOST)):
+            numbers.take(number, 1)()
+        numbers.reclaim(lambda _: None, world_size)
+        taken |= numbers.taken
+    assert taken.bit_count() < MOST
 
 
 # --- ranks that are lost or do something else ---
