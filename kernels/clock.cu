@@ -4,5 +4,5 @@
 using namespace moe_p2p::device;
 
 extern "C" __global__ void __launch_bounds__(1) moe_p2p_clock(u64* shown) {
-  st_release_sys_u64(shown, globaltimer_ns());
+  st_relaxed_sys_u64(shown, globaltimer_ns());
 }
