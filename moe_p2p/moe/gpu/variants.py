@@ -34,7 +34,7 @@ JOB: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_t
 
 def _of_unready_rows() -> Iterator[Kernel]:
     long = {"max_tokens": 2048, "chunk_tokens": 2048}
-    for local, more, partials in ((8, {}, 3), (8, {}, 0), (4, {}, 3), (8, long, 1)):
+    for local, more, partials in ((8, {}, 3), (8, {}, 0), (4, {}, 3), (1, {}, 0), (8, long, 1)):
         config = AllToAllConfig(**JOB | more)
         shape = shape_macros(config, world_size=8, ranks_per_node=local) | READY
         yield combine_kernel(shape, torch.bfloat16, torch.bfloat16, partials=partials)
