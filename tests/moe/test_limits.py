@@ -193,7 +193,7 @@ def test_a_node_of_more_than_64_ranks_is_refused_with_what_fits(ranks: int, fits
 
 def test_all_to_all_refuses_a_host_of_more_than_64_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks find it that share a host, by themselves or as they were asked to."""
-    monkeypatch.setattr(epoch, "conclude", lambda *_: Agreement(72, 0, 72))
+    monkeypatch.setattr(epoch, "conclude", lambda *_: Agreement(72, 0, 1, 72))
     with pytest.raises(errors.InvalidArgumentError, match="ranks_per_node=36 it is 2 nodes"):
         make(Rank(0, 1, dist.HashStore()))
 
