@@ -39,6 +39,7 @@ from moe_p2p.moe.expert_map import ExpertMap
 from moe_p2p.moe.expert_mover import ExpertMover
 from moe_p2p.moe.options import CombineOptions, DispatchOptions
 from moe_p2p.moe.pool import AllToAllPool
+from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.moe.scale_rows import swizzle_scales
 from moe_p2p.tools.trace.session import tracing
 from moe_p2p.version import __version__
@@ -64,6 +65,7 @@ __all__ = [
     "PendingCombine",
     "PendingDispatch",
     "ProtocolError",
+    "ReadyRows",
     "RemoteAccessError",
     "ResourceExhaustedError",
     "TimeoutError",

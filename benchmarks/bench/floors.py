@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from torch import Tensor
 from moe_p2p.moe.options import Partials
 from moe_p2p.moe.reference import Topology, int10
 from moe_p2p.moe.reference.wire import LINE, align, slot_head_bytes
+
+if TYPE_CHECKING:
+    from moe_p2p.bench.cases import Job
+    from moe_p2p.bench.options import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,3 +246,23 @@ def bounds(
 def _over_mean(loads: Tensor) -> float:
     """The largest over the mean; 1 where there are none."""
     return float(loads.max() / loads.double().mean()) if loads.any() else 1.0
+
+
+def bounds_of(
+    options: Options, job: Job, step: int, *, num_steps: int, push_gbs: float, gbps: float
+) -> Bounds:
+    """Of a step of the bench's job with its first number of tokens."""
+    return bounds(
+        [job.routing(step, rank, options.tokens[0])[0] for rank in range(options.ranks)],
+        job.topology,
+        Sizes.of(
+            job.hidden_dim,
+            topk=job.topk,
+            item=job.x_dtype.itemsize,
+            quantize=options.quantize,
+            combine_dtype=options.combine_dtype,
+        ),
+        num_steps=num_steps,
+        push_gbs=push_gbs,
+        gbps=gbps,
+    )

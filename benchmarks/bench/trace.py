@@ -166,20 +166,8 @@ def _floor(options: Options, job: Job, clock: CpuClock | GpuClock, calls: Calls)
     on_cuda = options.device == "cuda"
     push_gbs = clock.links.push_gbs if on_cuda else _copied_gbs()
     gbps = options.gbps * options.nics or (0.0 if on_cuda else push_gbs * 8)  # copies, too
-    ranks = range(options.ranks)
-    found = floors.bounds(
-        [job.routing(_STEP, rank, options.tokens[0])[0] for rank in ranks],
-        job.topology,
-        floors.Sizes.of(
-            job.hidden_dim,
-            topk=job.topk,
-            item=job.x_dtype.itemsize,
-            quantize=options.quantize,
-            combine_dtype=options.combine_dtype,
-        ),
-        num_steps=calls.num_steps,
-        push_gbs=push_gbs,
-        gbps=gbps,
+    found = floors.bounds_of(
+        options, job, _STEP, num_steps=calls.num_steps, push_gbs=push_gbs, gbps=gbps
     ).floor
     rates = [f"{push_gbs:.1f} GB/s {'between GPUs' if on_cuda else 'of a copy'}"] * (push_gbs > 0)
     rates += [f"{options.gbps * options.nics:g} Gbit/s between nodes"] * (options.gbps > 0)

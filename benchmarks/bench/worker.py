@@ -174,21 +174,9 @@ class World:
         return found
 
     def _bounds(self, options: Options, step: int, calls: Calls) -> Bounds:
-        (tokens,), job = options.tokens, self.job
-        return floors.bounds(
-            [job.routing(step, rank, tokens)[0] for rank in range(options.ranks)],
-            job.topology,
-            floors.Sizes.of(
-                job.hidden_dim,
-                topk=job.topk,
-                item=job.x_dtype.itemsize,
-                quantize=options.quantize,
-                combine_dtype=options.combine_dtype,
-            ),
-            num_steps=calls.num_steps,
-            push_gbs=self.clock.links.push_gbs,
-            gbps=options.gbps * options.nics,
-        )
+        push_gbs, gbps = self.clock.links.push_gbs, options.gbps * options.nics
+        rates = {"push_gbs": push_gbs, "gbps": gbps}
+        return floors.bounds_of(options, self.job, step, num_steps=calls.num_steps, **rates)
 
     def _rows(
         self,

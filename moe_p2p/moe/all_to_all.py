@@ -69,7 +69,7 @@ from moe_p2p.moe.options import (
     prepared_options,
     sum_order_of,
 )
-from moe_p2p.moe.ready import ReadyRows
+from moe_p2p.moe.ready import ReadyRows, arguments_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -496,7 +496,7 @@ class AllToAll(Owner):
         call_options &= ~MERGE_DUPLICATES
         self._communicator.prepare_combine(y.dtype, dtype, call_options | given.number, False)
         tensors = (handle, y, row_weights, row_scalars, topk_weights)
-        more = () if ready is None else ready.arguments(self._communicator, y, dtype, partials)
+        more = () if ready is None else arguments_of(ready, self._communicator, y, dtype, partials)
         call(_ops.combine_send.default, self._comm, *tensors, dtype, max_tokens, partials, *more)
         rows = dispatched.topk_idx.shape[0]
         return PendingCombine(handle, rows, dtype, row_scalars is not None, partials)

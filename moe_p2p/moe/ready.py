@@ -41,19 +41,24 @@ class ReadyRows:
     base: Tensor | None = None
     num_sms: int = 0
 
-    def arguments(
-        self, communicator: Communicator, y: Tensor, out_dtype: torch.dtype, partials: int
-    ) -> tuple[Any, ...]:
-        """Compiles the kernel if it has to; returns what the op takes."""
-        errors.require(
-            isinstance(self.counters, Tensor),
-            f"ready: counters is {type(self.counters).__name__}, must be a tensor of int32 or "
-            "uint32",
-        )
-        errors.require(
-            isinstance(self.want, int) and 0 <= self.want < 1 << 31,
-            f"ready: want is {self.want!r}, must be an integer from 0 to 2^31 - 1",
-        )
-        communicator.prepare_ready(y.dtype, out_dtype, partials)
-        rows = max(y.shape[1], 1) if self.rows is None and y.dim() == 3 else self.rows
-        return self.counters, self.base, 0 if rows is None else rows, self.want, self.num_sms
+
+def arguments_of(
+    ready: ReadyRows,
+    communicator: Communicator,
+    y: Tensor,
+    out_dtype: torch.dtype,
+    partials: int,
+) -> tuple[Any, ...]:
+    """Compiles the kernel if it has to; returns what the op takes."""
+    errors.require_type("ready", ready, ReadyRows, "ReadyRows(counters=, want=, ...)")
+    errors.require(
+        isinstance(ready.counters, Tensor),
+        f"ready: counters is {type(ready.counters).__name__}, must be a tensor of int32 or uint32",
+    )
+    errors.require(
+        isinstance(ready.want, int) and 0 <= ready.want < 1 << 31,
+        f"ready: want is {ready.want!r}, must be an integer from 0 to 2^31 - 1",
+    )
+    communicator.prepare_ready(y.dtype, out_dtype, partials)
+    rows = max(y.shape[1], 1) if ready.rows is None and y.dim() == 3 else ready.rows
+    return ready.counters, ready.base, 0 if rows is None else rows, ready.want, ready.num_sms

@@ -153,3 +153,19 @@ def run_modes(
             assert (got.hidden_states_scale is None) == (dtype == "bf16")
             expected = plain.plain(plain.as_sent(x) if dtype == "fp8" else x, ids, weights)
             torch.testing.assert_close(out.float(), expected, **BF16)
+
+
+def take_turns(rank: Rank, two: Any) -> None:
+    """Halves of two micro-batches, over a dispatcher for each."""
+    batches = [plain.inputs(rank.rank, step, torch.bfloat16) for step in (0, 1)]
+    for i, (x, ids, weights) in enumerate(batches):
+        given = {"hidden_states": x, "topk_output": topk_of(ids, weights)}
+        two.dispatch_a(**given, tbo_subbatch_index=i)
+    for i, (_, ids, weights) in enumerate(batches):
+        got = two.dispatch_b(tbo_subbatch_index=i)
+        given = combined(rank, two, got, ids, weights)
+        two.combine_a(combine_input=given, tbo_subbatch_index=i)
+    for i, (x, ids, weights) in enumerate(batches):
+        expected = plain.plain(plain.as_sent(x), ids, weights)
+        out = two.combine_b(tbo_subbatch_index=i)
+        torch.testing.assert_close(out.float(), expected, **BF16)

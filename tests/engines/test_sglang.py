@@ -14,7 +14,15 @@ import torch
 
 from moe_p2p import InvalidArgumentError
 from tests.engines import sglang_layers
-from tests.engines.sglang_layers import combined, extend, make, run_layer, run_modes, topk_of
+from tests.engines.sglang_layers import (
+    combined,
+    extend,
+    make,
+    run_layer,
+    run_modes,
+    take_turns,
+    topk_of,
+)
 from tests.support import engine_layers as plain
 from tests.support.engine_layers import BF16, COUNTS, EXPERTS, WORLD
 from tests.support.ranks import Rank, run_processes
@@ -134,18 +142,7 @@ def two_batches(rank: Rank) -> None:
     """Halves of two micro-batches take turns."""
     extend(False)
     two = make(rank, "low_latency", tbo=True)
-    batches = [plain.inputs(rank.rank, step, torch.bfloat16) for step in (0, 1)]
-    for i, (x, ids, weights) in enumerate(batches):
-        given = {"hidden_states": x, "topk_output": topk_of(ids, weights)}
-        two.dispatch_a(**given, tbo_subbatch_index=i)
-    for i, (_, ids, weights) in enumerate(batches):
-        got = two.dispatch_b(tbo_subbatch_index=i)
-        given = combined(rank, two, got, ids, weights)
-        two.combine_a(combine_input=given, tbo_subbatch_index=i)
-    for i, (x, ids, weights) in enumerate(batches):
-        expected = plain.plain(plain.as_sent(x), ids, weights)
-        out = two.combine_b(tbo_subbatch_index=i)
-        torch.testing.assert_close(out.float(), expected, **BF16)
+    take_turns(rank, two)
 
 
 def hooks(rank: Rank) -> None:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from moe_p2p import InvalidArgumentError
 from moe_p2p.integrations.moe import sglang_hooks
 from tests.engines import absent, sglang_layers
-from tests.engines.sglang_layers import combined, extend, run_modes, topk_of
+from tests.engines.sglang_layers import extend, run_modes, take_turns
 from tests.support import engine_layers as plain
-from tests.support.engine_layers import BF16, EXPERTS, HIDDEN, TOPK, WORLD
+from tests.support.engine_layers import EXPERTS, HIDDEN, TOPK, WORLD
 from tests.support.ranks import Rank, run_processes
 
 pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(400)]
@@ -141,18 +141,7 @@ def overlapping_batches(rank: Rank) -> None:
     extend(False)
     two = make(rank, "low_latency", overlapping=True)
     assert len(two._inners) == 2
-    batches = [plain.inputs(rank.rank, step, torch.bfloat16) for step in (0, 1)]
-    for i, (x, ids, weights) in enumerate(batches):
-        given = {"hidden_states": x, "topk_output": topk_of(ids, weights)}
-        two.dispatch_a(**given, tbo_subbatch_index=i)
-    for i, (_, ids, weights) in enumerate(batches):
-        got = two.dispatch_b(tbo_subbatch_index=i)
-        given = combined(rank, two, got, ids, weights)
-        two.combine_a(combine_input=given, tbo_subbatch_index=i)
-    for i, (x, ids, weights) in enumerate(batches):
-        out = two.combine_b(tbo_subbatch_index=i)
-        expected = plain.plain(plain.as_sent(x), ids, weights)
-        torch.testing.assert_close(out.float(), expected, **BF16)
+    take_turns(rank, two)
 
 
 def modes_in_turns() -> None:

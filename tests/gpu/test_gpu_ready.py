@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, DispatchOptions
+from moe_p2p import AllToAll, DispatchOptions, ReadyRows
 from moe_p2p.moe.options import Partials, partials_of
-from moe_p2p.moe.ready import ReadyRows
 from tests.gpu.test_gpu_failures import error_of
 from tests.gpu.test_gpu_overlap import Stream
 from tests.moe.test_late_weights import late_combine, late_dispatch

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
-from moe_p2p.moe.ready import ReadyRows
+from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, ReadyRows, TimeoutError
 from moe_p2p.moe.reference import Topology
 from tests.support import cases
 from tests.support.cases import Wanted
@@ -154,6 +153,14 @@ def test_bad_counters_are_refused_before_anything_is_sent(
         alone.combine_send(got.x, got, ready=ReadyRows(**given))
     ready = ReadyRows(counters=torch.ones(4, dtype=torch.uint32), want=1)
     alone.combine_recv(alone.combine_send(got.x, got, ready=ready))
+
+
+def test_bare_counters_are_refused_by_their_type(alone: AllToAll) -> None:
+    got = received(alone)
+    counters: Any = torch.ones(4, dtype=torch.int32)
+    with pytest.raises(InvalidArgumentError, match=r"ready is .*Tensor"):
+        alone.combine_send(got.x, got, ready=counters)
+    alone.release(got)
 
 
 def test_flat_rows_and_masks_are_refused(alone: AllToAll) -> None:
