@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <numeric>
 #include <thread>
 #include <utility>
@@ -130,12 +131,12 @@ void AllToAll::State::set_backend(std::unique_ptr<Backend> made) {
 
 void AllToAll::State::use_flags(const std::vector<RankAddress>& ranks) {
   if (plan.shape.num_nodes() == 1) return;
-  std::vector<FlagOffer> offers;
+  std::map<int, FlagOffer> offers;  // of those that are there
   for (size_t rank = 0; rank < ranks.size(); ++rank)
-    if (!absent[rank]) offers.push_back(ranks[rank].flags);
+    if (!absent[rank]) offers.emplace(static_cast<int>(rank), ranks[rank].flags);
   flags = choose_flags(options, offers);
   if (flags != ArrivalFlags::kGdrCopy) mapped_flags.reset();
-  const auto words = flags == ArrivalFlags::kWrite     ? static_cast<int>(offers[0].num_nics)
+  const auto words = flags == ArrivalFlags::kWrite     ? static_cast<int>(flag_offer.num_nics)
                      : flags == ArrivalFlags::kGdrCopy ? 1
                                                        : 0;
   memory.set_flag_words(words);

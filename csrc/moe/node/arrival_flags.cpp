@@ -21,7 +21,7 @@ std::string why_no_write(const AllToAllOptions& options, const engine::TransferE
   return "";
 }
 
-[[noreturn]] void refuse(ArrivalFlags way, size_t rank, const std::string& why) {
+[[noreturn]] void refuse(ArrivalFlags way, int rank, const std::string& why) {
   throw base::Error(Code::kUnavailable,
                     base::concat("arrival_flags=", name_of(way), ": rank ", rank, ": ", why,
                                  "; arrival_flags=relay needs nothing of NICs and GPUs"));
@@ -59,26 +59,26 @@ FlagOffer offer_flags(const Plan& plan, const AllToAllOptions& options,
 
 // One way on all ranks for flags that NICs store: where a proxy stored them too, a NIC's would pass
 // for its.
-ArrivalFlags choose_flags(const AllToAllOptions& options, std::span<const FlagOffer> ranks) {
+ArrivalFlags choose_flags(const AllToAllOptions& options, const std::map<int, FlagOffer>& ranks) {
+  const auto& [first, like] = *ranks.begin();
   std::string why;
-  size_t rank = 0;
-  while (true) {
-    why = ranks[rank].no_write;
-    if (why.empty() && ranks[rank].num_nics != ranks[0].num_nics)
-      why = base::concat("it has ", ranks[rank].num_nics, " NICs, rank 0 has ", ranks[0].num_nics);
-    if (!why.empty() || rank + 1 == ranks.size()) break;
-    ++rank;
+  int of = first;
+  for (const auto& [rank, offer] : ranks) {
+    why = offer.no_write, of = rank;
+    if (why.empty() && offer.num_nics != like.num_nics)
+      why = base::concat("it has ", offer.num_nics, " NICs, rank ", first, " has ", like.num_nics);
+    if (!why.empty()) break;
   }
   if (why.empty()) return kWrite;
-  if (options.arrival_flags == kWrite) refuse(kWrite, rank, why);
+  if (options.arrival_flags == kWrite) refuse(kWrite, of, why);
   if (options.arrival_flags == kGdrCopy)
-    for (size_t r = 0; r < ranks.size(); ++r)
-      if (!ranks[r].no_map.empty()) refuse(kGdrCopy, r, ranks[r].no_map);
-  const std::string& no_map = ranks[static_cast<size_t>(options.rank)].no_map;
+    for (const auto& [rank, offer] : ranks)
+      if (!offer.no_map.empty()) refuse(kGdrCopy, rank, offer.no_map);
+  const std::string& no_map = ranks.at(options.rank).no_map;
   if (no_map.empty()) return kGdrCopy;
   if (options.device)
     MOE_P2P_LOG(base::LogLevel::kInfo, "rank ", options.rank,
-                ": arrivals are relayed; flags by write: rank ", rank, ": ", why,
+                ": arrivals are relayed; flags by write: rank ", of, ": ", why,
                 "; by gdrcopy: ", no_map);
   return kRelay;
 }

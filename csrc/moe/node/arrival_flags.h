@@ -1,8 +1,8 @@
 // Arrival flags (docs/protocol.md, section 7): which way is used, and flags that a proxy stores.
 #pragma once
 
+#include <map>
 #include <memory>
-#include <span>
 #include <string>
 
 #include "engine/transfer_engine.h"
@@ -51,9 +51,10 @@ FlagOffer offer_flags(const Plan& plan, const AllToAllOptions& options,
                       const engine::TransferEngine& engine, const provider::MemorySpan& regions,
                       std::unique_ptr<MappedFlags>& mapped);
 
-// Returns the way of this rank, never kAuto. Throws Error{kUnavailable}, on all ranks alike, when
-// what `options` want cannot be.
-ArrivalFlags choose_flags(const AllToAllOptions& options, std::span<const FlagOffer> ranks);
+// Returns the way of this rank, never kAuto. ranks: who is there, each with its offer; the rank of
+// `options` is one of them. Throws Error{kUnavailable}, on all of them alike, when what `options`
+// want cannot be.
+ArrivalFlags choose_flags(const AllToAllOptions& options, const std::map<int, FlagOffer>& ranks);
 const char* name_of(ArrivalFlags way) noexcept;
 
 }  // namespace moe_p2p::moe

@@ -88,11 +88,12 @@ class Communicator:
         found = [json.loads(each) for each in meeting.exchange(json.dumps(mine).encode(), what)]
         self._peers: list[Peer] = []
         self._regions: list[list[list[Region]]] = []  # by rank, layer, tensor
-        for rank, each in enumerate(found):
+        for rank, each in enumerate(found):  # before any connects: who refuses closes its engine
             errors.require(
                 each["slots"] == found[0]["slots"],
                 f"types, shapes or strides of experts' weights differ between rank 0 and {rank}",
             )
+        for each in found:
             peer = self._engine.connect(bytes.fromhex(each["address"]), priority=_PRIORITY)
             self._peers.append(peer)
             self._regions.append(
