@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -56,6 +56,9 @@ class Watch:
             except RuntimeError as error:  # the device has failed, and calls raise that
                 log.info(f"rank {self._rank}: nobody is named any more: {error}")
                 return
+        if self._named:  # whether they came is said, too
+            with suppress(RuntimeError):
+                self.look(time.monotonic())
 
     def look(self, now: float) -> None:
         with self._looking:
