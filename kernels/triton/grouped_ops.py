@@ -66,6 +66,9 @@ def grouped_gemm(
     return out
 
 
+_loaded = set[tuple[Any, ...]]()  # types and shapes of products that have run
+
+
 def make_unready(
     x: Tensor | Fp8, weight: Tensor | Fp8, *, num_sms: int, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, ReadyRows]:
@@ -79,8 +82,9 @@ def make_unready(
             grouped_gemm_into(y, x, weight, counts, ready)
         sums = all_to_all.combine_recv(pending)
 
-    Combine goes first: a product that has taken all multiprocessors would leave it none. Returns
-    (y [E, capacity, N], its counters, which are zero).
+    Combine goes first: a product that has taken all multiprocessors would leave it none. The first
+    such product of a shape runs once here, on no rows: CUDA loads a kernel at its first launch, and
+    a load waits for kernels that run. Returns (y [E, capacity, N], its counters, which are zero).
     """
     rows, weights = _parts(x)[0], _parts(weight)[0]
     errors.require(rows.dim() == 3, f"x is {tuple(rows.shape)}, must be padded: [E, capacity, K]")
@@ -90,7 +94,12 @@ def make_unready(
     shape = rows.shape[0], triton.cdiv(rows.shape[1], tiles.block_m)
     counters = rows.new_zeros(shape, dtype=torch.int32)
     want = triton.cdiv(weights.shape[2], tiles.block_n)
-    return out, ReadyRows(counters=counters, want=want, rows=tiles.block_m, num_sms=num_sms)
+    ready = ReadyRows(counters=counters, want=want, rows=tiles.block_m, num_sms=num_sms)
+    like = (dtype, *((t.device, t.dtype, t.shape, t.stride()) for t in (rows, weights)))
+    if rows.is_cuda and like not in _loaded:
+        grouped_gemm_into(out, x, weight, counters.new_zeros(rows.shape[0]), ready)
+        _loaded.add(like)
+    return out, ready
 
 
 def grouped_gemm_into(

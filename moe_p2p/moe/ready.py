@@ -23,7 +23,8 @@ class ReadyRows:
 
     Row r of expert e may be read once counter [e, r // rows] is at `want` or beyond. Who raises it
     writes the rows, then adds with a release (red.release.gpu.global.add). Counters may pass 2^32:
-    the difference to what is awaited counts, as a signed number.
+    the difference to what is awaited counts, as a signed number. The product's kernels have run
+    before: CUDA loads a kernel at its first launch, and a load waits for kernels that run.
 
     counters: int32 or uint32, contiguous, on y's device: at least [E_local, ceil(C / rows)],
         expert by expert. All start below what is awaited, zero for instance, each time.
