@@ -241,7 +241,8 @@ def baseline_of(row: Row, rows: Iterable[Row]) -> Row | None:
     """Returns torch's row of the same job; for a chained pair the eager one: no graph holds it."""
     what = "pair eager" if row.what == "pair graph" else row.what
     for other in rows:
-        same = (other.world, other.tokens, other.what) == (row.world, row.tokens, what)
+        same = (other.world, other.tokens, other.gemm) == (row.world, row.tokens, row.gemm)
+        same = same and other.what == what
         if same and other.system == "torch":
             return other
     return None
