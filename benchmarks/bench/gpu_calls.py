@@ -233,10 +233,13 @@ class _Layer:
 
 def _layers(package: _Package, options: Options, parts: LayerParts) -> Iterator[Layer]:
     """Yields all products, each without overlap and with each of the options' where it can."""
-    mean = parts.rows(package.tokens.x.shape[0])
+    tokens = package.tokens.x.shape[0]
+    mean = parts.rows(tokens)
     whole = package.system.num_steps <= package.comm.config.steps_in_flight
     for name, made in parts.products.items():
-        for sms in (0, *(options.overlap if made.overlaps and whole else ())):
+        # Where padded rows have the worst room, products of all of them would be timed.
+        roomy = made.layout == "grouped" and tokens <= PADDED_UP_TO
+        for sms in (0, *(options.overlap if made.overlaps and whole and not roomy else ())):
             one = _Layer(package, options, made, mean, sms)
             alone = None if sms else one.experts
             yield Layer(gemm=name, layout=one.layout, run=one.run, experts=alone, overlap_sms=sms)

@@ -35,7 +35,7 @@ _PARTS = 4
 class Products:
     """SwiGLU of weights gate and up [E, H, F] and down [E, F, H]: tensors, or Fp8 with scales."""
 
-    layout: ClassVar[RowLayout | None] = None  # of x, where it takes one alone
+    layout: ClassVar[RowLayout | None] = None  # of x, where one is better for it, or the only one
     column_scales: ClassVar[bool] = False  # of fp8 x: as DispatchOptions has it
     overlaps: ClassVar[bool] = True  # it has unready and down_into
 
@@ -110,6 +110,8 @@ class TorchProducts(Products):
 
     Grouped x is multiplied by grouped_mm, padded x by bmm, which multiplies all C rows.
     """
+
+    layout = "grouped"
 
     def __init__(self, gate: Any, up: Any, down: Any) -> None:
         super().__init__(*map(_plain, (gate, up, down)))

@@ -199,6 +199,8 @@ def scaled_by(factor: int) -> Any:
 class Threaded(TorchProducts):
     """Its last product begins with its room, in a thread, and ends where others begin theirs."""
 
+    layout = None
+
     def unready(self, hidden: Any, num_sms: int) -> tuple[torch.Tensor, ReadyRows]:
         y, ready = super().unready(hidden, num_sms)
         product = functools.partial(super().down_into, y, hidden, y, 1, ready)
