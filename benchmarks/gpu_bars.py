@@ -79,11 +79,22 @@ def ratio(case: str, what: str, of: str = "") -> Find:
     return find
 
 
-def pair(tokens: int, interface: str = "", what: str = "pair graph") -> Find:
+def pair(tokens: int, interface: str = "") -> Find:
     """Median of this package in `bench`; interface: of its DeepEP calls."""
     system = "moe_p2p.deep_ep" if interface else "moe_p2p"
     wanted = {"system": system, "correct": True, "tokens": tokens, "interface": interface}
-    return lambda rows: number(row_of(rows, **wanted, what=what), "p50_us")
+    return lambda rows: number(row_of(rows, **wanted, what="pair graph"), "p50_us")
+
+
+def layer(tokens: int) -> Find:
+    """Median of the fastest layer, whatever its products, with or without overlap."""
+
+    def find(rows: Any) -> float | None:
+        wanted = {"system": "moe_p2p", "what": "layer graph", "correct": True, "tokens": tokens}
+        found = [row["p50_us"] for row in rows if wanted.items() <= row.items()]
+        return min(found, default=None)
+
+    return find
 
 
 def hops(tokens: int) -> Find:
@@ -204,8 +215,8 @@ BARS: tuple[Bar, ...] = (
       for t, most in ((8, 34), (128, 93))),
     *(Bar(f"  hops away from it, T {t}", "nodes-2x1", hops(t), 5, "%") for t in (8, 128)),
     *(Bar(f"  model away from it, T {t}", "nodes-2x1", model(t), 10, "%") for t in (8, 128)),
-    *(Bar(f"layer of DeepSeek-V3, EP8 mirrored, T {t}", "layer-deepseek-v3",
-          pair(t, what="layer graph")) for t in (8, 128, 4096)),
+    *(Bar(f"layer of DeepSeek-V3, EP8 mirrored, T {t}", "layer-deepseek-v3", layer(t), most)
+      for t, most in ((8, 526), (128, None), (4096, 4300))),
     Bar("first call, one process", "first-call", lambda b: b["one_s"], 3, "s"),
     Bar("first call, 8 processes", "first-call", lambda b: b["together_s"], 5, "s"),
     Bar("  kernels from a filled cache", "first-call", lambda b: b["filled_kernels_s"], 0.1, "s"),

@@ -168,11 +168,17 @@ def _transfers() -> Iterator[Step]:
     yield Step("weights-decode", f"{loads}/weights-decode.json --decode --pairs 10000 --way-s 15 "
                "--transport timed --transport-settings preset=cx7", 80)  # fmt: skip
     yield Step("experts", f"{BENCH} --api experts --json {{out}}/experts.json", 60)
-    yield Step("layer-deepseek-v3", f"{BENCH} --mirror 8 --layer deepseek-v3 --tokens 8,128,4096 "
-               "--chunk-tokens T --json {out}/layer-deepseek-v3.json", 60, 1)  # fmt: skip
+    yield _layer("deepseek-v3", 150)
     yield Step("pairs", f"{BENCH} --tokens 8,32,128,512,4096 --json {{out}}/pairs.json", 90)
     yield Step("tune", "-m moe_p2p tune --into {out}/tune.json --only launches,bulk --seconds 0.2 "
                "--tokens 8,128,512", 140, 1)  # fmt: skip
+
+
+def _layer(model: str, seconds: int) -> Step:
+    """All products of this machine side by side, with overlap too."""
+    return Step(f"layer-{model}", f"{BENCH} --mirror 8 --layer {model} --tokens 8,128,4096 "
+                f"--chunk-tokens T --overlap 8,24 --json {{out}}/layer-{model}.json",
+                seconds, 1)  # fmt: skip
 
 
 def _models() -> Iterator[Step]:
@@ -226,8 +232,8 @@ def _more(gpus: int) -> Iterator[Step]:
         yield Step("deep-ep-beside", f"{BENCH} --api deep_ep --tokens 8,32,128,512,4096 "
                    "--deep-ep-module deep_ep", 400, needs="deep_ep")  # fmt: skip
     yield Step("mirror", f"{BENCH} --mirror 8 --tokens 8,32,128,512,4096", 240, 1)
-    for layer in ("deepseek-v4-flash", "deepseek-v4-pro"):
-        yield Step(f"layer-{layer}", f"{BENCH} --mirror 8 --layer {layer}", 240, 1)
+    for model in ("deepseek-v4-flash", "deepseek-v4-pro", "kimi-k3", "glm-5"):
+        yield _layer(model, 240)
     yield Step("tune-all", "-m moe_p2p tune --into {out}/tuned.json", 400, 1)
     yield Step("kv-others", f"{BENCH} --api kv --tokens 4096 --page-kib 4,16,64 --repeats 3", 200)
 

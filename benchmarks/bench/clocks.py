@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_p2p.bench.gpu_calls import Calls
+from moe_p2p.bench.gpu_calls import Calls, Layer
 from moe_p2p.bench.gpu_measure import Timed, Watch, measure
 from moe_p2p.bench.options import Options
 from moe_p2p.tools.gpu_timing import FLUSH_BYTES, interleaved
@@ -53,10 +53,27 @@ class CpuClock:
         )
         for calls in systems:
             watch.look(calls, "pair eager", calls.pair)
-        return [
+        timed = [
             Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
             for calls, values in spans.items()
             for i, what in enumerate(("pair eager", "dispatch", "combine"))
+        ]
+        return timed + self._layers(systems, watch)
+
+    def _layers(self, systems: Sequence[Calls], watch: Watch) -> list[Timed]:
+        keys = [(calls, layer) for calls in systems for layer in calls.layers]
+        spans = interleaved(
+            {key: functools.partial(_layer_us, key[1]) for key in keys},
+            seconds=self._seconds / max(len(keys), 1),
+            before=watch.change,
+        )
+        for calls, layer in keys:
+            watch.look(calls, "layer eager", layer.run, layer)
+        return [
+            Timed(calls=calls, what=what, layer=layer, chain=1, spans_us=values[:, i])
+            for (calls, layer), values in spans.items()
+            for i, what in enumerate(("layer eager", "experts eager"))
+            if i == 0 or layer.experts is not None
         ]
 
     def host_times(self, systems: Sequence[Calls]) -> dict[Calls, HostTime]:
@@ -67,14 +84,19 @@ class CpuClock:
 
 
 def _wall_us(calls: Calls) -> tuple[float, ...]:
-    def span(call: Callable[[], object]) -> float:
-        dist.barrier()  # ranks leave the first barrier after other work milliseconds apart
-        dist.barrier()
-        started = time.perf_counter()
-        call()
-        return (time.perf_counter() - started) * 1e6
+    return _span_us(calls.pair), _span_us(calls.dispatch), _span_us(calls.combine)
 
-    return span(calls.pair), span(calls.dispatch), span(calls.combine)
+
+def _layer_us(layer: Layer) -> tuple[float, ...]:
+    return _span_us(layer.run), _span_us(layer.experts or (lambda: None))
+
+
+def _span_us(call: Callable[[], object]) -> float:
+    dist.barrier()  # ranks leave the first barrier after other work milliseconds apart
+    dist.barrier()
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1e6
 
 
 class GpuClock(Meeting):

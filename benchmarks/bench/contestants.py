@@ -21,7 +21,7 @@ from moe_p2p.bench.cases import Job, changing_counts, make_job
 from moe_p2p.bench.check import expect, verify, verify_by_rank, verify_whole
 from moe_p2p.bench.gpu_calls import Calls, layout_of, on_device, package_calls, system_calls
 from moe_p2p.bench.gpu_last import COMPARED, COMPARED_SUMS
-from moe_p2p.bench.gpu_layer import Experts
+from moe_p2p.bench.gpu_layer import LayerParts
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import MoeP2p, System, make_config
 from moe_p2p.moe import reference
@@ -60,7 +60,7 @@ class Entry:
     job: Job
     rank: int
     tokens: Tokens  # of this rank, on its device
-    experts: Experts | None
+    layer: LayerParts | None
     group: dist.ProcessGroup | None  # of the baselines; None: there are none
     ranks: Any = None  # the group of the package; None: the default one
     stack: ExitStack  # closes them
@@ -78,9 +78,7 @@ class Entry:
             wrong = self._whole(system)
             if layout_of(options, tokens) == "by_rank":
                 wrong += verify_by_rank(system, self.job, options, self.rank, self.tokens)
-            calls = package_calls(
-                system, options, self.tokens, num_sms=num_sms, experts=self.experts
-            )
+            calls = package_calls(system, options, self.tokens, num_sms=num_sms, layer=self.layer)
             yield Contestant(calls=calls, wrong=wrong, system=system, package=system)
 
     def _made(self, what: str, chunk_tokens: int, num_sms: int) -> MoeP2p | None:
@@ -106,7 +104,7 @@ class Entry:
             return
         options = self.options
         system = TorchAllToAll(options, self.job, group=self.group)
-        calls = system_calls(system, options, self.tokens, experts=self.experts)
+        calls = system_calls(system, options, self.tokens, layer=self.layer)
         yield Contestant(calls=calls, wrong=self._whole(system), system=system)
         if options.device == "cuda" and options.hosts == 1 and deep_ep.missing() is None:
             api = self._api("deep_ep", "deep_ep")
@@ -154,7 +152,7 @@ class Entry:
             if options.quantize:
                 q, scales = reference.quantize(tokens.x)
                 tokens = replace(tokens, x=q, scales=scales)
-        calls = package_calls(system, options, tokens, num_sms=num_sms or 0, experts=None)
+        calls = package_calls(system, options, tokens, num_sms=num_sms or 0, layer=None)
         return Contestant(calls=calls, wrong=wrong, package=system)
 
     def check(self, found: Sequence[Contestant], steps: range) -> None:

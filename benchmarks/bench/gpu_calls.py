@@ -5,7 +5,8 @@ Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,14 +14,29 @@ import torch
 from torch import Tensor
 
 from moe_p2p import Dispatched, DispatchOptions
-from moe_p2p.bench.gpu_layer import Experts
+from moe_p2p.bench.gpu_layer import LayerParts
 from moe_p2p.bench.harness import finish
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.report import HALVES
 from moe_p2p.bench.systems import MoeP2p, System
+from moe_p2p.layer.products import Products
 from moe_p2p.moe.reference import Layout, Tokens
 
+ROOM = 128  # rows by which a layer's room grows
 PADDED_UP_TO = 512  # most tokens of a call for which layout "auto" is padded, for decoding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    gemm: str
+    layout: str
+    run: Callable[[], Tensor]  # dispatch, experts and combine
+    experts: Callable[[], Tensor] | None = None  # alone, on rows of an earlier dispatch
+    overlap_sms: int = 0  # that combine holds beside the last product; 0: it follows the product
+
+    @property
+    def name(self) -> str:
+        return f"{self.gemm}, overlap on {self.overlap_sms}" if self.overlap_sms else self.gemm
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,8 +52,9 @@ class Calls:
     num_sms: int = 0  # its limit; 0: not limited
     layout: str = "grouped"
     partials: str | None = None  # of its sums, where they are not those of the options
-    layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
-    experts: Callable[[], Tensor] | None = None  # alone, on rows of an earlier dispatch
+    layers: Sequence[Layer] = ()
+    # dispatch, the experts that all layers are compared with, and combine
+    reference: Callable[[], Tensor] | None = None
     halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # report.HALVES
     # (name of a way) -> out, answer and rows of its last run; None: not kept.
     last: Callable[[str], dict[str, Tensor]] | None = None
@@ -109,10 +126,8 @@ def alone(given: dict[str, Any]) -> dict[str, Any]:
 class _Package:
     """Calls of the package on one rank's tokens, which may be quantized already."""
 
-    def __init__(
-        self, system: MoeP2p, options: Options, tokens: Tokens, experts: Experts | None
-    ) -> None:
-        self.system, self.tokens, self.experts = system, tokens, experts
+    def __init__(self, system: MoeP2p, options: Options, tokens: Tokens) -> None:
+        self.system, self.tokens = system, tokens
         self.comm, self.layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
         self.given = system.given(tokens, layout=self.layout)
         # As exchange and combine do on CPUs.
@@ -120,8 +135,6 @@ class _Package:
         self.first = self.dispatch()
         finish(self.comm.config.device)
         self.y = answer_like(self.first.x, options.x_dtype)
-        if experts is not None:
-            self.alone_experts()  # loads kernels ahead of later calls
         self.combine()
         finish(self.comm.config.device)
         self.halves = Halves(system, self.y, self.given)
@@ -139,17 +152,6 @@ class _Package:
             self.out = self.comm.combine(self.y, self.received, **self.system.combining)
         return self.out
 
-    def layer(self) -> Tensor:
-        assert self.experts is not None
-        got = self.dispatch()
-        y = self.experts(got.x, got.scales, got.counts)
-        self.out = self.comm.combine(y, got, **self.system.combining)
-        return self.out
-
-    def alone_experts(self) -> Tensor:
-        assert self.experts is not None
-        return self.experts(self.first.x, self.first.scales, self.first.counts)
-
     def last(self, what: str) -> dict[str, Tensor]:
         rows, sums = self.halves.last() if what in HALVES else (self.received, self.out)
         found = {"out": sums, "answer": self.y.reshape(-1, self.y.shape[-1])[0], "x": rows.x}
@@ -158,19 +160,109 @@ class _Package:
         return found | {"row_weights": rows.row_weights, "counts": rows.counts}
 
 
+class _Layer:
+    """Dispatch, products of one library, combine. overlap_sms: see Layer.
+
+    Above PADDED_UP_TO tokens a GPU's rows have the room that this routing needs, as callers make it
+    who exchange counts first; below it, and on CPUs, the room of the worst routing.
+    """
+
+    def __init__(
+        self, package: _Package, options: Options, made: Products, mean: int, overlap_sms: int
+    ) -> None:
+        self._package, self._made, self._mean = package, made, mean
+        self._overlap_sms = overlap_sms
+        self.layout: Layout = "padded" if overlap_sms else made.layout or package.layout
+        given, counts = dict(package.given), package.first.counts
+        del given["layout"]
+        kind = DispatchOptions(
+            layout=self.layout,
+            quantize=given.pop("quantize"),
+            column_scales=made.column_scales and options.quantize,
+        )
+        self._given = given | {"options": kind}
+        if options.device == "cuda" and options.tokens[0] > PADDED_UP_TO:
+            rows = int(counts.max() if self.layout == "padded" else counts.sum())
+            self._given["capacity"] = -(-max(rows, 1) // ROOM) * ROOM
+        self._side: Any = None
+        if overlap_sms:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._first = package.comm.dispatch(**self._given)
+        self._load()
+
+    def _load(self) -> None:
+        """Loads kernels ahead of other calls: no kernel may wait for one that is not loaded."""
+        got, made = self._first, self._made
+        if not self._overlap_sms:
+            self._package.comm.combine(self.experts(), got, **self._package.system.combining)
+        else:
+            hidden = made.hidden(got.x, got.scales, got.counts, self._mean)
+            y, ready = made.unready(hidden, self._overlap_sms)
+            made.down_into(y, hidden, got.counts, self._mean, ready)
+            finish("cuda")
+            combining = self._package.system.combining
+            pending = self._package.comm.combine_send(y, got, ready=ready, **combining)
+            self._package.comm.combine_recv(pending)
+        finish(self._package.comm.config.device)
+
+    def experts(self) -> Tensor:
+        """Alone, on the rows of the first dispatch."""
+        got, made = self._first, self._made
+        hidden = made.hidden(got.x, got.scales, got.counts, self._mean)
+        return made.down(hidden, got.counts, self._mean)
+
+    def run(self) -> Tensor:
+        package, made = self._package, self._made
+        got = package.comm.dispatch(**self._given)
+        hidden = made.hidden(got.x, got.scales, got.counts, self._mean)
+        if self._side is None:
+            y = made.down(hidden, got.counts, self._mean)
+            package.out = package.comm.combine(y, got, **package.system.combining)
+            return package.out
+        y, ready = made.unready(hidden, self._overlap_sms)
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        # First: a product that has taken all multiprocessors would leave it none.
+        pending = package.comm.combine_send(y, got, ready=ready, **package.system.combining)
+        with torch.cuda.stream(self._side):
+            made.down_into(y, hidden, got.counts, self._mean, ready)
+        main.wait_stream(self._side)
+        package.out = package.comm.combine_recv(pending)
+        return package.out
+
+
+def _layers(package: _Package, options: Options, parts: LayerParts) -> Iterator[Layer]:
+    """Yields all products, each without overlap and with each of the options' where it can."""
+    tokens = package.tokens.x.shape[0]
+    mean = parts.rows(tokens)
+    whole = package.system.num_steps <= package.comm.config.steps_in_flight
+    for name, made in parts.products.items():
+        # Where padded rows have the worst room, products of all of them would be timed.
+        roomy = made.layout == "grouped" and tokens <= PADDED_UP_TO
+        for sms in (0, *(options.overlap if made.overlaps and whole and not roomy else ())):
+            one = _Layer(package, options, made, mean, sms)
+            alone = None if sms else one.experts
+            yield Layer(gemm=name, layout=one.layout, run=one.run, experts=alone, overlap_sms=sms)
+
+
 def package_calls(
-    system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int, experts: Experts | None
+    system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int, layer: LayerParts | None
 ) -> Calls:
     """`tokens` with scales are quantized already."""
-    made, config = _Package(system, options, tokens, experts), system.all_to_all.config
+    made, config = _Package(system, options, tokens), system.all_to_all.config
+    layers: list[Layer] = []
+    reference: Callable[[], Tensor] | None = None
+    if layer is not None:
+        layers += _layers(made, options, layer)
+        reference = _Layer(made, options, layer.reference, 1, 0).run
     halved = options.halves and system.num_steps <= config.steps_in_flight
     return Calls(
         system=system.name,
         dispatch=made.dispatch,
         combine=made.combine,
         capturable=True,
-        layer=None if experts is None else made.layer,
-        experts=None if experts is None else made.alone_experts,
+        layers=layers,
+        reference=reference,
         halves=made.halves.by_name() if halved else {},
         chunk_tokens=config.step_tokens,
         num_steps=system.num_steps,
@@ -184,7 +276,7 @@ def package_calls(
 
 
 def system_calls(
-    system: System, options: Options, tokens: Tokens, *, experts: Experts | None
+    system: System, options: Options, tokens: Tokens, *, layer: LayerParts | None
 ) -> Calls:
     y = answer_like(system.dispatch(tokens).x, options.x_dtype)
     out = system.combine(y)
@@ -193,19 +285,26 @@ def system_calls(
         nonlocal out
         out = system.combine(y)
 
-    def layer() -> Tensor:
+    mean = 0 if layer is None else layer.rows(tokens.x.shape[0])
+
+    def run(made: Products) -> Tensor:
         nonlocal out
-        assert experts is not None
         got = system.dispatch(tokens)
-        out = system.combine(experts(got.x, got.scales, got.counts))
+        hidden = made.hidden(got.x, got.scales, got.counts, mean)
+        out = system.combine(made.down(hidden, got.counts, mean))
         return out.clone()  # later calls reuse the buffers
 
+    layers = [
+        Layer(gemm=name, layout="grouped", run=functools.partial(run, made))
+        for name, made in (layer.products.items() if layer is not None else ())
+        if made.layout in (None, "grouped")
+    ]
     return Calls(
         system=system.name,
         dispatch=lambda: system.dispatch(tokens),
         combine=combine,
         capturable=False,
-        layer=None if experts is None else layer,
+        layers=layers,
         last=lambda _: {"out": out.clone(), "answer": y[0]},
         waited_s=lambda: system.waited_s,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_p2p import Dispatched
 from moe_p2p.bench.cases import Job
 from moe_p2p.bench.check import beyond_rounding, bound_of
-from moe_p2p.bench.gpu_calls import Calls
+from moe_p2p.bench.gpu_calls import Calls, Layer
 from moe_p2p.bench.gpu_layer import MAX_DIFFERENCE, difference
 from moe_p2p.bench.harness import finish
 from moe_p2p.bench.options import Options
@@ -77,7 +77,13 @@ class Watch:
     def change(self) -> None:
         self._inputs.change()
 
-    def look(self, calls: Calls, what: str, again: Callable[[], object]) -> None:
+    def look(
+        self,
+        calls: Calls,
+        what: str,
+        again: Callable[[], object],
+        layer: Layer | None = None,
+    ) -> None:
         """Collective. again: repeats the timed run."""
         if calls.last is None or what.startswith("experts"):  # no call
             return
@@ -86,19 +92,17 @@ class Watch:
         finish(self._options.device)
         found = [f"broken: {text}" for text in everyones(calls.broken()) if text]
         if not found:  # on all ranks, as the rest is collective too
-            found = self._compare(calls, what)
+            found = self._compare(calls, what, layer)
         found_so_far = self.wrong.setdefault(calls, [])
         tokens = self._options.tokens[0]
-        found_so_far += [
-            f"T {tokens}, rank {self._rank}: {calls.system}, {what}, {text}" for text in found
-        ]
+        name = calls.system if layer is None else f"{calls.system}, {layer.name}"
+        found_so_far += [f"T {tokens}, rank {self._rank}: {name}, {what}, {text}" for text in found]
 
-    def _compare(self, calls: Calls, what: str) -> list[str]:
+    def _compare(self, calls: Calls, what: str, layer: Layer | None) -> list[str]:
         assert calls.last is not None
         last = calls.last(what)
-        if "layer" in what:
-            assert calls.layer is not None
-            apart = difference(last["out"], calls.layer())
+        if layer is not None:
+            apart = difference(last["out"], layer.run())
             return [] if apart <= MAX_DIFFERENCE else [f"layer is {apart:.3f} of its length away"]
         found = []
         if calls.eager is not None:

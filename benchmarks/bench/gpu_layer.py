@@ -1,6 +1,6 @@
-"""The experts of a full layer on a GPU: SwiGLU of grouped matrix products.
+"""The experts of a full layer: SwiGLU of grouped matrix products, by libraries side by side.
 
-The products are kernels/triton's, torch's, or another library's (--gemm MODULE:FUNCTION):
+The products are moe_p2p/layer/products.py's, or another library's (--gemm MODULE:FUNCTION):
 
     def make(gate, up, down):       # weights of this rank's experts, [E_local, K, N] each: tensors,
         ...                         # or, if dispatch quantizes, Fp8(values, scales), with a scale
@@ -17,31 +17,33 @@ Shapes: R rows of this rank's experts, E_local of them, H hidden size, F width o
 from __future__ import annotations
 
 import importlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from moe_p2p import errors
 from moe_p2p.bench.cases import Job
-from moe_p2p.bench.options import Options
+from moe_p2p.bench.options import AUTO, Options
+from moe_p2p.layer import products
+from moe_p2p.layer.products import Products
 
 # (x, scales, counts) from dispatch -> the experts' answers, shaped like x
 Experts = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-Make = Callable[[Any, Any, Any], Experts]
 
-# Two systems sum a token's rows in different orders, in steps of 2^-8 of bf16; more is an error.
+# Two runs, or libraries that round alike, sum in other orders, in steps of 2^-8 of bf16. Values of
+# two roundings to fp8 lie between two libraries' matrices, each 2.6% away; more is an error.
 MAX_DIFFERENCE = 0.02
-TRIALS = 5  # of each of the products that "auto" chooses from, at the first rows
-
+MAX_DIFFERENCE_FP8 = 0.05
 
 # MegaMoE's figures, us of a whole layer on 8 H200 by tokens of a rank: DeepGEMM pull request 383,
 # fp8. It names the hidden sizes alone, neither the width of the first layer nor the top-k of the
-# second: these are the models that it is for.
+# second: these are the models that it is for. DeepSeek-V3's: DeepGEMM issue 352.
 PUBLISHED_US: dict[str, dict[int, float]] = {
+    "deepseek-v3": {8: 404.0, 128: 490.0, 4096: 3866.0},
     "deepseek-v4-flash": {8: 225.0, 128: 265.0},
     "deepseek-v4-pro": {8: 637.0, 8192: 7939.0},
 }
@@ -58,119 +60,109 @@ def published(options: Options) -> list[str]:
     ]
 
 
-def make_experts(options: Options, job: Job, rank: int) -> Experts:
-    """Makes random weights of this rank's experts: fp8 with block scales if dispatch quantizes."""
-    from moe_p2p.kernels.triton.grouped_ops import Fp8
-    from moe_p2p.kernels.triton.quantize import quantize_weights  # importing needs Triton
+class Whole(Products):
+    """Experts that are one call: another library's, or plain_experts."""
 
+    overlaps = False
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+
+    def hidden(self, x: Tensor, scales: Tensor | None, counts: Tensor, mean: int) -> Any:
+        return self._experts(x, scales, counts)
+
+    def down(self, hidden: Any, counts: Tensor, mean: int) -> Tensor:
+        answer: Tensor = hidden
+        return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """What the layers of a run are made of."""
+
+    products: Mapping[str, Products]  # by name, as --gemm has it
+    reference: Products
+    mean: float  # rows that an expert can expect of a token of each rank
+    weight_bytes: int  # of all experts of this rank, once
+
+    def rows(self, tokens: int) -> int:
+        return max(1, round(tokens * self.mean))
+
+
+def make_parts(options: Options, job: Job, rank: int, notes: list[str]) -> LayerParts:
+    """Makes random weights of this rank's experts: fp8 with block scales if dispatch quantizes.
+
+    notes: gets the names of libraries that "auto" leaves out, with the reason.
+    """
     torch.manual_seed(rank)
     count, hidden, width = len(job.topology.local_experts(rank)), job.hidden_dim, options.ffn
 
-    def weight(k: int, n: int) -> Tensor | Fp8:
+    def weight(k: int, n: int) -> Any:
         plain = torch.randn(count, k, n, dtype=options.x_dtype, device=options.device)
         plain.mul_(k**-0.5)
-        return Fp8(*quantize_weights(plain)) if options.quantize else plain
+        if not options.quantize or options.device == "cpu":  # where torch multiplies in bf16
+            return plain
+        from moe_p2p.kernels.triton.grouped_ops import Fp8
+        from moe_p2p.kernels.triton.quantize import quantize_weights  # importing needs Triton
+
+        return Fp8(*quantize_weights(plain))
 
     weights = weight(hidden, width), weight(hidden, width), weight(width, hidden)
-    return experts_of(options.gemm, *weights)
+    made: dict[str, Products] = {}
+    known = products.MADE_OF if options.device == "cuda" else ("torch",)
+    for name in known if options.gemm == AUTO else options.gemm:
+        try:
+            made[name] = products_of(name, *weights)
+        except errors.InvalidArgumentError as error:
+            if options.gemm != AUTO:
+                raise
+            notes.append(f"layer without {error}")
+    parts = (each for weight in weights for each in _parts(weight))
+    return LayerParts(
+        products=made,
+        reference=Whole(plain_experts(*weights)),
+        mean=options.ranks * job.topk / job.topology.num_experts,
+        weight_bytes=sum(each.nbytes for each in parts),
+    )
 
 
-def experts_of(gemm: str, gate: Any, up: Any, down: Any) -> Experts:
-    """gemm: "triton", "torch", "auto": the faster of these, or MODULE:FUNCTION."""
-    if gemm == "auto":
-        return Fastest([make(gate, up, down) for make in (of_triton, of_torch)])
-    if gemm in MAKERS:
-        return MAKERS[gemm](gate, up, down)
-    module, _, function = gemm.partition(":")
-    make: Make = getattr(importlib.import_module(module), function)
-    return make(gate, up, down)
+def products_of(name: str, gate: Any, up: Any, down: Any) -> Products:
+    """name: of moe_p2p/layer/products.py, or MODULE:FUNCTION."""
+    module, _, function = name.partition(":")
+    if not function:
+        return products.make(name, gate, up, down)
+    make: Any = getattr(importlib.import_module(module), function)
+    return Whole(make(gate, up, down))
 
 
-def of_triton(gate: Any, up: Any, down: Any) -> Experts:
-    from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu
+def plain_experts(gate: Any, up: Any, down: Any) -> Experts:
+    """What the others are compared with: an expert at a time, in fp32. Its host waits."""
+
+    def plain(weight: Any, expert: int) -> Tensor:
+        values, *scales = _parts(weight)
+        if not scales:
+            return values[expert].float()
+        spread = scales[0][expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return values[expert].float() * spread[: values.shape[1], : values.shape[2]]
 
     def experts(x: Tensor, scales: Tensor | None, counts: Tensor) -> Tensor:
-        rows = x if scales is None else Fp8(x, scales.contiguous())
-        return grouped_gemm(grouped_swiglu(rows, gate, up, counts), down, counts)
+        dtype = torch.bfloat16 if scales is not None else x.dtype
+        y, end = torch.zeros(x.shape, dtype=dtype, device=x.device), 0
+        for expert, count in enumerate(counts.tolist()):
+            begin, end = end, end + count
+            at: Any = (expert, slice(count)) if x.dim() == 3 else slice(begin, end)
+            rows = x[at].float()
+            if scales is not None:
+                rows *= scales[at].repeat_interleave(128, 1)[:, : x.shape[-1]]
+            both = rows @ plain(gate, expert), rows @ plain(up, expert)
+            y[at] = ((functional.silu(both[0]) * both[1]) @ plain(down, expert)).to(dtype)
+        return y
 
     return experts
 
 
-def of_torch(gate: Any, up: Any, down: Any) -> Experts:
-    """In bf16 where rows are fp8: torch has no grouped product with scales of blocks."""
-    from moe_p2p.kernels.triton.quantize import dequantize
-
-    wide = [_in_bf16(weight) for weight in (gate, up, down)]
-
-    def experts(x: Tensor, scales: Tensor | None, counts: Tensor) -> Tensor:
-        rows = x
-        if scales is not None:
-            used = counts.sum().reshape(1).int() if x.dim() == 2 else None
-            rows = dequantize(x, scales.contiguous(), num_rows=used, dtype=wide[0].dtype)
-        ends = None if x.dim() == 3 else counts.cumsum(0, dtype=torch.int32)
-
-        def multiply(a: Tensor, b: Tensor) -> Tensor:
-            if ends is None:
-                return torch.bmm(a, b)
-            product: Tensor = functional.grouped_mm(a, b, offs=ends)
-            return product
-
-        hidden = functional.silu(multiply(rows, wide[0])) * multiply(rows, wide[1])
-        return multiply(hidden, wide[2])
-
-    return experts
-
-
-MAKERS: dict[str, Make] = {"triton": of_triton, "torch": of_torch}
-
-
-def _in_bf16(weight: Any) -> Tensor:
-    """Returns weights [E_local, K, N] without scales, one expert at a time: they may be large."""
-    if isinstance(weight, Tensor):
-        return weight
-    values, scales = weight
-    out = torch.empty_like(values, dtype=torch.bfloat16)
-    for e, (value, scale) in enumerate(zip(values, scales, strict=True)):
-        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        out[e] = value.float() * spread[: value.shape[0], : value.shape[1]]
-    return out
-
-
-class Fastest:
-    """Experts that are measured at their first rows, then the fastest of them on all ranks.
-
-    The first call of rows of each shape may not be captured.
-    """
-
-    def __init__(self, choices: list[Experts]) -> None:
-        self._choices = choices
-        self._chosen: dict[torch.Size, Experts] = {}
-
-    def __call__(self, x: Tensor, scales: Tensor | None, counts: Tensor) -> Tensor:
-        if x.shape not in self._chosen:
-            spans = torch.tensor([_span_s(each, x, scales, counts) for each in self._choices])
-            if dist.is_initialized():
-                dist.all_reduce(spans, dist.ReduceOp.MAX)
-            self._chosen[x.shape] = self._choices[int(spans.argmin())]
-        return self._chosen[x.shape](x, scales, counts)
-
-
-def _span_s(experts: Experts, x: Tensor, scales: Tensor | None, counts: Tensor) -> float:
-    """Returns the shortest of some calls; endless where one fails."""
-    try:
-        experts(x, scales, counts)  # loads kernels
-        spans = []
-        for _ in range(TRIALS):
-            if x.is_cuda:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            experts(x, scales, counts)
-            if x.is_cuda:
-                torch.cuda.synchronize()
-            spans.append(time.perf_counter() - began)
-        return min(spans)
-    except (RuntimeError, NotImplementedError):  # torch refuses some types and devices
-        return float("inf")
+def _parts(weight: Any) -> tuple[Tensor, ...]:
+    return (weight,) if isinstance(weight, Tensor) else tuple(weight)
 
 
 def difference(got: Tensor, want: Tensor) -> float:

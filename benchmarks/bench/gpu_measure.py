@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_p2p.bench.gpu_calls import Calls
+from moe_p2p.bench.gpu_calls import Calls, Layer
 from moe_p2p.tools.gpu_timing import (
     Align,
     apart_us,
@@ -20,12 +20,14 @@ from moe_p2p.tools.gpu_timing import (
 )
 
 Run = Callable[[], object]
+Runs = Mapping[tuple[Calls, Layer | None], Run]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     calls: Calls
     what: str  # report.WAYS
+    layer: Layer | None = None
     chain: int  # runs between two events
     spans_us: Tensor  # [rounds]
     host_us: float | None = None  # gpu_timing.host_us, of eager chains
@@ -35,7 +37,7 @@ class Watch(Protocol):
     def change(self) -> None:
         """Sets other inputs, before a round."""
 
-    def look(self, calls: Calls, what: str, again: Run) -> None:
+    def look(self, calls: Calls, what: str, again: Run, layer: Layer | None = None) -> None:
         """Called after the last round. again: repeats the timed run. Collective."""
 
 
@@ -43,26 +45,27 @@ def measure(
     systems: Sequence[Calls], align: Align, *, seconds: float, flushed: Tensor | None, watch: Watch
 ) -> list[Timed]:
     """Measures graphs last, so that a capture that fails does not spoil the other figures."""
-    pairs = {c: c.pair for c in systems}
+    pairs: Runs = {(c, None): c.pair for c in systems}
     timed = _chained("pair", pairs, align, watch, seconds=seconds, replayed=False)
     for parts in (
         {c: {"dispatch": c.dispatch, "combine": c.combine} for c in systems},
         {c: c.halves for c in systems if c.halves},
     ):
         timed += _apart(parts, align, watch, seconds=seconds, flushed=flushed)
-    layers = {c: c.layer for c in systems if c.layer is not None}
+    layers: Runs = {(c, layer): layer.run for c in systems for layer in c.layers}
     timed += _chained("layer", layers, align, watch, seconds=seconds, replayed=False)
-    experts = {c: c.experts for c in systems if c.experts is not None}
-    ways: dict[str, Mapping[Calls, Run]] = {"pair": pairs, "layer": layers, "experts": experts}
-    for what, runs in ways.items():
-        capturable = {c: run for c, run in runs.items() if c.capturable}
+    experts: Runs = {
+        (c, layer): layer.experts for c in systems for layer in c.layers if layer.experts
+    }
+    for what, runs in {"pair": pairs, "layer": layers, "experts": experts}.items():
+        capturable = {key: run for key, run in runs.items() if key[0].capturable}
         timed += _chained(what, capturable, align, watch, seconds=seconds, replayed=True)
     return timed
 
 
 def _chained(
     what: str,
-    runs: Mapping[Calls, Run],
+    runs: Runs,
     align: Align,
     watch: Watch,
     *,
@@ -70,7 +73,7 @@ def _chained(
     replayed: bool,
 ) -> list[Timed]:
     """Measures the period of back-to-back runs."""
-    chains = {calls: chain_length(run, align) for calls, run in runs.items()}
+    chains = {key: chain_length(run, align) for key, run in runs.items()}
 
     def eager(run: Run, chain: int) -> Callable[[], tuple[float]]:
         return lambda: (timed_us(run, align, repeats=chain),)
@@ -80,25 +83,26 @@ def _chained(
         return lambda: (timed_us(replay, align) / chain,)
 
     way = graph if replayed else eager
-    timing = {c: way(run, chains[c]) for c, run in runs.items()}
+    timing = {key: way(run, chains[key]) for key, run in runs.items()}
     spans = interleaved(timing, seconds=seconds, before=watch.change)
     hosts = {
-        c: host_us(run, c.waited_s, align, repeats=chains[c])
-        for c, run in runs.items()
-        if c.waited_s is not None and not replayed
+        key: host_us(run, key[0].waited_s, align, repeats=chains[key])
+        for key, run in runs.items()
+        if key[0].waited_s is not None and not replayed
     }
     name = f"{what} {'graph' if replayed else 'eager'}"
-    for calls, again in timing.items():
-        watch.look(calls, name, again)
+    for (calls, layer), again in timing.items():
+        watch.look(calls, name, again, layer)
     return [
         Timed(
-            calls=calls,
+            calls=key[0],
             what=name,
-            chain=chains[calls],
+            layer=key[1],
+            chain=chains[key],
             spans_us=values[:, 0],
-            host_us=hosts.get(calls),
+            host_us=hosts.get(key),
         )
-        for calls, values in spans.items()
+        for key, values in spans.items()
     ]
 
 

@@ -101,7 +101,7 @@ def hops_of(
 
 
 def _rounds(system: MoeP2p, options: Options, tokens: Tokens, align: Align) -> list[Stamps]:
-    calls = package_calls(system, options, tokens, num_sms=0, experts=None)
+    calls = package_calls(system, options, tokens, num_sms=0, layer=None)
     times(system.all_to_all)  # noted from now on
     replay = captured(calls.pair, repeats=CHAIN)
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from moe_p2p.bench.harness import (
     refuse,
 )
 from moe_p2p.engine.config import Wait
+from moe_p2p.layer import products
 from moe_p2p.machine.models import MODELS
 from moe_p2p.machine.transport import PROVIDERS, SOFTWARE, TIMED
 from moe_p2p.moe.layouts import NAMES, RowLayout
@@ -41,6 +43,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 SWEEP = tuple(1 << i for i in range(14))  # 1 to 8192
 GBPS_OF_A_GPU = 400.0  # default rate of all NICs of a GPU between emulated nodes
 NICS_OF_A_GPU = {"cx7": 1, "efa": 2}  # 400 Gbit/s together
+AUTO = ("auto",)  # --gemm: all products of this machine
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -61,6 +64,10 @@ def _routing(text: str) -> str:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is none of uniform, skewed, zipf:S, maxvio:V")
+
+
+def _products(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.split(",")))
 
 
 # fmt: off
@@ -124,6 +131,13 @@ class Options(Common):
     baseline: bool = option(
         True, "do not time torch.distributed.all_to_all_single beside moe_p2p",
         flag="--no-baseline")
+    layer: str = option(
+        "", "also time a layer: dispatch, experts, combine; a name gives its sizes",
+        nargs="?", const="given", choices=["given", *MODELS])
+    ffn: int = option(256, "width of an expert of the layer", cuda=2048)
+    gemm: tuple[str, ...] = option(
+        AUTO, "products of the layer, side by side: deep_gemm, torch, triton, MODULE:FUNCTION; "
+        "CPU ranks have torch (auto: all that this machine has)", type=_products, metavar="NAMES")
     json: str | None = file("bench.json", "figures")
     plot: str | None = file("bench.png", "PNG")
 
@@ -140,19 +154,15 @@ class Options(Common):
     flush: bool = option(
         False, "empty the GPU's caches before dispatch and combine are timed by themselves",
         gpu=True)
-    layer: str = option(
-        "", "also time a layer: dispatch, experts, combine; a name gives its sizes", gpu=True,
-        nargs="?", const="given", choices=["given", *MODELS])
     halves: bool = option(
         False, "also time send and receive of dispatch and combine, each by itself", gpu=True)
     # GPUs, each rank 0 of a mirror world of `ranks`; 0: a GPU for each rank.
     mirror: int = option(
         0, "measure rank 0 of W ranks on two GPUs, or one that is its own partner (no)", gpu=True,
         metavar="W")
-    ffn: int = option(2048, "width of an expert of the layer", gpu=True)
-    gemm: str = option(
-        "auto", "products of the layer: triton, torch, MODULE:FUNCTION (auto: the faster of the "
-        "first)", gpu=True, metavar="NAME")
+    overlap: tuple[int, ...] = option(
+        (), "also layers whose combine sends while the last product runs, on so many "
+        "multiprocessors (none)", gpu=True, metavar="SMS")
     # fmt: on
 
     @property
@@ -380,9 +390,11 @@ def _wrong_sizes(options: Options) -> dict[str, bool]:
 
 def _wrong_calls(options: Options) -> dict[str, bool]:
     through, module = options.api == "deep_ep", options.deep_ep_module
-    gemm, _, function = options.gemm.partition(":")
-    known = options.gemm in ("auto", "triton", "torch")
     return {
+        **{f"--gemm {name}: {reason}": bool(reason) for name, reason in _lacking(options)},
+        "--layer is of AllToAll's own calls: not with --api deep_ep": bool(options.layer)
+        and through,
+        "--overlap is of --layer": bool(options.overlap) and not options.layer,
         "--deep-ep-module is for --api deep_ep": module is not None and not through,
         f"--deep-ep-module: no module is named {module}": module is not None
         and not _is_there(module),
@@ -390,10 +402,19 @@ def _wrong_calls(options: Options) -> dict[str, bool]:
         and options.dtype not in ("fp8", "bf16"),
         "--layer needs rows by expert: --layout padded or grouped": bool(options.layer)
         and options.layout == "by_rank",
-        f"--gemm {options.gemm}: no module {gemm} with a function behind ':'": not known
-        and not (function and _is_there(gemm)),
         "--check is of AllToAll's own calls: not with --api deep_ep": options.check and through,
     }
+
+
+def _lacking(options: Options) -> Iterator[tuple[str, str]]:
+    """Yields each product by name, and what it lacks on this machine."""
+    for name in options.gemm if options.layer and options.gemm != AUTO else ():
+        module, _, function = name.partition(":")
+        if name in products.MADE_OF:
+            yield name, products.why_not(name, on_gpu=options.device == "cuda")
+        else:
+            known = function and _is_there(module)
+            yield name, "" if known else f"no module {module} with a function behind ':'"
 
 
 def _wrong_links(options: Options) -> dict[str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -60,10 +60,17 @@ MIRROR = (
     "over the push bandwidth of this run"
 )
 HALVES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
-# "experts": alone; what they leave of a layer is the pair's share.
+LAYER = (
+    "layer: dispatch, experts, combine; experts: alone, on rows of an earlier dispatch, and what "
+    "they leave of the layer is the pair's share; weights: least time in which this GPU's memory "
+    "gives all weights of the rank's experts once, by its clock and width; overlap: "
+    "multiprocessors on which combine sends while the last product runs; each layer was compared "
+    "with plain products in fp32 before timing"
+)
+# "experts": alone.
 WAYS = (
     *("pair graph", "pair eager", "dispatch", "combine", *HALVES),
-    *("layer graph", "layer eager", "experts graph"),
+    *("layer graph", "layer eager", "experts graph", "experts eager"),
 )
 
 
@@ -90,6 +97,7 @@ class Machine:
     torch: str
     nccl: str
     hosts: int = 1
+    memory_gbs: float = 0.0  # of its memory at its highest clock; 0: not known
 
     @staticmethod
     def here(*, on_cuda: bool, hosts: int) -> Machine:
@@ -103,7 +111,14 @@ class Machine:
             torch=torch.__version__,
             nccl=".".join(map(str, version_of_nccl())),
             hosts=hosts,
+            memory_gbs=_memory_gbs(torch.cuda.current_device()),
         )
+
+
+def _memory_gbs(device: int) -> float:
+    """Returns GB/s: twice a clock, as all memory of GPUs, and its width."""
+    khz = driver.attribute(device, "MEMORY_CLOCK_RATE")
+    return round(2 * khz * driver.attribute(device, "GLOBAL_MEMORY_BUS_WIDTH") / 8e6, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +136,9 @@ class Row:
     num_steps: int
     num_sms: int  # 0: not limited
     layout: str
+    gemm: str = ""  # products of a layer
+    overlap_sms: int = 0  # multiprocessors that combine held beside the last product
+    weights_us: float = 0.0  # least time of reading the weights of the experts once; 0: not known
     hidden: int
     topk: int
     experts: int
@@ -223,7 +241,8 @@ def baseline_of(row: Row, rows: Iterable[Row]) -> Row | None:
     """Returns torch's row of the same job; for a chained pair the eager one: no graph holds it."""
     what = "pair eager" if row.what == "pair graph" else row.what
     for other in rows:
-        same = (other.world, other.tokens, other.what) == (row.world, row.tokens, what)
+        same = (other.world, other.tokens, other.gemm) == (row.world, row.tokens, row.gemm)
+        same = same and other.what == what
         if same and other.system == "torch":
             return other
     return None
@@ -248,7 +267,51 @@ def table(rows: Sequence[Row]) -> str:
 
     rows: of one world.
     """
-    cases = [_cells(rows, case) for case in dict.fromkeys(row.case for row in rows)]
+    return _table([_cells(rows, case) for case in dict.fromkeys(row.case for row in rows)])
+
+
+def layers(rows: Sequence[Row]) -> str:
+    """One line for each layer: products, with and without overlap. rows: of one world."""
+    of_layers = [row for row in rows if row.of_layer]
+    return _table([_layer_cells(of_layers, each) for each in dict.fromkeys(map(_layer, of_layers))])
+
+
+def _layer(row: Row) -> tuple[Any, ...]:
+    return *row.case, row.gemm, row.overlap_sms
+
+
+def _layer_cells(rows: Sequence[Row], layer: tuple[Any, ...]) -> list[tuple[str, str | None]]:
+    ways = {row.what: row for row in rows if _layer(row) == layer}
+    alone = {row.what: row for row in rows if _layer(row) == (*layer[:-1], 0)}
+    graph, eager = (ways.get(f"layer {how}") for how in ("graph", "eager"))
+    row = graph or eager
+    assert row is not None
+    how = "graph" if graph else "eager"
+    experts = alone.get(f"experts {how}")
+    took = row.spread.p50_us
+
+    def us(found: Row | None) -> str | None:
+        return None if found is None else _us(found.spread.p50_us)
+
+    return [
+        ("T", f"{row.tokens}"),
+        ("chunk", f"{row.chunk_tokens}" if row.chunk_tokens and row.on_cuda else None),
+        ("SMs", None if not row.on_cuda else f"{row.num_sms}" if row.num_sms else "all"),
+        ("system", row.system),
+        ("products", row.gemm),
+        ("overlap", f"{row.overlap_sms} SMs" if row.overlap_sms else None),
+        ("rows", row.layout),
+        ("layer graph", us(graph)),
+        ("eager", us(eager)),
+        ("experts", us(experts)),
+        ("pair's share", pair_share(took, experts.spread.p50_us if experts else None)),
+        ("weights", _us(row.weights_us or None)),
+        ("of them", f"{took / row.weights_us:.2f}x" if row.weights_us else None),
+        ("correct", "yes" if row.correct else "NO"),
+    ]
+
+
+def _table(cases: Sequence[Sequence[tuple[str, str | None]]]) -> str:
     kept = [i for i in range(len(cases[0])) if any(cells[i][1] is not None for cells in cases)]
     heads = [cases[0][i][0] for i in kept]
     return harness.table([heads, *([cells[i][1] or "-" for i in kept] for cells in cases)])
@@ -299,9 +362,6 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         *_wire(pair),
         *_messages(pair),
         *((what, spread(what)) for what in HALVES),
-        ("layer", spread("layer graph") or spread("layer eager")),
-        ("experts", spread("experts graph")),
-        ("pair's share", pair_share(ways)),
         ("host", _us(pair.host_us) if pair.interface else None),
         ("two add_", _us(pair.adds_us)),
         ("of them", f"{beside:.2f}x" if beside else None),
@@ -319,12 +379,9 @@ def _skew(pair: Row) -> list[tuple[str, str | None]]:
     ]
 
 
-def pair_share(ways: Mapping[str, Row]) -> str | None:
-    """Returns the part of a layer that its experts do not take, both in graphs."""
-    if not {"layer graph", "experts graph"} <= ways.keys():
-        return None
-    experts = ways["experts graph"].spread.p50_us
-    return f"{(1 - experts / ways['layer graph'].spread.p50_us) * 100:.0f}%"
+def pair_share(layer: float, experts: float | None) -> str | None:
+    """Returns the part of a layer that its experts do not take."""
+    return None if experts is None else f"{(1 - experts / layer) * 100:.0f}%"
 
 
 def _host(eager: Row | None) -> list[tuple[str, str | None]]:
@@ -423,6 +480,8 @@ def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     first = rows[0]
     device = "cuda" if first.on_cuda else "cpu"
     lines = [title(first), table(rows)]
+    if any(row.of_layer for row in rows):
+        lines += [layers(rows), LAYER]
     if first.on_cuda:
         lines.append(f"links: {links_line(first.links)}")
     lines.append(f"microseconds, p50 unless said: {BOUNDARY[device]}")

@@ -151,7 +151,7 @@ def _system(options: Options, job: Job, tokens: Tokens) -> Iterator[Calls]:
     """Warm: it has made some pairs."""
     system = MoeP2p(options, job)
     try:
-        calls = package_calls(system, options, tokens, num_sms=options.sms[0], experts=None)
+        calls = package_calls(system, options, tokens, num_sms=options.sms[0], layer=None)
         for _ in range(WARM):
             calls.pair()
         finish(options.device)

@@ -26,7 +26,13 @@ from moe_p2p.bench.contestants import Contestant, Entry, wrong_anywhere
 from moe_p2p.bench.floors import Bounds
 from moe_p2p.bench.gpu_calls import Calls, on_device
 from moe_p2p.bench.gpu_last import Inputs, Watch
-from moe_p2p.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts, published
+from moe_p2p.bench.gpu_layer import (
+    MAX_DIFFERENCE,
+    MAX_DIFFERENCE_FP8,
+    difference,
+    make_parts,
+    published,
+)
 from moe_p2p.bench.gpu_measure import Timed
 from moe_p2p.bench.harness import finish, use_device
 from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options
@@ -98,7 +104,7 @@ class World:
             self.notes.append("no baselines: theirs would not pass the links between these nodes")
         if self.group is not None and on_cuda and (reason := deep_ep.missing()) and not through:
             self.notes.append(f"no DeepEP: {reason}")
-        self.experts = make_experts(options, self.job, self.rank) if options.layer else None
+        self.layer = make_parts(options, self.job, self.rank, self.notes) if options.layer else None
         self.notes += published(options)
 
     def measure(self, interface: str, tokens: int, progress: Progress) -> None:
@@ -114,7 +120,7 @@ class World:
                 job=self.job,
                 rank=self.rank,
                 tokens=inputs.tokens,
-                experts=self.experts,
+                layer=self.layer,
                 group=self.group,
                 ranks=self.mirror,
                 stack=stack,
@@ -170,8 +176,15 @@ class World:
         found = [*entry.packages()]
         errors.require(bool(found), f"nothing to measure: {'; '.join(self.notes)}")
         found += entry.baselines()
-        _compare_layers(found)
+        if self.layer is not None:
+            _compare_layers(found, self.options)
         return found
+
+    def _weights_us(self) -> float:
+        """Returns the time of reading the weights of this rank's experts once; 0: not known."""
+        assert self.layer is not None
+        gbs = self.machine.memory_gbs
+        return round(self.layer.weight_bytes / gbs / 1e3, 1) if gbs else 0.0
 
     def _bounds(self, options: Options, step: int, calls: Calls) -> Bounds:
         push_gbs, gbps = self.clock.links.push_gbs, options.gbps * options.nics
@@ -213,7 +226,10 @@ class World:
                     chunk_tokens=calls.chunk_tokens,
                     num_steps=calls.num_steps,
                     num_sms=calls.num_sms,
-                    layout=calls.layout,
+                    layout=each.layer.layout if each.layer else calls.layout,
+                    gemm=each.layer.gemm if each.layer else "",
+                    overlap_sms=each.layer.overlap_sms if each.layer else 0,
+                    weights_us=self._weights_us() if each.layer else 0.0,
                     hidden=job.hidden_dim,
                     topk=job.topk,
                     experts=job.topology.num_experts,
@@ -254,17 +270,18 @@ def _mirror_of(options: Options, rank: int) -> MirrorGroup:
     return MirrorGroup(options.ranks, place=rank, count=options.mirror, key=key)
 
 
-def _compare_layers(found: list[Contestant]) -> None:
-    """Compares all with the last one, the baseline where there is one."""
-    layers = []
+def _compare_layers(found: list[Contestant], options: Options) -> None:
+    """Compares all layers with the reference of the first contestant."""
+    most = MAX_DIFFERENCE_FP8 if options.quantize else MAX_DIFFERENCE
+    reference = found[0].calls.reference
+    assert reference is not None
+    want = reference()
     for one in found:
-        if one.calls.layer is not None:
-            layers.append((one, one.calls.layer()))
-            finish(layers[-1][1].device)
-    for one, out in layers[:-1]:
-        apart = difference(out, layers[-1][1])
-        if not apart <= MAX_DIFFERENCE:  # NaN is apart
-            one.wrong.append(f"{one.calls.system}: layer is {apart:.3f} of its length away")
+        for layer in one.calls.layers:
+            apart = difference(layer.run(), want)
+            if not apart <= most:  # NaN is apart
+                text = f"layer is {apart:.3f} of its length away from plain products"
+                one.wrong.append(f"{one.calls.system}, {layer.name}: {text}")
 
 
 def bytes_of(counted: dict[str, Sent]) -> dict[str, int]:

@@ -58,11 +58,15 @@ def grad_tiles(dtype: torch.dtype) -> Tiles:
 
 
 @functools.cache
-def num_programs(device: torch.device) -> int:
-    """Programs that take tiles in turn: as many as the GPU runs at once (few when interpreted)."""
+def num_programs(device: torch.device, others: int = 0) -> int:
+    """Programs that take tiles in turn: as many as the GPU runs at once (few when interpreted).
+
+    others: multiprocessors that something else holds.
+    """
     if device.type != "cuda":
         return 3
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 * max(1, count - others)
 
 
 @triton.jit

@@ -105,7 +105,11 @@ def make_unready(
 def grouped_gemm_into(
     out: Tensor, x: Tensor | Fp8, weight: Tensor | Fp8, counts: Tensor, ready: ReadyRows
 ) -> None:
-    """grouped_gemm into what make_unready() of the same x and weight has made. No gradient."""
+    """grouped_gemm into what make_unready() of the same x and weight has made. No gradient.
+
+    It leaves ready.num_sms multiprocessors to combine: programs that find none free would begin
+    once others end, with as many tiles.
+    """
     rows, row_scales, weights, weight_scales = *_parts(x), *_parts(weight)
     _check(rows, row_scales, weights, weight_scales, counts)
     shape = (*rows.shape[:-1], weights.shape[2])
@@ -115,7 +119,8 @@ def grouped_gemm_into(
     )
     starts, counts = _starts(rows, counts, None), _bounded(rows, counts)
     flat = rows.flatten(0, -2)
-    _gemm_into(out, ready.counters, flat, row_scales, weights, weight_scales, starts, counts)
+    tensors = flat, row_scales, weights, weight_scales, starts, counts
+    _gemm_into(out, ready.counters, *tensors, ready.num_sms)
 
 
 def grouped_swiglu(
@@ -178,9 +183,11 @@ def _gemm_into(
     weight_scales: Tensor | None,
     starts: Tensor,
     counts: Tensor,
+    num_sms: int,
 ) -> None:
     to, none = (out.flatten(0, -2), None), (None, None)
-    _launch(x, x_scales, (weight, weight_scales), none, to, starts, counts, counters)
+    weights = weight, weight_scales
+    _launch(x, x_scales, weights, none, to, starts, counts, ready=counters, others=num_sms)
 
 
 @_gemm.register_fake
@@ -336,15 +343,18 @@ def _launch(
     out: tuple[Tensor, Tensor | None],
     starts: Tensor,
     counts: Tensor,
+    *,
     ready: Tensor | None = None,
+    others: int = 0,
 ) -> None:
+    """others: multiprocessors that something else holds."""
     num_experts, k, n = weight[0].shape
     if out[0].numel() == 0 or num_experts == 0:
         return
     gated = up[0] is not None
     tiles = kernels.choose_tiles(x.dtype, x.shape[0] // num_experts, gated=gated)
     with torch.cuda.device_of(x):
-        kernels.grouped_gemm_kernel[(kernels.num_programs(x.device),)](
+        kernels.grouped_gemm_kernel[(kernels.num_programs(x.device, others),)](
             x.contiguous(),
             x_scales,
             weight[0],

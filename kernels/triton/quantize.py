@@ -28,6 +28,7 @@ from moe_p2p.moe.shape import SCALE_BLOCK, num_scales  # a block of weights is s
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK_ROWS = 16  # 16 x 128 values keep one warp group busy with 16-byte loads
+_TURNS = 8  # programs of an expert's columns: rooms are larger than the rows in them
 
 
 @triton.jit
@@ -71,6 +72,63 @@ def _dequantize_kernel(
     scale = tl.load(scales_ptr + scale_at, mask=row < num_rows, other=0.0)
     x = widen(tl.load(q_ptr + at, mask=mask, other=0.0)) * scale[:, None]
     tl.store(x_ptr + at, to_nearest(x, x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(
+    x_ptr, out_ptr, scales_ptr, counts_ptr, capacity, width, scale_rows, ROWS: tl.constexpr
+):
+    """Rows of one expert in 128 columns: silu(x[:, :F]) * x[:, F:], as fp8 where there are scales.
+
+    Programs of an expert take ROWS rows in turn. Example: with counts [20, 0], ROWS 16 and two
+    programs an expert, the first takes rows 0 to 15 of expert 0, the second rows 16 to 19.
+    """
+    expert = tl.program_id(0).to(tl.int64)
+    count = tl.minimum(tl.load(counts_ptr + expert).to(tl.int32), capacity)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    for first in range(tl.program_id(2) * ROWS, count, tl.num_programs(2) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < width)[None, :]
+        at = (expert * capacity + row)[:, None] * width + column[None, :]
+        gate_at = at + (expert * capacity + row)[:, None] * width
+        gate = tl.load(x_ptr + gate_at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + gate_at + width, mask=mask, other=0.0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up
+        if scales_ptr is None:
+            tl.store(out_ptr + at, to_nearest(value, out_ptr.dtype.element_ty), mask=mask)
+        else:
+            q, scale = quantize_block(value)
+            tl.store(out_ptr + at, q, mask=mask)
+            scale_at = (expert * tl.num_programs(1) + tl.program_id(1)) * scale_rows + row
+            tl.store(scales_ptr + scale_at, scale, mask=row < count)
+
+
+def swiglu(x: Tensor, counts: Tensor, *, quantize: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """silu(gate) * up of x [E, C, 2 F], gate and up side by side, for counts[e] rows of expert e.
+
+    Returns [E, C, F] of x's type, or with quantize e4m3 and fp32 scales [E, C, ceil(F / 128)] that
+    lie column by column, in columns of a multiple of 4 rows. Other rows are undefined. No gradient.
+    """
+    num_experts, capacity, width = x.shape[0], x.shape[1], x.shape[2] // 2
+    errors.require(
+        x.dim() == 3 and x.shape[2] % 2 == 0 and x.is_contiguous(),
+        f"x is {tuple(x.shape)}, must be [E, C, 2 F] and contiguous",
+    )
+    errors.require(
+        counts.shape == (num_experts,) and counts.dtype in (torch.int32, torch.int64),
+        f"counts is {tuple(counts.shape)} of {counts.dtype}, must be [{num_experts}] of integers",
+    )
+    out = x.new_empty((num_experts, capacity, width), dtype=_FP8 if quantize else x.dtype)
+    blocks, scale_rows = num_scales(width), -(-capacity // 4) * 4
+    shape = num_experts, blocks, scale_rows
+    scales = x.new_empty(shape, dtype=torch.float32) if quantize else None
+    if out.numel():
+        turns = min(triton.cdiv(capacity, _BLOCK_ROWS), _TURNS)
+        with torch.cuda.device_of(x):
+            _swiglu_kernel[(num_experts, blocks, turns)](
+                x, out, scales, counts, capacity, width, scale_rows, ROWS=_BLOCK_ROWS
+            )
+    return out if scales is None else (out, scales.transpose(1, 2)[:, :capacity])
 
 
 @torch.library.custom_op("moe_p2p::fp8_quantize", mutates_args=())

@@ -119,6 +119,7 @@ def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     """Forward, and backward where there is one."""
     from moe_p2p.kernels.triton import grouped_ops
     from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
+    from moe_p2p.kernels.triton.quantize import swiglu
 
     x, weight = rows_and_weights(dtype, num_rows, k, n)
     counts = empty(4, dtype=torch.int32)
@@ -131,6 +132,10 @@ def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     )
     y, ready = grouped_ops.make_unready(padded, weight, num_sms=1)
     grouped_ops.grouped_gemm_into(y, padded, weight, counts, ready)
+    if dtype == torch.bfloat16:
+        both = empty(4, num_rows, 2 * n, dtype=dtype)
+        for fp8 in (False, True):
+            swiglu(both, counts, quantize=fp8)
     if isinstance(x, Tensor):
         x.requires_grad_()
         weight.requires_grad_()

@@ -27,6 +27,28 @@ TINY += ["--topk=2", "--experts=4", "--checks=2", "--seconds=0.05"]
 OPTIONS = Options(ranks=2, ranks_per_node=1, tokens=(4,), hidden=256, topk=2, experts=4)
 
 
+def test_cpu_ranks_time_a_layer_of_torchs_products(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    layer = ["--layer", "--ffn=32", "--dtype=fp8", "--tokens=4"]
+    assert command.main([*TINY, *layer, f"--json={out}", "--plot="]) == 0
+    rows = json.loads(out.read_text())
+    assert_keys("all_to_all", rows)
+    assert all(row["correct"] for row in rows)
+    layers = {(row["system"], row["what"]) for row in rows if row["gemm"] == "torch"}
+    assert layers == {
+        ("moe_p2p", "layer eager"), ("moe_p2p", "experts eager"), ("torch", "layer eager"),
+    }  # fmt: skip
+    heading, *_ = [line for line in capsys.readouterr().out.splitlines() if "products" in line]
+    assert "pair's share" in heading
+    for name in ("triton", "deep_gemm"):
+        with pytest.raises(SystemExit):
+            parse([*TINY, "--layer", f"--gemm=torch,{name}"])
+        reported = capsys.readouterr().err.splitlines()[-1]
+        assert f"--gemm {name}: it multiplies on GPUs alone" in reported
+
+
 def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, png = tmp_path / "deep" / "rows.json", tmp_path / "rows.png"
     arguments = [*TINY, f"--json={out}", f"--plot={png}"]
@@ -272,7 +294,9 @@ def test_gpus_that_are_not_there_are_refused_in_a_line(
     assert "finds no GPU" in reported
 
 
-@pytest.mark.parametrize("option", ["--num-sms=24", "--chunk-tokens=T", "--layer", "--mirror=8"])
+@pytest.mark.parametrize(
+    "option", ["--num-sms=24", "--chunk-tokens=T", "--overlap=8", "--mirror=8"]
+)
 def test_options_of_gpus_are_named_as_they_were_given(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,10 @@ is what runs on GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -36,13 +38,17 @@ from moe_p2p.bench.cases import make_job
 from moe_p2p.bench.gpu_last import Inputs
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.report import HALVES, Machine
+from moe_p2p.layer.products import Products, TorchProducts
 from moe_p2p.machine.models import MODELS
 from moe_p2p.moe import reference
+from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.tools import gpu_timing, launch, meeting
 from moe_p2p.tools.probe import Links
 
 LINKS = Links(push_gbs=300.0, push_24_gbs=250.0, flag_us=2.0, pinned_us=3.0, relayed_us=4.0)
-MACHINE = Machine(device="a clock", driver="13.0", torch=torch.__version__, nccl="none")
+MACHINE = Machine(
+    device="a clock", driver="13.0", torch=torch.__version__, nccl="none", memory_gbs=3_000.0
+)
 TINY = Options(
     device="cuda", ranks=2, ranks_per_node=2, tokens=(6,), hidden=256, topk=2, experts=4,
     checks=2, seconds=0.01, chunks=("default", "T"), sms=(0,),
@@ -99,8 +105,11 @@ def test_layers_have_names() -> None:
     (note,) = gpu_layer.published(found)
     assert "layer deepseek-v4-pro at T 8 in 637.0 us" in note
     assert gpu_layer.PUBLISHED_US.keys() <= MODELS.keys()
-    (found,) = options.parse(["--layer", "deepseek-v3", "--gemm", "torch"])
-    assert (found.layer, found.gemm, gpu_layer.published(found)) == ("deepseek-v3", "torch", [])
+    (found,) = options.parse(["--layer", "deepseek-v3", "--gemm", "torch,triton", "--tokens=9"])
+    assert (found.layer, found.gemm) == ("deepseek-v3", ("torch", "triton"))
+    assert gpu_layer.published(found) == []
+    (found,) = options.parse(["--layer", "kimi-k3", "--overlap=8,24"])
+    assert (found.gemm, found.overlap, found.experts) == (options.AUTO, (8, 24), 896)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -109,6 +118,9 @@ def test_layers_have_names() -> None:
     [
         (["--layer", "--gemm", "nowhere:make"], "--gemm nowhere:make: no module nowhere"),
         (["--layer", "--gemm", "torch:"], "--gemm torch:: no module torch with a function"),
+        (["--layer", "--gemm", "torch,deep_gemm"], "--gemm deep_gemm: no module is named deep_g"),
+        (["--layer", "--api=deep_ep"], "--layer is of AllToAll's own calls"),
+        (["--overlap=8"], "--overlap is of --layer"),
         (["--ranks", "8"], "--ranks 8 is more than the 4 GPUs"),
         (["--ranks-per-node", "3"], "--ranks 4 is not a multiple of --ranks-per-node 3"),
         (["--chunk-tokens", "half"], "'half' is neither a number, default nor T"),
@@ -184,6 +196,47 @@ def scaled_by(factor: int) -> Any:
     return experts
 
 
+class Threaded(TorchProducts):
+    """Its last product begins with its room, in a thread, and ends where others begin theirs."""
+
+    layout = None
+
+    def unready(self, hidden: Any, num_sms: int) -> tuple[torch.Tensor, ReadyRows]:
+        y, ready = super().unready(hidden, num_sms)
+        product = functools.partial(super().down_into, y, hidden, y, 1, ready)
+        self.writing = threading.Thread(target=product)
+        self.writing.start()
+        return y, ready
+
+    def down_into(self, *_: Any) -> None:
+        self.writing.join()
+
+
+def parts_of(options: Options) -> gpu_layer.LayerParts:
+    """Experts that all answer alike, and ones of small weights with overlap."""
+    same = gpu_layer.Whole(scaled_by(options.ffn))
+    found: dict[str, Products] = {"same": same}
+    reference: Products = same
+    if options.overlap:
+        count, hidden = options.experts // options.ranks, options.hidden
+        shapes = (hidden, options.ffn), (hidden, options.ffn), (options.ffn, hidden)
+        torch.manual_seed(0)
+        weights = [torch.randn(count, *shape).mul_(shape[0] ** -0.5) for shape in shapes]
+        weights = [weight.bfloat16() for weight in weights]
+        found = {"threaded": Threaded(*weights)}
+        reference = gpu_layer.Whole(gpu_layer.plain_experts(*weights))
+    return gpu_layer.LayerParts(
+        products=found, reference=reference, mean=1.0, weight_bytes=30_000_000
+    )
+
+
+class Stream:
+    """torch.cuda.Stream where nothing is queued."""
+
+    def wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, Stream)
+
+
 def made_on_cpus(make: Any, options: Options, *args: Any, **kwargs: Any) -> Any:
     return make(replace(options, device="cpu"), *args, **kwargs)
 
@@ -206,6 +259,9 @@ def run_by_the_clock(given: Options) -> worker.Results:
     patch.setattr(torch.cuda, "set_device", nothing)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "synchronize", nothing)
+    patch.setattr(torch.cuda, "Stream", Stream)
+    patch.setattr(torch.cuda, "current_stream", Stream)
+    patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     device = type("Device", (), {"total_memory": 1 << 40})
     patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
 
@@ -213,7 +269,7 @@ def run_by_the_clock(given: Options) -> worker.Results:
         return lambda: [run() for _ in range(repeats)]
 
     patch.setattr(gpu_measure, "captured", unrolled)
-    patch.setattr(worker, "make_experts", lambda options, *_: scaled_by(options.ffn))
+    patch.setattr(worker, "make_parts", lambda options, *_: parts_of(options))
     return worker.run(given)
 
 
@@ -410,19 +466,52 @@ def test_a_run_times_the_layer() -> None:
         ("torch", "layer eager"),
     }
     assert [row.system for row in results.rows if row.what == "experts graph"] == ["moe_p2p"]
-    assert all(row.correct for row in results.rows)
-    heading = report.table(results.rows).splitlines()[0]
-    assert all(name in heading for name in ("layer", "experts", "pair's share"))
+    assert all(row.correct for row in results.rows), [row.wrong for row in results.rows]
+    heading, *lines = report.layers(results.rows).splitlines()
+    assert all(name in heading for name in ("layer graph", "experts", "pair's share", "weights"))
+    assert len(lines) == 2
+    assert "10.0" in lines[0]  # us of 30 MB at 3,000 GB/s
+    printed = report.text(results.rows, results.notes)
+    assert report.layers(results.rows) in printed
+    assert report.LAYER in printed
+
+
+def test_a_run_times_layers_whose_combine_begins_before_the_experts_end() -> None:
+    given = replace(TINY, layer="given", ffn=32, chunks=("T",), overlap=(2, 7), baseline=False)
+    results = the_run(given)
+    assert [row.wrong for row in results.rows if row.wrong] == []
+    layers = {row.overlap_sms: row for row in results.rows if row.what == "layer graph"}
+    assert layers.keys() == {0, 2, 7}
+    assert {row.layout for sms, row in layers.items() if sms} == {"padded"}
+    lines = report.layers(results.rows).splitlines()[1:]
+    assert ["2 SMs" in line for line in lines] == [False, True, False]
+    assert ["7 SMs" in line for line in lines] == [False, False, True]
+    experts = [row for row in results.rows if row.what == "experts graph"]
+    assert [row.overlap_sms for row in experts] == [0]  # which all of them are held against
+
+
+def with_wrong_experts(given: Options) -> worker.Results:
+    patch = pytest.MonkeyPatch()
+    real = parts_of
+
+    def parts(options: Options) -> gpu_layer.LayerParts:
+        made = real(options)
+        return replace(made, products={**made.products, "wrong": gpu_layer.Whole(scaled_by(2))})
+
+    patch.setitem(globals(), "parts_of", parts)
+    return run_by_the_clock(given)
+
+
+def test_a_layer_is_compared_with_plain_products() -> None:
+    given = replace(TINY, layer="given", ffn=3, chunks=("T",), baseline=False)
+    rows = launch.run_ranks(with_wrong_experts, given, num_ranks=2)[0].rows
+    (text,) = {text for row in rows for text in row.wrong}
+    assert text == "moe_p2p, wrong: layer is 0.333 of its length away from plain products"
 
 
 def test_the_pair_has_what_the_experts_leave_of_a_layer() -> None:
-    def row(what: str, us: float) -> Any:
-        return type("Row", (), {"what": what, "spread": report.Spread.of(torch.tensor([us]))})
-
-    ways = {what: row(what, us) for what, us in (("layer graph", 80.0), ("experts graph", 50.0))}
-    assert report.pair_share(ways) == "38%"
-    del ways["experts graph"]
-    assert report.pair_share(ways) is None
+    assert report.pair_share(80.0, 50.0) == "38%"
+    assert report.pair_share(80.0, None) is None
 
 
 @pytest.mark.parametrize("layout", ["padded", "by_rank"])
@@ -439,21 +528,28 @@ def test_a_run_times_the_halves_of_calls_that_have_them(layout: Any) -> None:
 
 
 def test_layers_that_differ_are_reported() -> None:
-    def layer(value: float) -> contestants.Contestant:
+    def ours(value: float) -> contestants.Contestant:
+        layer = gpu_calls.Layer(
+            gemm="x", layout="padded", run=lambda: torch.full((4,), value), overlap_sms=8
+        )
         calls = gpu_calls.Calls(
             system=f"times {value}",
             dispatch=lambda: None,
             combine=lambda: None,
             capturable=False,
-            layer=lambda: torch.full((4,), value),
+            layers=[layer],
+            reference=lambda: torch.full((4,), 1.01),
         )
         return contestants.Contestant(calls=calls, wrong=[])
 
-    found = [layer(1.0), layer(1.1), layer(float("nan")), layer(1.01)]
-    worker._compare_layers(found)
-    assert [one.wrong for one in found] == [
-        [],
-        ["times 1.1: layer is 0.089 of its length away"],
-        ["times nan: layer is nan of its length away"],
-        [],
-    ]
+    away = "of its length away from plain products"
+    for given, most in ((TINY, 1.1), (replace(TINY, dtype="fp8"), 1.05)):
+        found = [ours(1.0), ours(most), ours(float("nan")), ours(1.01)]
+        worker._compare_layers(found, given)
+        wrong = [one.wrong for one in found]
+        assert wrong[0] == wrong[3] == []
+        assert wrong[2] == [f"times nan, x, overlap on 8: layer is nan {away}"]
+        if given is TINY:
+            assert wrong[1] == [f"times 1.1, x, overlap on 8: layer is 0.089 {away}"]
+        else:  # two roundings to fp8 may lie in between
+            assert wrong[1] == []

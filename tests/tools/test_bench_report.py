@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,30 @@ def test_the_table_of_nodes_has_the_wire() -> None:
     assert (found["limit"], found["KiB/NIC"], found["least"]) == ("55.0", "1,024.0", "768.0")
     assert found["flat"] == "1,536.0"
     assert "push" not in found  # a column of nothing
-    assert found["layer"] == "90.0"
+
+
+def test_the_table_of_layers_has_their_products_and_the_weights() -> None:
+    """An overlapped layer is held against its products alone, which overlap with nothing."""
+    of_ours = {"gemm": "triton", "layout": "padded", "weights_us": 40.0}
+    of_torch = {"gemm": "torch", "weights_us": 40.0}
+    text = report.layers(
+        [
+            row("pair graph", 20.0),
+            row("layer graph", 100.0, **of_ours),
+            row("experts graph", 75.0, **of_ours),
+            row("layer graph", 80.0, overlap_sms=8, **of_ours),
+            row("layer eager", 120.0, **of_torch),
+            row("experts eager", 60.0, **of_torch),
+        ]
+    )
+    lines = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    found = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    assert [(each["products"], each["overlap"]) for each in found] == [
+        ("triton", "-"), ("triton", "8 SMs"), ("torch", "-"),
+    ]  # fmt: skip
+    assert [each["pair's share"] for each in found] == ["25%", "6%", "50%"]
+    assert [each["of them"] for each in found] == ["2.50x", "2.00x", "3.00x"]
+    assert [each["layer graph"] for each in found] == ["100.0", "80.0", "-"]
 
 
 def test_a_row_is_flat_in_json() -> None:
