@@ -45,8 +45,8 @@ def deep_ep_order(place: Place, call: Call, allowed: bool) -> None:
             else:
                 y[row] = ordered_sum(list(mine.values()), 0 * x.float())
         terms = [torch.randn_like(batch.x) for _ in range(call.num_bias)]
-        bias: Any = [None, *terms[:1], tuple(terms)][call.num_bias] if terms else None
-        given = tuple(t.to(device) for t in bias) if isinstance(bias, tuple) else bias
+        on_device = tuple(term.to(device) for term in terms)
+        given: Any = on_device[0] if len(on_device) == 1 else on_device or None
         made = buffer.combine(y.to(device), handle, bias=given, **later(buffer, call.mode))
         out = host(waited(call.mode, made)[0])
         first = sum((term.float() for term in terms), torch.zeros(batch.x.shape))
