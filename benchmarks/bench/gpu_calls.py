@@ -31,6 +31,7 @@ class Layer:
     gemm: str
     layout: str
     run: Callable[[], Tensor]  # dispatch, experts and combine
+    out: Callable[[], Tensor]  # of the last run, or of the graph that was captured last
     experts: Callable[[], Tensor] | None = None  # alone, on rows of an earlier dispatch
     overlap_sms: int = 0  # that combine holds beside the last product; 0: it follows the product
 
@@ -184,6 +185,7 @@ class _Layer:
         if options.device == "cuda" and options.tokens[0] > PADDED_UP_TO:
             rows = int(counts.max() if self.layout == "padded" else counts.sum())
             self._given["capacity"] = -(-max(rows, 1) // ROOM) * ROOM
+        self.out: Any = None
         self._side: Any = None
         if overlap_sms:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -217,8 +219,8 @@ class _Layer:
         hidden = made.hidden(got.x, got.scales, got.counts, self._mean)
         if self._side is None:
             y = made.down(hidden, got.counts, self._mean)
-            package.out = package.comm.combine(y, got, **package.system.combining)
-            return package.out
+            self.out = package.comm.combine(y, got, **package.system.combining)
+            return self.out
         y, ready = made.unready(hidden, self._overlap_sms)
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
@@ -227,8 +229,8 @@ class _Layer:
         with torch.cuda.stream(self._side):
             made.down_into(y, hidden, got.counts, self._mean, ready)
         main.wait_stream(self._side)
-        package.out = package.comm.combine_recv(pending)
-        return package.out
+        self.out = package.comm.combine_recv(pending)
+        return self.out
 
 
 def _layers(package: _Package, options: Options, parts: LayerParts) -> Iterator[Layer]:
@@ -242,7 +244,14 @@ def _layers(package: _Package, options: Options, parts: LayerParts) -> Iterator[
         for sms in (0, *(options.overlap if made.overlaps and whole and not roomy else ())):
             one = _Layer(package, options, made, mean, sms)
             alone = None if sms else one.experts
-            yield Layer(gemm=name, layout=one.layout, run=one.run, experts=alone, overlap_sms=sms)
+            yield Layer(
+                gemm=name,
+                layout=one.layout,
+                run=one.run,
+                out=functools.partial(getattr, one, "out"),
+                experts=alone,
+                overlap_sms=sms,
+            )
 
 
 def package_calls(
@@ -295,7 +304,9 @@ def system_calls(
         return out.clone()  # later calls reuse the buffers
 
     layers = [
-        Layer(gemm=name, layout="grouped", run=functools.partial(run, made))
+        Layer(
+            gemm=name, layout="grouped", run=functools.partial(run, made), out=lambda: out.clone()
+        )
         for name, made in (layer.products.items() if layer is not None else ())
         if made.layout in (None, "grouped")
     ]

@@ -100,10 +100,11 @@ class Watch:
 
     def _compare(self, calls: Calls, what: str, layer: Layer | None) -> list[str]:
         assert calls.last is not None
-        last = calls.last(what)
         if layer is not None:
-            apart = difference(last["out"], layer.run())
+            got = layer.out()
+            apart = difference(got, layer.run())
             return [] if apart <= MAX_DIFFERENCE else [f"layer is {apart:.3f} of its length away"]
+        last = calls.last(what)
         found = []
         if calls.eager is not None:
             found += compare_rows(last, calls.eager())

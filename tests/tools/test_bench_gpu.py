@@ -529,9 +529,8 @@ def test_a_run_times_the_halves_of_calls_that_have_them(layout: Any) -> None:
 
 def test_layers_that_differ_are_reported() -> None:
     def ours(value: float) -> contestants.Contestant:
-        layer = gpu_calls.Layer(
-            gemm="x", layout="padded", run=lambda: torch.full((4,), value), overlap_sms=8
-        )
+        out = functools.partial(torch.full, (4,), value)
+        layer = gpu_calls.Layer(gemm="x", layout="padded", run=out, out=out, overlap_sms=8)
         calls = gpu_calls.Calls(
             system=f"times {value}",
             dispatch=lambda: None,
