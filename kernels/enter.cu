@@ -24,6 +24,10 @@ __device__ void begin_anew(const EnterParams& p) {
     st_relaxed_sys_u32(masks + rank, static_cast<u32>(p.absent[rank / 64] >> (rank % 64) & 1));
   if (thread < 2) st_relaxed_sys_u64(&state.next_step[thread], 0);
   if (thread == 2) state.lost_tokens = 0;
+  if (thread == 3) {
+    state.num_absent = 0;
+    for (const u64 bits : p.absent) state.num_absent += static_cast<u32>(__popcll(bits));
+  }
 }
 
 }  // namespace

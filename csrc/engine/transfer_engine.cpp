@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <span>
 #include <unordered_map>
 #include <utility>
 
@@ -85,6 +86,14 @@ struct TransferEngine::State {
       return;
     }
     engine.run_on_poller(closure, deadline.value_or(Clock::now() + options.control_timeout));
+  }
+
+  // One of each NIC.
+  void count(std::span<NicCounters> counters) {
+    for (int nic = 0; NicCounters& each : counters) {
+      each = poller.nic(nic).counters();
+      each.connections_refused = group[nic++].num_refused();
+    }
   }
 
   // Once register_memory() of the engine is asked for memory in order.
@@ -349,9 +358,14 @@ std::optional<Progress> TransferEngine::progress_of(const Request& request, Dead
   return progress;
 }
 
-std::unique_ptr<base::Recording> TransferEngine::record(size_t num_events) {
+std::unique_ptr<base::Recording> TransferEngine::record(size_t num_events,
+                                                        std::vector<NicCounters>* counters) {
   auto ring = num_events > 0 ? std::make_unique<base::Recording>(num_events) : nullptr;
-  state_->run_exclusive(*this, [&] { ring = state_->poller.recorder().exchange(std::move(ring)); });
+  if (counters) counters->resize(static_cast<size_t>(num_nics()));
+  state_->run_exclusive(*this, [&] {
+    ring = state_->poller.recorder().exchange(std::move(ring));
+    if (counters) state_->count(*counters);
+  });
   return ring;
 }
 
@@ -402,11 +416,8 @@ std::string TransferEngine::first_failure() const {
 }
 
 std::vector<NicCounters> TransferEngine::counters() const {
-  std::vector<NicCounters> counters;
-  for (int nic = 0; nic < num_nics(); ++nic) {
-    counters.push_back(state_->poller.nic(nic).counters());
-    counters.back().connections_refused = state_->group[nic].num_refused();
-  }
+  std::vector<NicCounters> counters(static_cast<size_t>(num_nics()));
+  state_->count(counters);
   return counters;
 }
 

@@ -106,8 +106,11 @@ class TransferEngine {
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
   // Records what the polling thread does from now on, the newest num_events of it; 0: no more.
-  // Returns what was recorded since this was called last, or null. Throws as run_on_poller() does.
-  std::unique_ptr<base::Recording> record(size_t num_events);
+  // Returns what was recorded since this was called last, or null. counters: as they are at the
+  // exchange, between two turns of the polling thread, so that they count what was recorded and no
+  // more. Throws as run_on_poller() does.
+  std::unique_ptr<base::Recording> record(size_t num_events,
+                                          std::vector<NicCounters>* counters = nullptr);
   // True once a GPU could not flush what NICs wrote: immediates are not counted from then on, so a
   // wait for one cannot succeed. gpu_flush_failure() gives the reason; empty while this is false.
   bool gpu_flush_failed() const noexcept;

@@ -80,8 +80,7 @@ int64_t engine_region_bytes(int64_t engine, int64_t region) {
 
 // [nics, 7]: bytes written, writes posted, immediates sent, immediates received, connections
 // refused, bytes read, reads posted.
-Tensor engine_counters(int64_t engine) {
-  const auto counters = engines().get(engine)->engine().counters();
+Tensor tensor_of(std::span<const engine::NicCounters> counters) {
   Tensor tensor = make_tensor({static_cast<int64_t>(counters.size()), 7}, ScalarType::Long);
   auto* out = static_cast<int64_t*>(tensor.mutable_data_ptr());
   for (const engine::NicCounters& nic : counters)
@@ -92,8 +91,15 @@ Tensor engine_counters(int64_t engine) {
   return tensor;
 }
 
-std::tuple<Tensor, int64_t> engine_record(int64_t engine, int64_t num_events) {
-  return events_from(engines().get(engine)->engine().record(checked_events(num_events)));
+Tensor engine_counters(int64_t engine) {
+  return tensor_of(engines().get(engine)->engine().counters());
+}
+
+std::tuple<Tensor, int64_t, Tensor> engine_record(int64_t engine, int64_t num_events) {
+  std::vector<engine::NicCounters> counters;
+  auto [events, overwritten] =
+      events_from(engines().get(engine)->engine().record(checked_events(num_events), &counters));
+  return {events, overwritten, tensor_of(counters)};
 }
 
 // Bytes of /dev/shm that one software NIC takes with so many peers connected to it.

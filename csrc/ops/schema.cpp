@@ -70,7 +70,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int priority=1) -> SymInt");
   m.def("engine_region_bytes(int engine, int region) -> int");
   m.def("engine_counters(int engine) -> Tensor");
-  m.def("engine_record(int engine, int num_events) -> (Tensor events, int overwritten)");
+  m.def(
+      "engine_record(int engine, int num_events) -> (Tensor events, int overwritten, Tensor "
+      "counters)");
   m.def("software_nic_bytes(str settings, int num_peers, bool timed=False) -> int");
   m.def("timed_link(str settings) -> int[]");
   m.def("host_identity() -> str");

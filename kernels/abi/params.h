@@ -53,7 +53,7 @@ struct DeviceState {
   u32 begun;         // kernels whose first block has begun
   u64 masks;  // i32 [W] on this device, not 0 for masked ranks (csrc/moe/node/masks.h); or null
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
-  u32 padding;
+  u32 num_absent;   // ranks that are not in this epoch (EnterParams)
   u64 lost_tokens;  // as Fault has them
   u64 stamps;  // StepStamps [kStampedSteps] of kernels that are compiled to note times; or null
   u32 reserved[16];

@@ -216,7 +216,7 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
     const u64 want = self.same_node(source) ? what.step + 1 : come(what.step);
     missing += ld_relaxed_sys_u64(word) < want;
   }
-  return max(missing, 1);
+  return max(missing - static_cast<i32>(state_of(comm).num_absent), 1);  // they send nothing
 }
 
 // Waits for what `source` dispatches to this rank or its node in `step`.

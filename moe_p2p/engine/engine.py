@@ -44,6 +44,7 @@ from moe_p2p.engine.transfers import (
     Slice,
     bytes_from,
     checked,
+    counters_from,
     indices,
     rest_of,
     table_of,
@@ -497,19 +498,7 @@ class Engine(Owner):
 
     def counters(self) -> list[NicCounters]:
         """Per NIC, since the engine was made."""
-        rows = call(_ops.engine_counters.default, self.number).tolist()  # [nics, 7]
-        return [
-            NicCounters(
-                bytes_written=row[0],
-                writes=row[1],
-                immediates_sent=row[2],
-                immediates_received=row[3],
-                connections_refused=row[4],
-                bytes_read=row[5],
-                reads=row[6],
-            )
-            for row in rows
-        ]
+        return counters_from(call(_ops.engine_counters.default, self.number))
 
     def metrics(self) -> list[Family]:
         """For moe_p2p.prometheus_text."""
@@ -532,12 +521,13 @@ class Engine(Owner):
         takes 40 bytes here, and a look at the clock of the polling thread. Raises
         InvalidArgumentError for more than 2**24, TimeoutError where the thread does not answer.
         """
-        events, overwritten = call(_ops.engine_record.default, self.number, num_events)
+        events, overwritten, rows = call(_ops.engine_record.default, self.number, num_events)
+        counters = counters_from(rows)
         from_start, self._from_start = (
             self._from_start,
-            not any(value for nic in self.counters() for value in nic.values()),
+            not any(value for nic in counters for value in nic.values()),
         )
-        return Recording(events, int(overwritten), from_start and not overwritten)
+        return Recording(events, int(overwritten), counters, from_start and not overwritten)
 
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""

@@ -37,6 +37,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from moe_p2p.engine.transfers import NicCounters
+
 KINDS = ("", "doorbell", "posted", "refused", "completed", "immediate", "farewell", "published",
          "span")  # fmt: skip
 PHASES = ("dispatch", "combine", "weights", "counts")
@@ -79,6 +81,7 @@ class Recording:
 
     events: Tensor  # [n, 5] int64
     overwritten: int  # earlier ones that are gone
+    counters: list[NicCounters]  # since the engine was made, up to the last event and no further
     from_start: bool = False  # nothing was posted, and nothing arrived, before the first event
 
     def decoded(self) -> list[Event]:

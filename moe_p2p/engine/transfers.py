@@ -42,6 +42,22 @@ class NicCounters(TypedDict):
     reads: int  # posted work requests
 
 
+def counters_from(rows: Tensor) -> list[NicCounters]:
+    """rows: [nics, 7] int64, as ops return them."""
+    return [
+        NicCounters(
+            bytes_written=row[0],
+            writes=row[1],
+            immediates_sent=row[2],
+            immediates_received=row[3],
+            connections_refused=row[4],
+            bytes_read=row[5],
+            reads=row[6],
+        )
+        for row in rows.tolist()
+    ]
+
+
 class Cancelled(NamedTuple):
     """How far a request was that was cancelled, over all NICs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig, PageRows
+from moe_p2p.engine import NicCounters
 from moe_p2p.engine.recording import Event, Recording, imm_key
 from tests.engine.test_engine import ends, pair
 from tests.support import cases
 from tests.support.gpu_ranks import meet
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, repeated, run_threads
 
 MANY = 1 << 14
 
@@ -32,11 +34,15 @@ def counted(events: list[Event]) -> dict[str, int]:
     }
 
 
-def counters(engine: Engine) -> Counter[str]:
+def summed(nics: list[NicCounters]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for nic in engine.counters():
+    for nic in nics:
         total.update({key: int(value) for key, value in nic.items()})  # type: ignore[call-overload]
     return total
+
+
+def counters(engine: Engine) -> Counter[str]:
+    return summed(engine.counters())
 
 
 def test_nothing_is_recorded_unless_it_is_switched_on() -> None:
@@ -138,6 +144,21 @@ def test_a_ring_keeps_the_newest_and_counts_the_others() -> None:
         assert [e.c for e in events if e.kind == "posted"] == [8, 9]
         assert [e.time_ns for e in events] == sorted(e.time_ns for e in events)
         assert len(sender.record(0).events) == 0  # that ring was new
+
+
+def test_counters_of_a_recording_count_its_events_while_transfers_go_on() -> None:
+    sender, receiver = pair(2)
+    with sender, receiver:
+        memory, _, region = ends(sender, receiver)
+        with repeated(lambda: sender.write(memory, region, imm=3).wait()):
+            for engine in (sender, receiver) * 20:
+                before = summed(engine.record(MANY).counters)
+                time.sleep(0.002)
+                found = engine.record(0)
+                after = summed(found.counters)
+                after.subtract(before)
+                events = counted(found.decoded())
+                assert events == {key: after[key] for key in events}
 
 
 @pytest.mark.parametrize("num_events", [-1, (1 << 24) + 1])

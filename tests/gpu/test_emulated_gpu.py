@@ -167,6 +167,7 @@ CASES = {
         "test_gpu_elastic.py::test_what_is_refused",
         "test_gpu_elastic.py::test_grows_and_shrinks[2 a node, absent alone-drop]",
         "test_gpu_elastic.py::test_a_lost_rank_is_replaced[4 a node-drop]",
+        "test_gpu_elastic.py::test_a_rank_that_is_lost_at_the_change_costs_no_other[1 a node]",
         "test_gpu_nixl_ep.py::test_masks_by_hand[3ranks-3pernode]",
     ],
 }
@@ -204,6 +205,7 @@ REST = (
     "test_gpu_masks.py::test_halves_in_flight_and_releases[3ranks-3pernode]",
     "test_gpu_elastic.py::test_grows_and_shrinks[2 a node, absent alone-drop]",
     "test_gpu_elastic.py::test_a_lost_rank_is_replaced[4 a node-drop]",
+    "test_gpu_elastic.py::test_a_rank_that_is_lost_at_the_change_costs_no_other[1 a node]",
     "test_gpu_nixl_ep.py::test_masks_by_hand[3ranks-3pernode]",
 )
 

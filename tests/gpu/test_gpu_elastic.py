@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,10 +23,25 @@ from moe_p2p import AllToAll, CombineOptions, DispatchOptions
 from tests.gpu.test_gpu_graphs import Inputs, doubled, record
 from tests.support import gpu_ranks
 from tests.support import world_cases as cases
-from tests.support.cases import assert_received, expect, finish, make_tokens, on_cpu
+from tests.support.cases import (
+    assert_received,
+    combine_arguments,
+    expect,
+    finish,
+    make_tokens,
+    on_cpu,
+)
 from tests.support.emulated_gpu import compute
 from tests.support.gpu_ranks import DEADLINE_S, HIDDEN_DIM, LATER_S, MAX_TOKENS, World
-from tests.support.mask_cases import given_by, last_step, masks_of, tokens_by
+from tests.support.mask_cases import (
+    expect_without,
+    given_by,
+    last_step,
+    masks_of,
+    step,
+    tokens_by,
+)
+from tests.support.programs import until
 from tests.support.ranks import DiedError, Rank
 from tests.support.world_cases import SEATS, together
 
@@ -246,6 +262,50 @@ def graphs(rank: Rank, _: World, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fields", NODES, ids=NAMES)
 def test_a_captured_graph_goes_on(fields: dict[str, Any]) -> None:
     run(4, graphs, fields)
+
+
+def lost_at_the_change(rank: Rank, _: World, fields: dict[str, Any], lost: list[int]) -> None:
+    """Rank 1 is lost: its last combine has come to rank 0 and not to rank 2. So ranks 0 and 3 wait
+    in the next epoch for both, and rank 2, which begins later, in the one before for rank 1.
+
+    lost: none of them at first, so that no rank compiles while others wait for it."""
+    store, seat, members = rank.store, rank.rank, [0, 1, 2]
+    fields = fields | {"timeout_s": 8.0 if lost else DEADLINE_S}
+    comm = begin(rank, seat, members, **fields)
+    if seat in members:
+        cases.steps(comm, members)
+        comm.stage_members(add=[3])
+        until(comm.members_staged, "never staged")
+        got = comm.dispatch(**given_by(comm, 1))
+        finish(comm)
+        together(store, "dispatched", len(members))
+        if seat == 0:
+            comm.mask_ranks(lost)  # as if it had that one's sums: it does not wait for them
+        if seat not in lost:
+            wanted = expect_without(comm, 1, [3])
+            pending = comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+            finish(comm)
+            if seat == 2 and lost:
+                store.wait(["entered"], timedelta(seconds=DEADLINE_S))
+            comm.combine_recv(pending)
+            finish(comm)
+            comm.commit_members()
+    if seat == 0:
+        store.set("entered", "")
+    try:
+        if seat not in lost:
+            step(comm, 1, lost)
+            assert masks_of(comm) == lost
+    finally:  # rank 1 waits for the others, also when one of them has failed
+        together(store, "done", SEATS)
+    comm.close()
+
+
+@pytest.mark.skipif(not EMULATED, reason="of threads, whose kernels are compiled once")
+@pytest.mark.parametrize("fields", MASKS, ids=NAMES[:2])
+def test_a_rank_that_is_lost_at_the_change_costs_no_other(fields: dict[str, Any]) -> None:
+    for lost in ([], [1]):
+        run(SEATS, lost_at_the_change, fields, lost)
 
 
 def lost_sums(rank: Rank, _: World, fields: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from moe_p2p.moe import epoch
 from moe_p2p.moe.elastic import Changes, Joining
 from moe_p2p.moe.rendezvous import agreement
 from tests.support import world_cases as cases
-from tests.support.mask_cases import given_by
+from tests.support.mask_cases import given_by, masks_of, step
+from tests.support.programs import until
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
 
 NODES = [{}, {"ranks_per_node": 1}, {"ranks_per_node": 2, "mask_lost_ranks": False}]
@@ -54,6 +56,41 @@ def grow_and_shrink(rank: Rank, overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize("overrides", [*NODES, NETWORK, TCP | NODES[2]], ids=str)
 def test_grows_and_shrinks(overrides: dict[str, Any]) -> None:
     run_threads(4, grow_and_shrink, overrides)
+
+
+def lost_at_the_change(rank: Rank) -> list[int]:
+    """Rank 1 is gone: its last combine has come to rank 0 and not to rank 2. So ranks 0 and 3 wait
+    in the next epoch for both, and rank 2, which begins later, in the one before for rank 1."""
+    store, seat, members = rank.store, rank.rank, [0, 1, 2]
+    comm = cases.begin(store, seat, members, ranks_per_node=1, timeout_s=6.0)
+    if seat != 3:
+        cases.steps(comm, members)
+        comm.stage_members(add=[3])
+        until(comm.members_staged, "never staged")
+        got = comm.dispatch(**given_by(comm, 1))
+        cases.together(store, "dispatched", len(members))
+        if seat == 0:
+            comm.mask_ranks([1])  # as if it had that one's sums: it does not wait for them
+        if seat != 1:
+            pending = comm.combine_send(got.x, got)
+            if seat == 2:
+                store.wait(["entered"], timedelta(seconds=60))
+            comm.combine_recv(pending)
+            comm.commit_members()
+    if seat == 0:
+        store.set("entered", "")
+    if seat != 1:
+        step(comm, 1, [1])
+    found = masks_of(comm)
+    cases.together(store, "done", cases.SEATS)
+    comm.close()
+    return found
+
+
+@pytest.mark.more
+def test_a_rank_that_is_lost_at_the_change_costs_no_other() -> None:
+    masks = run_threads(4, lost_at_the_change)
+    assert [masks[seat] for seat in (0, 2, 3)] == [[1]] * 3
 
 
 # --- numbers in immediates ---

@@ -26,6 +26,7 @@ import moe_p2p
 from moe_p2p import Engine, EngineConfig
 from moe_p2p.fleet import bootstrap
 from moe_p2p.tools import launch
+from tests.support import warm
 from tests.support.cases import make, make_tokens, steps
 from tests.support.programs import Program, program, until
 from tests.support.ranks import Rank, run_processes
@@ -368,6 +369,25 @@ def test_ctrl_c_is_not_lost_while_the_fork_server_is_started(
 
 def test_ranks_do_not_inherit_the_mask_of_the_fork_server() -> None:
     assert launch.run_ranks(blocked_signals, num_ranks=1) == [[]]
+
+
+def is_interrupted_by_itself(_: Rank) -> bool:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    return True
+
+
+BEHIND_A_COMMAND = """
+from moe_p2p.tools import launch
+launch.start_fork_server("moe_p2p")
+from tests.moe.test_interrupt import is_interrupted_by_itself
+from tests.support.ranks import run_processes
+print(run_processes(1, is_interrupted_by_itself))
+"""
+
+
+def test_nor_do_ranks_of_tests_where_a_command_has_started_the_server() -> None:
+    assert warm.run("-c", BEHIND_A_COMMAND, capture_output=True, text=True).stdout == "[True]\n"
 
 
 def blocked_signals() -> list[int]:

@@ -24,6 +24,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -170,6 +171,10 @@ def _process(
     pipe: Connection,
     call: bytes,
 ) -> None:
+    # The fork server may be that of a command that ran within the tests: its processes begin with
+    # SIGINT blocked (launch.start_fork_server), and what they send to themselves never arrives.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

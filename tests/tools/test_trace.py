@@ -19,14 +19,16 @@ import moe_p2p
 from moe_p2p import AllToAll, AllToAllConfig, Engine, errors
 from moe_p2p.__main__ import main
 from moe_p2p.engine import lifetime
+from moe_p2p.engine.recording import decode
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.tools.trace import hub, shown
 from moe_p2p.tools.trace.hub import Bounds, Hub, bounds_of
 from moe_p2p.tools.trace.recorded import Clock, Trace
+from moe_p2p.tools.trace.session import Session
 from moe_p2p.tools.trace.steps import PAIR, judge, steps
 from tests.support import kv_workers, weights_fleet
-from tests.support.ranks import Rank, run_processes, run_threads
+from tests.support.ranks import Rank, repeated, run_processes, run_threads
 from tests.support.weights_fleet import MODELS
 
 CONFIG = AllToAllConfig(num_experts=8, hidden_dim=256, topk=2, max_tokens=16)
@@ -376,6 +378,24 @@ def test_events_that_were_overwritten_are_reported(tmp_path: Path) -> None:
         assert found.trace is not None
         (text,) = [each for each in found.trace.ranks[0].lost if "'one'" in each]
         assert text.endswith("events of engine 'one' were overwritten; raise num_events")
+
+
+def test_engines_have_counted_its_events_where_others_write_meanwhile() -> None:
+    """As ranks do that are done with a trace before this one, or have not yet begun it."""
+    with Engine(label="one") as one, Engine(label="other") as other:
+        memory = one.register(torch.zeros(4096, dtype=torch.uint8))
+        inbox = other.register(torch.zeros(4096, dtype=torch.uint8))
+        region = one.resolve(inbox.descriptor)
+        with repeated(lambda: one.write(memory, region, imm=1).wait()):
+            for _ in range(20):
+                session = Session(1 << 14)
+                session.begin()
+                time.sleep(0.002)
+                session.stop()
+                for engine in session.recorded(0).engines:
+                    kinds = Counter(decode(row).kind for row in engine.events)
+                    assert kinds["posted"] == engine.counters["writes"]
+                    assert kinds["immediate"] == engine.counters["immediates_received"]
 
 
 # --- the command ---

@@ -14,7 +14,7 @@ import torch
 
 from moe_p2p import InvalidArgumentError, MoeP2pError, ResourceExhaustedError, TimeoutError
 from moe_p2p.errors import make
-from moe_p2p.weights import conversion, weight_plan
+from moe_p2p.weights import WeightTrainer, conversion, job, weight_plan
 from moe_p2p.weights.attempt import Keys
 from moe_p2p.weights.conversion import Conversions, _in_order
 from moe_p2p.weights.models import MODELS as SHAPES
@@ -42,6 +42,22 @@ def begin(found: Fleet, version: int, values: Values, **how: Any) -> list[Any]:
 
 def update(found: Fleet, version: int, values: Values, **how: Any) -> None:
     running = begin(found, version, values, **how)
+    if found.engine_ranks[0].mode == "in_place":
+        for engine_rank in found.engine_ranks:
+            engine_rank.begin()
+    found.finish(running)
+
+
+def attempts(found: Fleet) -> list[int]:
+    return [each.totals["attempts"] for each in found.trainers]
+
+
+def update_all_at_once(found: Fleet, version: int, values: Values, **how: Any) -> None:
+    """Engine ranks are asked, and may refuse, when each trainer has begun. A trainer that begins
+    after an attempt was refused takes part in the next one alone."""
+    before = attempts(found)
+    running = begin(found, version, values, **how)
+    _until(lambda: attempts(found) == [each + 1 for each in before])
     if found.engine_ranks[0].mode == "in_place":
         for engine_rank in found.engine_ranks:
             engine_rank.begin()
@@ -177,13 +193,33 @@ def test_a_part_is_sent_whole_where_an_engine_rank_missed_a_version() -> None:
     """The leader believes the store; the engine rank knows what it has."""
     with fleet(MODELS["fused"]) as found:
         values = refuse_a_part(found)
-        update(found, 2, values, only={"q"})
+        update_all_at_once(found, 2, values, only={"q"})
         check(found, 2, values)
         assert [each.totals["failed"] for each in found.trainers] == [1] * len(found.trainers)
         values = mixed(found, 1, 3, {"q"})
         update(found, 3, values, only={"q"})  # the next one is of a part again
         check(found, 3, values)
         assert found.trainers[0].totals["failed"] == 1
+
+
+def test_a_trainer_that_begins_after_a_refusal_takes_part_in_the_next_attempt() -> None:
+    with fleet(MODELS["fused"]) as found:
+        values, late = refuse_a_part(found), found.trainers[-1]
+
+        def update_of(each: WeightTrainer) -> Any:
+            tensors = found.model.trainer_tensors(each.rank, values)
+            return found.pool.submit(each.update, 2, tensors, only={"q"})
+
+        running = [update_of(each) for each in found.trainers if each is not late]
+        while late._words.get(job.NOW)["attempt"] < 3:
+            for engine_rank in found.engine_ranks:
+                engine_rank.step()
+        found.finish([*running, update_of(late)])
+        check(found, 2, values)
+        assert attempts(found) == [3] * len(found.trainers)
+        assert [each.attempts_failed for each in found.trainers] == [1, 1, 1, 0]
+        update(found, 3, found.model.values(3), only={"q"})
+        assert attempts(found) == [4] * len(found.trainers)
 
 
 def test_a_trainer_that_connects_after_a_refusal_goes_on_at_once() -> None:
@@ -205,7 +241,7 @@ def test_a_trainer_that_connects_after_a_refusal_goes_on_at_once() -> None:
 
         late._buffers.writer.generation = late_look  # type: ignore[method-assign]
         began = time.monotonic()
-        update(found, 2, values, only={"q"})
+        update_all_at_once(found, 2, values, only={"q"})
         assert time.monotonic() - began < late.timeout_s / 2
         check(found, 2, values)
         assert late.totals["failed"] == 1
@@ -261,7 +297,7 @@ def test_a_part_is_sent_whole_where_the_others_are_lost(
     with fleet(MODELS[name], poison=True, **how) as found:
         update(found, 1, found.model.values(1))
         values = mixed(found, 1, 2, {part})
-        update(found, 2, values, only={part})
+        update_all_at_once(found, 2, values, only={part})
         check(found, 2, values)
         for each in found.trainers:
             assert each.attempts_failed == 1

@@ -24,10 +24,12 @@ class Masks {
   bool has(int rank) const noexcept {
     if (!words_) return false;
     if (std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0) return true;
-    if (!absent_ || absent_[rank] == 0) return false;
+    if (!is_absent(rank)) return false;
     add(rank);
     return true;
   }
+  // It is so at every rank, and from the first step on.
+  bool is_absent(int rank) const noexcept { return absent_ && absent_[rank] != 0; }
   void add(int rank) const noexcept {
     std::atomic_ref(words_[rank]).store(1, std::memory_order_relaxed);
   }

@@ -113,11 +113,12 @@ void Waits::check_neighbours(const Arrived& arrived, const Text& text) const {
 // T (2 - 1/n) for n ranks that are missing, masked or not. A rank that dies may have sent something
 // to some ranks only. The others wait for it, and the ranks that have it soon wait for these others
 // and for the dead one, or have masked it. So a rank that misses fewer masks first, and arrives at
-// the others in time.
+// the others in time. Absent ranks do not count: a rank that is still in the epoch before, which
+// lacked a newcomer, would have the patience of those that wait for it in this one.
 std::chrono::milliseconds Waits::patience(const Arrived& arrived) const {
   int missing = 0;
   for (int source = 0; source < plan_.shape.world_size; ++source)
-    missing += !arrived(source) || masks_.has(source);
+    missing += !masks_.is_absent(source) && (!arrived(source) || masks_.has(source));
   return options_.timeout + options_.timeout * (std::max(missing, 1) - 1) / std::max(missing, 1);
 }
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from moe_p2p import errors, log
 from moe_p2p.engine import lifetime
 from moe_p2p.engine.engine import Engine
+from moe_p2p.engine.recording import Recording
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.library import call
 from moe_p2p.moe.communicator import Communicator
@@ -189,8 +190,7 @@ class Session:
 
     def _begin(self, owner: Any) -> None:
         if isinstance(owner, Engine):
-            owner.record(self._num_events)
-            self._counters[owner] = _counted(owner)
+            self._counters[owner] = _sums(owner.record(self._num_events))
         elif isinstance(owner, Communicator):
             call(_record, owner.number, self._num_events)
             if self._with_clocks and not self._gpu_clock and _on_gpu(owner):
@@ -200,7 +200,7 @@ class Session:
     def _take(self, owner: Any) -> None:
         if isinstance(owner, Engine):
             found = owner.record(0)
-            now, before = _counted(owner), self._counters[owner]
+            now, before = _sums(found), self._counters[owner]
             self._engines.append(
                 OfEngine(
                     number=owner.number,
@@ -250,8 +250,9 @@ def _stamps(owner: Communicator) -> torch.Tensor | None:
     return stamps if stamps is not None and len(stamps) else None
 
 
-def _counted(engine: Engine) -> Counter[str]:
+def _sums(recording: Recording) -> Counter[str]:
+    """Counters of all NICs, which count what was recorded: asked for later, they count more."""
     found: Counter[str] = Counter()
-    for nic in engine.counters():
+    for nic in recording.counters:
         found.update(nic)
     return found
