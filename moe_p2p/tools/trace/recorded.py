@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from moe_p2p.engine.recording import Event, decode
+from moe_p2p.machine.phases import Phase
 from moe_p2p.tools.trace.hub import Bounds
 
 BEGUN, SENT, RINGS, RUNG, ARRIVED, ENDED = range(6)  # kernels/device/stamps.cuh
@@ -56,6 +57,8 @@ class Recorded:
     engines: list[OfEngine] = field(default_factory=list)
     communicators: list[OfCommunicator] = field(default_factory=list)
     gpu_clock: list[Bounds] = field(default_factory=list)
+    busy: list[Phase] = field(default_factory=list)  # of KV and weights
+    ended_ns: int = 0
     lost: list[str] = field(default_factory=list)  # what is missing, and why
 
     def encode(self) -> bytes:
@@ -69,6 +72,8 @@ class Recorded:
             engines=[OfEngine(**each) for each in found["engines"]],
             communicators=[OfCommunicator(**each) for each in found["communicators"]],
             gpu_clock=[Bounds(*each) for each in found["gpu_clock"]],
+            busy=[Phase(*each) for each in found["busy"]],
+            ended_ns=found["ended_ns"],
             lost=found["lost"],
         )
 
@@ -99,7 +104,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One rank's part of a phase of a step. Times of rank 0's host. process: of Trace.ranks.
 
     sent: it has nothing left to send. waited: all that it waited for was there; where it is not

@@ -83,7 +83,10 @@ def _counted(trace: Trace) -> str:
         for engine in recorded.engines:
             kinds.update(event.kind for event in trace.events(process, engine))
     names = ("doorbell", "posted", "completed", "immediate", "published", "refused")
-    return "events: " + ", ".join(f"{kinds[name]:,} {name}" for name in names)
+    counted = "events: " + ", ".join(f"{kinds[name]:,} {name}" for name in names)
+    users = Counter(each.user for recorded in trace.ranks for each in recorded.busy)
+    more = {"kv": "requests of KV", "weights": "attempts of weight updates"}
+    return ", ".join([counted, *(f"{users[user]:,} {more[user]}" for user in sorted(users))])
 
 
 def shown_ranks(judged: Judged) -> list[int]:
