@@ -386,17 +386,27 @@ def test_the_command_writes_a_file_a_picture_and_a_table(
 ) -> None:
     out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
     small = ["--ranks=2", "--ranks-per-node=1", "--tokens=8", "--hidden=256", "--experts=8"]
-    more = ["--topk=2", "--steps=4", f"--out={out}", f"--plot={plot}"]
+    record = tmp_path / "record.jsonl"
+    more = ["--topk=2", "--steps=4", f"--out={out}", f"--plot={plot}", f"--record={record}"]
     assert main(["trace", "--device=cpu", *small, *more]) == 0
     printed = capfd.readouterr().out
     for each in ("2 ranks in nodes of 1, T 8", "4 steps: ", "; floor ", "GB/s of a copy", "cost: "):
         assert each in printed
     assert "us without a trace and" in printed
-    assert printed.splitlines()[-2:] == [
+    assert printed.splitlines()[-3:] == [
         f"wrote {out}: open it at https://ui.perfetto.dev",
         f"wrote {plot}",
+        f"wrote {record}: step through it with python -m moe_p2p replay {record}",
     ]
     assert problems(json.loads(out.read_text())) == []
+    assert main(["replay", str(record), "--step=2"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    for rank in range(2):
+        first = next(each for each in lines if each.startswith(f"rank {rank}: "))
+        assert first.endswith(" events over loopback, whole from step 0 on")
+        assert f"rank {rank}: waits for nothing" in lines
+        for what in ("doorbell", "posted", "completed", "immediate", "published"):
+            assert [each for each in lines if each.startswith(f"rank {rank} ") and what in each]
 
 
 @pytest.mark.parametrize(
@@ -405,6 +415,7 @@ def test_the_command_writes_a_file_a_picture_and_a_table(
         (["--tokens=8,16"], "--tokens: one number; a trace is of one job"),
         (["--steps=0"], "--steps: '0' is not a whole number from 1"),
         (["--out=/proc/x"], "--out: /proc/x cannot be written"),
+        (["--ranks=2", "--ranks-per-node=2", "--record=x"], "--record: ranks of one node send"),
         (["--check"], "unrecognized arguments: --check"),
         (["--topk=9", "--experts=8"], "--topk 9 is more than --experts 8"),
     ],

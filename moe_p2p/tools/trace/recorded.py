@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_p2p.engine.recording import Event, decode
 from moe_p2p.machine.phases import Phase
@@ -29,6 +29,7 @@ class OfEngine:
     provider: str
     events: list[list[int]]  # rows of moe_p2p/engine/recording.py
     overwritten: int
+    from_start: bool  # as of a Recording
     counters: dict[str, int]
 
 
@@ -47,6 +48,7 @@ class OfCommunicator:
     spans: list[list[int]]
     overwritten: int
     stamps: list[list[int]]
+    facts: dict[str, Any]  # for a replay (tools/recording.py)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from moe_p2p.machine.phases import Phase
 from moe_p2p.moe.communicator import Communicator
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import is_captured
+from moe_p2p.tools import recording
 from moe_p2p.tools.output import NotWrittenError
 from moe_p2p.tools.trace import gpu_clock
 from moe_p2p.tools.trace.hub import Bounds, Hub
@@ -111,6 +112,7 @@ class tracing:  # noqa: N801  it is used like a function
                 except NotWrittenError as failed:
                     log.warning(f"the trace of a block that raised is lost: {failed}")
                 return
+            hub.meet()  # else who goes on sends what is of no step inside to who still records
             ended = hub.match()
             data = hub.gather(recorded.encode())
             if hub.rank == 0:
@@ -232,6 +234,7 @@ class Session:
                     provider=owner.provider,
                     events=found.events.tolist(),
                     overwritten=found.overwritten,
+                    from_start=found.from_start,
                     counters={name: now[name] - before[name] for name in now},
                 )
             )
@@ -255,6 +258,7 @@ class Session:
                 spans=spans.tolist(),
                 overwritten=int(overwritten),
                 stamps=rows,
+                facts=recording.facts_of(owner),
             )
         )
 
