@@ -117,7 +117,9 @@ def _parse(arguments: list[str]) -> Asked:
     )
     rest = rest if given.tokens else ["--tokens=128", *rest]
     (options,) = of_bench.parse([*rest, "--json=", "--plot=", "--no-baseline"])
-    why = "--record: ranks of one node send each other nothing through a proxy, so there is nothing "
+    why = (
+        "--record: ranks of one node send each other nothing through a proxy, so there is nothing "
+    )
     why += f"to replay; pass a --ranks-per-node below --ranks {options.ranks}"
     harness.refuse(parser, {why: bool(given.record) and options.ranks_per_node == options.ranks})
     return Asked(options, given.steps, given.out, given.plot, given.record)
