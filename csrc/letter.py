@@ -43,6 +43,7 @@ FILES = (
     "moe_p2p/moe/expert_mover.py",
     "moe_p2p/moe/gpu/fd_exchange.py",
     "moe_p2p/kv/[a-z]*.py",
+    "moe_p2p/machine/phases.py",
     "moe_p2p/moe/rendezvous/agreement.py",
     "moe_p2p/moe/votes.py",
     "moe_p2p/tools/trace/hub.py",

@@ -1,8 +1,8 @@
 """`python -m moe_p2p trace`: steps of the bench, traced on all ranks, beside their floor.
 
-It writes a file for ui.perfetto.dev and a picture, prints where a step's time went, and what the
-trace cost: steps without and with it take turns. Programs of others use moe_p2p.tracing
-(docs/trace.md).
+It writes a file for ui.perfetto.dev, a picture and, with --record, what replay reads; it prints
+where a step's time went, and what the trace cost: steps without and with it take turns. Programs of
+others use moe_p2p.tracing (docs/trace.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_p2p.bench.harness import finish, use_device
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import MoeP2p
 from moe_p2p.moe.reference import Tokens
-from moe_p2p.tools import launch
+from moe_p2p.tools import launch, recording
 from moe_p2p.tools.gather import everyones
 from moe_p2p.tools.gpu_timing import captured, interleaved, timed_us
 from moe_p2p.tools.option_types import Parser, at_least_1, output_file
@@ -56,6 +56,7 @@ class Asked:
     steps: int
     out: str
     plot: str
+    record: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,8 @@ def _parse(arguments: list[str]) -> Asked:
         help="trace for ui.perfetto.dev")  # fmt: skip
     add("--plot", type=output_file, default="bench_out/trace.png", metavar="FILE",
         help="picture of where the time went (bench_out/trace.png; '': none)")  # fmt: skip
+    add("--record", type=output_file, default="", metavar="FILE",
+        help="what proxies did, for `python -m moe_p2p replay FILE` (none)")  # fmt: skip
     parser = Parser(
         prog="python -m moe_p2p trace",
         description="Traces dispatch and combine of all ranks on one clock, from kernels to NICs.",
@@ -114,7 +117,12 @@ def _parse(arguments: list[str]) -> Asked:
     )
     rest = rest if given.tokens else ["--tokens=128", *rest]
     (options,) = of_bench.parse([*rest, "--json=", "--plot=", "--no-baseline"])
-    return Asked(options, given.steps, given.out, given.plot)
+    why = (
+        "--record: ranks of one node send each other nothing through a proxy, so there is nothing "
+    )
+    why += f"to replay; pass a --ranks-per-node below --ranks {options.ranks}"
+    harness.refuse(parser, {why: bool(given.record) and options.ranks_per_node == options.ranks})
+    return Asked(options, given.steps, given.out, given.plot, given.record)
 
 
 def _several(given: argparse.Namespace, name: str) -> bool:
@@ -131,16 +139,15 @@ def run(asked: Asked) -> Found:
         torch.manual_seed(rank)
         clock, job = make_clock(options), make_job(options)
         tokens = on_device(job.tokens_of(_STEP, rank, options.tokens[0]), options.device)
+        recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
+        with recorder, _system(options, job, tokens) as traced:
+            on_gpu = options.device == "cuda"
+            pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
+            for _ in range(asked.steps):
+                pair()
+            finish(options.device)
         with _system(options, job, tokens) as plain:
-            floor = _floor(options, job, clock, plain)
-            recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
-            with recorder, _system(options, job, tokens) as traced:
-                on_gpu = options.device == "cuda"
-                pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
-                for _ in range(asked.steps):
-                    pair()
-                finish(options.device)
-            text = _shown(asked, recorder, floor)
+            text = _shown(asked, recorder, _floor(options, job, clock, plain))
             cost = _cost(options, job, tokens, plain, clock)
         clock.close()
     return Found(text=f"{text}\n{cost}", notes=_written(asked) if rank == 0 else [])
@@ -193,19 +200,23 @@ def _shown(asked: Asked, recorder: tracing, floor: shown.Floor) -> str:
     trace = recorder.trace
     if trace is None:
         return ""
+    if asked.record:
+        recording.save(asked.record, recording.of_trace(trace))
     judged = judge(steps(trace)[-asked.steps :])
     options = asked.options
     title = f"{options.ranks} ranks in nodes of {options.ranks_per_node}, T {options.tokens[0]}"
     lines = [title, shown.text(trace, judged, floor)]
     if judged is not None and asked.plot:
-        reason = shown.picture(Path(asked.plot), title, judged, floor)
+        reason = shown.picture(Path(asked.plot), title, trace, judged, floor)
         lines += [f"no picture: {reason}"] if reason else []
     return "\n".join(lines)
 
 
 def _written(asked: Asked) -> list[str]:
     wrote = [f"wrote {asked.out}: open it at https://ui.perfetto.dev"]
-    return wrote + ([f"wrote {asked.plot}"] if asked.plot and Path(asked.plot).exists() else [])
+    wrote += [f"wrote {asked.plot}"] if asked.plot and Path(asked.plot).exists() else []
+    step = f"python -m moe_p2p replay {asked.record}"
+    return wrote + ([f"wrote {asked.record}: step through it with {step}"] if asked.record else [])
 
 
 def _cost(

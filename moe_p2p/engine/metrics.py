@@ -76,6 +76,12 @@ def note(made: Counted) -> None:
         _made.add(made)
 
 
+def noted() -> list[Any]:
+    """All objects of this process that count and are not collected."""
+    with _lock:
+        return list(_made)
+
+
 def of_each(objects: Iterable[Any]) -> list[Family]:
     """Metrics of these objects and of their engines, one after the other."""
     found = []
@@ -95,8 +101,7 @@ def of_each(objects: Iterable[Any]) -> list[Family]:
 
 def collected(objects: Sequence[object]) -> list[Family]:
     """The same, each name and each sample once. No objects: of all that this process has made."""
-    with _lock:
-        given = list(objects) or list(_made)
+    given = list(objects) or noted()
     merged: dict[str, dict[tuple[str, ...], Sample]] = {}
     kinds: dict[str, Family] = {}
     for family in of_each(given):

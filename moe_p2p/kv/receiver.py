@@ -18,7 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from moe_p2p.kv.source_transfer import SourceTransfer
 from moe_p2p.kv.stats import RequestState, TransferState
 from moe_p2p.kv.unpacking import Unpacker, Unpacking
 from moe_p2p.kv.worker import KVWorker, Options, check_request, failing
+from moe_p2p.machine.phases import Phase
 
 if TYPE_CHECKING:  # of typing since Python 3.11
     from typing_extensions import Unpack
@@ -92,6 +93,17 @@ class KVReservation:
 
     def _short_text(self, why: str) -> str:
         return f"{self.receiver.name}: request {self.request!r}: {why}"
+
+    def facts(self) -> dict[str, Any]:
+        found = [each.pair for each in self.transfers]
+        whence = ", ".join(pair.name for pair in found) or self.source
+        layers = len({layer for pair in found for layer in pair.layers})
+        return {"from": whence, "tokens": self.total - self.begin, "layers": layers}
+
+    def imms(self) -> list[int]:
+        found = self.transfers
+        known = not self.pull and not any(each.pair.packs for each in found)
+        return [each.slot.imm for each in found] if known else []
 
     @property
     def waits_for_slots(self) -> bool:
@@ -553,9 +565,12 @@ class KVReceiver(KVWorker):
         """Its pages are reusable."""
         if reservation in self.reservations:
             self.reservations.remove(reservation)
-            self.count(reservation.stats)
+            self.count(reservation)
         self.wake.set()  # of those that wait for its slots
         self.changed.notify_all()
+
+    def under_way(self) -> list[Phase]:
+        return [self.phase_of(each, is_over=False) for each in list(self.reservations)]
 
     # --- messages, deadlines, losses ---
 

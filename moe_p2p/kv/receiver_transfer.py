@@ -25,6 +25,7 @@ from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import aligned_begin, counts
 from moe_p2p.kv.stats import KVTransferStats, TransferState
 from moe_p2p.kv.worker import KVWorker
+from moe_p2p.machine import phases
 
 
 class ReceiverTransfer:
@@ -106,6 +107,8 @@ class ReceiverTransfer:
                 self._sum_layers()
         if opened.pull:
             return
+        if phases.take is not None:
+            self._stats.submit(layers, end, self.pair.name)
         gate = gates.get((layers[0], end))
         after = None if gate is None else (gate.signals, gate.step)
         self.requests += rows.write(self._worker.engine, layers, chunk, opened.imm, after)

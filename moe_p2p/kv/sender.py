@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.receiver_transfer import ReceiverTransfer
 from moe_p2p.kv.stats import RequestState, TransferState
 from moe_p2p.kv.worker import KVWorker, Options, check_request, failing
+from moe_p2p.machine.phases import Phase
 
 if TYPE_CHECKING:  # of typing since Python 3.11
     from typing_extensions import Unpack
@@ -83,6 +84,14 @@ class KVSending:
     def text(self, why: str) -> str:
         """For errors: who, which request, and why."""
         return f"{self.sender.name}: request {self.request!r}: {why}"
+
+    def facts(self) -> dict[str, Any]:
+        to = ", ".join(each.pair.name for each in self.transfers) or str(self.target)
+        chunks = len({end for _, end in self.calls})
+        return {"to": to, "tokens": self.total, "layers": len(self.layers), "chunks": chunks}
+
+    def imms(self) -> list[int]:
+        return []
 
     # --- layers, footer ---
 
@@ -474,8 +483,11 @@ class KVSender(KVWorker):
     def forget(self, sending: KVSending) -> None:
         """Its pages are reusable."""
         self.sendings.remove(sending)
-        self.count(sending.stats)
+        self.count(sending)
         self.changed.notify_all()
+
+    def under_way(self) -> list[Phase]:
+        return [self.phase_of(each, is_over=False) for each in list(self.sendings)]
 
     # --- messages, deadlines, losses ---
 

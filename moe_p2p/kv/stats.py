@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import bisect
 import enum
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from moe_p2p.engine.metrics import Buckets, Family, Sample, text_of
 from moe_p2p.engine.transfers import Report, Request
+from moe_p2p.machine import phases
 
 # The later, the more was needed to get pages back.
 FENCES = ("none", "drained", "queue_pair", "key")
@@ -66,6 +68,7 @@ class KVTransferStats:
     was complete, or nothing was under way), "drained" (the other side, or all own completions, say
     that nothing is under way any more), "queue_pair" (the pair's connections were severed), "key"
     (the pair's memory was withdrawn).
+    submitted: layers and chunks with the time at which they were, while a trace is recorded.
     """
 
     request: str
@@ -83,6 +86,7 @@ class KVTransferStats:
     packed: int = 0
     retries: int = 0
     fence: str = "none"
+    submitted: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def queue_s(self) -> float | None:
@@ -108,6 +112,21 @@ class KVTransferStats:
     @property
     def _first_at(self) -> float | None:
         return self.first_arrival_at if self.first_post_at is None else self.first_post_at
+
+    def parts(self) -> list[tuple[str, float | None]]:
+        """What it went through, as of a `phases.Phase`."""
+        last = [("reclaim", self.reusable_at)] if self.failed else []
+        return [
+            (phases.WAIT, self._first_at),
+            (phases.TRANSFER, self.last_completion_at),
+            ("end", self.ended_at),
+            *last,
+        ]
+
+    def submit(self, layers: tuple[int, ...], end: int, to: str) -> None:
+        """While a trace is recorded."""
+        what = f"layer {layers[0]}" + (f" to {layers[-1]}" if layers[1:] else "")
+        self.submitted.append((f"{what}, up to token {end}, to {to}", time.monotonic()))
 
     def arrive(self, now: float) -> None:
         """Something has arrived."""

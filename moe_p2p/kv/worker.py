@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -40,6 +40,7 @@ from moe_p2p.kv.pair import (
 )
 from moe_p2p.kv.ring import Ring
 from moe_p2p.kv.stats import KVTotals, KVTransferStats, RequestState, families_of
+from moe_p2p.machine import phases
 
 QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
 MOST_S = 1e6  # waits of Python's threads overflow beyond some years
@@ -92,8 +93,16 @@ class Request(Protocol):
 
     reusable: bool
     state: RequestState
+    request: str
+    stats: KVTransferStats
 
     def text(self, why: str) -> str: ...
+
+    def facts(self) -> dict[str, Any]:
+        """For a trace: where it goes, tokens, layers."""
+
+    def imms(self) -> list[int]:
+        """That arrive here for it, if there are no others."""
 
     def fail(self, error: errors.MoeP2pError) -> None: ...
 
@@ -426,12 +435,31 @@ class KVWorker:
     def new_stats(self, request: str) -> KVTransferStats:
         return KVTransferStats(request, self.role, self.clock())
 
-    def count(self, stats: KVTransferStats) -> None:
-        """Under the lock, once the request is reusable."""
-        stats.free(self.clock())
+    def count(self, request: Request) -> None:
+        """Under the lock, once it is reusable."""
+        request.stats.free(self.clock())
         one = KVTotals()
-        one.observe(stats)
+        one.observe(request.stats)
         self.totals = self.totals + one
+        if phases.take is not None:
+            phases.take(self.phase_of(request, is_over=True))
+
+    def phase_of(self, request: Request, *, is_over: bool) -> phases.Phase:
+        """What it went through so far, for a trace."""
+        stats = request.stats
+        args = request.facts() | {"bytes": stats.nbytes, "writes": stats.writes}
+        return phases.Phase(
+            track=f"KV {self.role} {self.name}",
+            user="kv",
+            name=f"request {request.request}",
+            begin=stats.queued_at,
+            parts=stats.parts(),
+            is_over=is_over,
+            args=args | ({"failed": True, "fence": stats.fence} if stats.failed else {}),
+            marks=[(name, at, at) for name, at in stats.submitted],
+            engine=self.engine.number,
+            imms=request.imms(),
+        )
 
     def wait_reusable(self, request: Request, timeout_s: float | None) -> None:
         limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s

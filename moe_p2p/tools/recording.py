@@ -4,6 +4,8 @@
     mine = of_communicator(comm, recording)          # on each rank, right after that
     save("stall.jsonl", [mine, ...])                 # of as many ranks as could be gathered
 
+    save("stall.jsonl", of_trace(tracing.trace))     # of all ranks of a trace, at rank 0
+
 A file is JSON, a value a line: a head with the format and the number of ranks; then for each rank a
 line of facts, with the number of its events, and a line for each event. It has numbers, the error
 text and the settings of the communicator, no payload, no host name and no address: posts have the
@@ -24,7 +26,9 @@ from moe_p2p import errors
 from moe_p2p.engine.recording import KINDS, PHASES, Event, Recording
 from moe_p2p.library import call
 from moe_p2p.moe.all_to_all import AllToAll
+from moe_p2p.moe.communicator import Communicator
 from moe_p2p.tools import output
+from moe_p2p.tools.trace.recorded import Trace
 from moe_p2p.version import __version__
 
 FORMAT = 1
@@ -57,19 +61,59 @@ class Rank:
 
 def of_communicator(comm: AllToAll, recording: Recording) -> Rank:
     """`recording`: of comm.engine, just taken. Other communicators' commands are left out."""
-    settings, flags, nics = call(torch.ops.moe_p2p.all_to_all_snapshot.default, comm._comm)
+    facts = facts_of(comm._communicator)
+    return _rank_of(comm.rank, comm.engine.provider, facts, recording)
+
+
+def facts_of(comm: Communicator) -> dict[str, Any]:
+    """Fields of its Rank that it alone knows, and only while it is open."""
+    settings, flags, nics = call(torch.ops.moe_p2p.all_to_all_snapshot.default, comm.number)
     masks = comm.config.mask_lost_ranks
+    return {
+        "settings": settings,
+        "nics": list(nics),
+        "flags": [] if comm.config.on_gpu else flags.flatten().tolist(),
+        "masked": comm.masked.nonzero().flatten().tolist() if masks else [],
+        "error": str(torch.ops.moe_p2p.all_to_all_broken.default(comm.number)),
+    }
+
+
+def of_trace(trace: Trace, communicator: str | None = None) -> list[Rank]:
+    """All ranks of a communicator of a trace, by name (OfCommunicator.name); None: of the only one.
+
+    Raises InvalidArgumentError where the trace has no such one, or several.
+    """
+    found = [
+        (of, engine)
+        for each in trace.ranks
+        for of in each.communicators
+        for engine in each.engines
+        if engine.number == of.engine and communicator in (None, of.name)
+    ]
+    names = {of.name for of, _ in found}
+    text = f"the trace has {len(names)} communicators of that name: {', '.join(sorted(names))}"
+    errors.require(len(names) == 1, text)
+    ranks = [
+        _rank_of(
+            of.rank,
+            engine.provider,
+            of.facts,
+            Recording(torch.tensor(engine.events).view(-1, 5), engine.overwritten,
+                      engine.from_start),
+        )
+        for of, engine in found
+    ]  # fmt: skip
+    return sorted(ranks, key=lambda each: each.rank)
+
+
+def _rank_of(rank: int, transport: str, facts: dict[str, Any], recording: Recording) -> Rank:
     made = Rank(
-        rank=comm.rank,
-        settings=settings,
-        transport=comm.engine.provider,
-        nics=list(nics),
-        flags=[] if comm.config.on_gpu else flags.flatten().tolist(),
-        masked=comm.masked.nonzero().flatten().tolist() if masks else [],
-        error=comm.broken,
+        rank=rank,
+        transport=transport,
         whole_from=None,
         overwritten=recording.overwritten,
         events=[],
+        **facts,
     )
     number, steps_in_flight = made.setting("communicator"), made.setting("steps_in_flight")
     kept = [

@@ -48,6 +48,7 @@ from moe_p2p.weights.job import Job
 from moe_p2p.weights.joining import Lent, State
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.maxima import settle
+from moe_p2p.weights.stages import OF_ENGINE_RANK, Stages
 
 Mode = Literal["shadow", "in_place"]
 
@@ -120,8 +121,9 @@ class WeightEngineRank:
         self.engine, self.rank, self.mode, self.timeout_s = engine, rank, mode, timeout_s
         self.version: int | None = None  # what the tensors hold
         self.dirty = False
-        self.stages: dict[str, float] = {}  # of the set-up, then of the last update: seconds
         self.name = attempt.engine_rank_name(replica, rank)
+        self.stages = Stages(self.name, engine.number, OF_ENGINE_RANK)  # of the last update
+        self.under_way = self.stages.under_way  # for a trace
         self._agree: Agree = agree or (lambda number: number)
         self._poison, self._layout = poison, layout
         self.failure = ""  # of the last attempt
@@ -138,9 +140,8 @@ class WeightEngineRank:
         self._open = self._arrived = self._again = False
         self._usable, self._unfenced = True, False  # reports a version; a fence is tried again
         self._lookout: Lookout | None = None
-        deadline, self._began = Deadline(timeout_s), time.monotonic()
         self._signature = joining.signature(layout, rank, self._tensors)
-        made = ExitStack()  # to be undone where the rest fails
+        deadline, made = Deadline(timeout_s), ExitStack()  # undone where the rest fails
         made.callback(self._words.client.close)
         with set_up.heard(made.close):
             job.publish(self._words, layout)
@@ -148,7 +149,7 @@ class WeightEngineRank:
             self.plan = job.plan_of(self._words, self._job, layout, deadline)
             if not replica:
                 self._check_layout(deadline)
-            self._reached("planned")
+            self.stages.reached("planned")
             self._buffers = EngineBuffers(
                 engine,
                 self.plan,
@@ -180,7 +181,7 @@ class WeightEngineRank:
         self._member.sweep()
         self._words.put(f"live/{self._member.id}", self._lent.address())
         self._serve(self._job, 1)
-        self._reached("registered")
+        self.stages.reached("registered")
         self._join(deadline)
         note(self)
         if self.mode == "shadow":
@@ -237,7 +238,8 @@ class WeightEngineRank:
         if self.mode == "shadow":
             self._offer()
         self._words.put(self._job.key(f"there/{self.name}"), self._member.id)
-        self._reached("offered")
+        self.stages.reached("offered")
+        self.stages.over()
 
     def _current(self, found: Job) -> int:
         """The attempt of a job that is under way, or the next one."""
@@ -252,7 +254,7 @@ class WeightEngineRank:
     def _catch_up(self, deadline: Deadline) -> bool:
         """Reads what peers have; True when all ranks of the engine have the same, or nothing."""
         found = self._read_from_peers(deadline)
-        self._reached("read")
+        self.stages.reached("read")
         number = -1 if found is None else found.stamp
         if self._agree(number) != number or -self._agree(-number) != number:
             return False
@@ -282,7 +284,7 @@ class WeightEngineRank:
         self._buffers.commit(names, state.stamp if received else None)
         settle(list(self._tensors.values())[:1])
         self._lent.open(*state)
-        self._reached("copied")
+        self.stages.reached("copied")
         self.totals["pause_ms"] = 1e3 * (time.monotonic() - began)
         self._stamp, self.version = state
         self.dirty, self.failure = False, ""
@@ -535,9 +537,9 @@ class WeightEngineRank:
         ids = {name_of(who): who for who in update["members"]}
         if ids.get(self.name, self._member.id) != self._member.id:
             self._member.look()  # it, or the process before it, was named: the claim says which
-        self._deadline, self._began = Deadline(self.timeout_s), time.monotonic()
-        self.stages = {}
-        self._reached("begin")
+        self._deadline = Deadline(self.timeout_s)
+        self.stages.begin(update["version"], attempt.immediate(keys))
+        self.stages.reached("begin")
         if self._member.id in update["members"]:
             self._expect(keys, update)
         self._update = update  # last: where the store fails, it is looked at again
@@ -557,7 +559,7 @@ class WeightEngineRank:
 
     def _receive(self, keys: Keys) -> None:
         assert self._update is not None
-        wait = Wait(self._began, self.timeout_s, lambda: self._arrivals.missing(keys))
+        wait = Wait(self.stages.began, self.timeout_s, lambda: self._arrivals.missing(keys))
         self.late.look(time.monotonic(), {} if self._arrived else {"bytes": wait})
         if self._arrived:
             if self._deadline is not None and not self._deadline.left:
@@ -570,13 +572,10 @@ class WeightEngineRank:
             settle([self._buffers.buffer])
             self._words.put(keys.arrived(self._member.id), self._update["version"])
             self._arrived, self._deadline = True, Deadline(2 * self.timeout_s)  # after trainer 0's
-            self._reached("arrived")
+            self.stages.reached("arrived")
         elif self._deadline is not None and not self._deadline.left:
             text = f"within {self.timeout_s:g} s {self._arrivals.missing(keys)}"
             raise make(TimeoutError, text)
-
-    def _reached(self, stage: str) -> None:
-        self.stages[stage] = time.monotonic() - self._began
 
     def _refusal(self, why: str) -> dict[str, Any]:
         return refusal(f"{self.name}: {why}")
@@ -621,7 +620,7 @@ class WeightEngineRank:
 
     def _commit(self) -> None:
         assert self._update is not None
-        self._reached("decided")  # by all ranks of the engine
+        self.stages.reached("decided")  # by all ranks of the engine
         took_part = self._member.id in self._update["members"]
         state = State(self._update["stamp"], self._update["version"])
         self._take(state, attempt.only(self._update) if took_part else None, received=took_part)
@@ -635,7 +634,8 @@ class WeightEngineRank:
         self._next()
         if self.mode == "shadow":
             self._offer()
-            self._reached("offered")
+            self.stages.reached("offered")
+        self.stages.over()
 
     def _fenced(self) -> bool:
         """False: a trainer that is stopped may still finish a write, until it goes on or ends."""
@@ -658,6 +658,7 @@ class WeightEngineRank:
         self._lend(self._job)
         log.warning(f"{self.name}: the weight update failed: {why}")
         self.totals["failed"] += 1
+        self.stages.over(why)
         self._next(again=again)
         self._ended += not again
         if self.mode == "shadow" or again:

@@ -40,12 +40,14 @@ from moe_p2p.fleet.letter import letter
 from moe_p2p.fleet.member import Member, Record, ReplacedError, name_of
 from moe_p2p.fleet.store_keys import StoreKeys
 from moe_p2p.library import unaffected
+from moe_p2p.machine.phases import Phase
 from moe_p2p.machine.ranges import span
 from moe_p2p.weights import attempt, checks, counts, job
 from moe_p2p.weights.attempt import COMMIT, Keys, refusal
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import weight_plan
 from moe_p2p.weights.sending import UnwrittenError
+from moe_p2p.weights.stages import OF_TRAINER, Stages
 from moe_p2p.weights.trainer_buffers import GRACE, TrainerBuffers
 
 _Update = dict[str, Any]
@@ -93,7 +95,7 @@ class WeightTrainer:
             self._given = {name: checks.plain(each) for name, each in tensors.items()}  # as updates
             self.engine, self.rank, self.timeout_s = engine, rank, timeout_s
             self.version: int | None = None  # what the fleet is at
-            self.stages: dict[str, float] = {}  # of the last attempt: seconds from its begin
+            self.stages = Stages(who, engine.number, OF_TRAINER)  # of the last attempt
             deadline = Deadline(timeout_s)
             if rank == 0:
                 job.open_job(self._words, layout)
@@ -129,6 +131,7 @@ class WeightTrainer:
         self.late = Late(who)
         with set_up.heard(self.close):
             self._meet(set_up, deadline)
+        self.stages.over()
         note(self)
 
     def _meet(self, set_up: job.SetUp, deadline: Deadline) -> None:
@@ -263,11 +266,20 @@ class WeightTrainer:
         deadline = Deadline(timeout_s)
         with self._words.within(deadline):
             self._attempt = self._next(wish)
-            return self._try(wish, tensors, deadline)
+            self.stages.begin(wish["version"])
+            why = "others begin again"
+            try:
+                done = self._try(wish, tensors, deadline)
+                why = "" if done else why
+            except BaseException as error:
+                why = str(error) or type(error).__name__
+                raise
+            finally:
+                self.stages.over(why, self._buffers.marks)
+            return done
 
     def _try(self, wish: _Update, tensors: Mapping[str, Tensor] | None, deadline: Deadline) -> bool:
         keys = self._keys
-        self.stages, self._began = {}, time.monotonic()
         self._decided_on = wish["version"]
         taken, update = False, dict[str, Any]()
         try:
@@ -370,9 +382,6 @@ class WeightTrainer:
             self._words.drop(before.update)
             self._words.drop(before.decision)
 
-    def _reached(self, stage: str) -> None:
-        self.stages[stage] = time.monotonic() - self._began
-
     # --- who takes part ---
 
     def _agree(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
@@ -400,7 +409,7 @@ class WeightTrainer:
         # known before may differ, as of a replica whose copies do not fit on some of them.
         self._lost = self._lost | frozenset(update["lost"])
         self._era_of = self._shared(each[2] for each in update["members"].values())
-        self._reached("begin")
+        self.stages.reached("begin")
         return dict(update)
 
     def _proposal(self, keys: Keys, wish: _Update, deadline: Deadline) -> _Update:
@@ -455,21 +464,21 @@ class WeightTrainer:
         with self._buffers.bounded(lambda missing: self._stop(keys, missing), deadline):
             if members:
                 self._buffers.merge_maxima(keys.attempt, names)
-            self._reached("maxima")
+            self.stages.reached("maxima")
             wanted = {keys.ready(who): who for who in members}
             found = self._wait(keys, wanted, deadline)
             for engine_rank in sending:
                 generation = found[keys.ready(engine_rank)]
                 if generation != self._buffers.writer.generation(engine_rank):
                     self._connect(keys, engine_rank, generation)
-            self._reached("ready")
+            self.stages.reached("ready")
             groups = self._buffers.groups(sending, names)
             counts = Counter(group.engine_rank for _, each in groups for group in each.groups)
             self._words.put(keys.requests(self.rank), counts)
             imm = attempt.immediate(keys)
-            sums = self._buffers.send(groups, imm, update["verify"], self._reached)
+            sums = self._buffers.send(groups, imm, update["verify"], self.stages.reached)
         self._words.put(keys.sent(self.rank), sums)
-        self._reached("sent")
+        self.stages.reached("sent")
 
     def _connect(self, keys: Keys, engine_rank: str, generation: str) -> None:
         """generation: of what it lends for this attempt; it lends anew after one that failed."""
@@ -497,13 +506,13 @@ class WeightTrainer:
             wanted = {keys.sent(i): f"trainer {i}" for i in self._there()}
             wanted |= {keys.arrived(who): who for who in update["members"]}
             self._wait(keys, wanted, deadline.later(GRACE * deadline.timeout_s))
-            self._reached("arrived")
+            self.stages.reached("arrived")
             decision = self._words.decide(keys.decision, COMMIT)
         else:
             later = deadline.later(2 * GRACE * deadline.timeout_s)
             wanted = {keys.decision: f"trainer {leader}"}
             decision = self._wait(keys, wanted, later)[keys.decision]
-        self._reached("decided")
+        self.stages.reached("decided")
         if decision != COMMIT:
             raise attempt.failed(update["version"], decision["why"])
         self._now()  # engine ranks have followed another job: they do not look at this decision
@@ -531,7 +540,8 @@ class WeightTrainer:
         decision = self._words.get(keys.decision)
         if decision not in (None, COMMIT):
             raise make(AbortedError, decision["why"])
-        lost = self._member.lost(map(self._id, missing), self._began if since is None else since)
+        began = self.stages.began if since is None else since
+        lost = self._member.lost(map(self._id, missing), began)
         if lost:
             found = attempt.lost_ranks(self.plan, self._lost, lost, self._member.lease_s)
             self._words.decide(keys.decision, found)
@@ -586,6 +596,10 @@ class WeightTrainer:
         """For moe_p2p.prometheus_text."""
         given = self.totals, self.seconds, self.stages, self.version, self.late.count
         return counts.of_trainer(self.rank, *given) if self._member.close.alive else []
+
+    def under_way(self) -> list[Phase]:
+        """For a trace: the attempt."""
+        return self.stages.under_way(self._buffers.marks)
 
     def close(self) -> None:
         """Withdraws the lease, unregisters the tensors. The engine stays open. Idempotent."""

@@ -17,6 +17,7 @@ from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.transfers import Memory
 from moe_p2p.errors import TimeoutError, make
 from moe_p2p.fleet.client import Deadline
+from moe_p2p.machine import phases
 from moe_p2p.weights import attempt
 from moe_p2p.weights.conversion import Conversions
 from moe_p2p.weights.layout import WeightLayout
@@ -55,6 +56,7 @@ class TrainerBuffers:
         self._stop: Stop = lambda missing: None
         self.totals = {"bytes_written": 0, "requests": 0, "staging_bytes": 0}
         self.seconds = {"convert": 0.0, "submit": 0.0, "wait": 0.0}  # of the last update
+        self.marks: list[phases.Mark] = []  # the same, one by one, for a trace
         try:
             self._prepare()
         except BaseException:
@@ -230,7 +232,7 @@ class TrainerBuffers:
         assert self._deadline is not None
         found: dict[str, dict[str, int]] = {}
         tensors = {**self._tensors, **self._conversions.staged}
-        self.seconds = {"convert": 0.0, "submit": 0.0, "wait": 0.0}
+        self.seconds, self.marks = {"convert": 0.0, "submit": 0.0, "wait": 0.0}, []
         on_gpu = [each for each in self._tensors.values() if each.is_cuda]
         if on_gpu:  # values that kernels are still writing
             synchronize(on_gpu[0])
@@ -256,9 +258,17 @@ class TrainerBuffers:
         reached("submitted")
         began = time.monotonic()
         self.writer.finish(None, self._deadline, self._stop)
-        self.seconds["wait"] += time.monotonic() - began
+        self._took("wait", began)
         reached("written")
         return found
+
+    def _took(self, what: str, began: float) -> float:
+        """Returns the time."""
+        now = time.monotonic()
+        self.seconds[what] += now - began
+        if phases.take is not None:
+            self.marks.append((what, began, now))
+        return now
 
     def _convert(self, batch: list[int], before: _Launched | None) -> torch.cuda.Event | None:
         """Launches it; returns an event at its end, on a GPU. before: it is not submitted yet."""
@@ -270,7 +280,7 @@ class TrainerBuffers:
         if after >= 0:
             self.writer.finish(after, self._deadline, self._stop)
         self._stop([])
-        middle = time.monotonic()
+        middle = self._took("wait", began)
         self._conversions.convert(batch)
         end = None
         if self._conversions.buffer.is_cuda:
@@ -281,22 +291,21 @@ class TrainerBuffers:
             oldest = before.batch[0]
         used = self._conversions.high_water(batch, oldest)
         self.totals["staging_bytes"] = max(self.totals["staging_bytes"], used)
-        self.seconds["wait"] += middle - began
-        self.seconds["convert"] += time.monotonic() - middle
+        self._took("convert", middle)
         return end
 
     def _await(self, launched: _Launched) -> None:
         if launched.end is not None:
             began = time.monotonic()
             launched.end.synchronize()
-            self.seconds["convert"] += time.monotonic() - began
+            self._took("convert", began)
 
     def _submit(self, chosen: Batch, imm: int) -> None:
         began = time.monotonic()
         self.writer.write(chosen, imm)
         self.totals["bytes_written"] += sum(group.nbytes for group in chosen.groups)
         self.totals["requests"] += len(chosen.groups)
-        self.seconds["submit"] += time.monotonic() - began
+        self._took("submit", began)
 
     def cancel(self, timeout_s: float) -> None:
         others = self._exchange.take_requests() if self._exchange else []

@@ -19,7 +19,7 @@ from moe_p2p.tools import recording
 from moe_p2p.tools.recording import Rank as Recorded
 from tests.support import cases, warm
 from tests.support.gpu_ranks import meet
-from tests.support.ranks import Rank, run_threads
+from tests.support.ranks import Rank, run_processes, run_threads
 
 STALL_S = 1.0
 
@@ -107,6 +107,44 @@ def test_a_peer_that_stops_stalls_the_replay_with_the_same_text(
     assert f"rank 0: as in its error: {error.strip()}" in "\n".join(printed)
     assert "rank 1: waits for nothing" in printed
     assert not [line for line in printed if "otherwise" in line or "not completed" in line]
+
+
+def traced(rank: Rank, path: str) -> str:
+    """Steps in a trace, then one that rank 1 does not begin. Returns rank 0's error."""
+    error = ""
+    with cases.make(rank, ranks_per_node=1, timeout_s=STALL_S) as comm:
+        cases.steps(comm)
+        with moe_p2p.tracing(path, rank.store, rank.rank, rank.world_size) as found:
+            other = cases.make(rank, ranks_per_node=1)
+            cases.steps(other)
+            for _ in range(4):
+                cases.steps(comm)
+            try:
+                if rank.rank == 0:
+                    tokens = cases.make_tokens(2, rank.rank, 7)
+                    comm.dispatch(tokens.x, tokens.topk_idx)
+            except moe_p2p.MoeP2pError as raised:
+                error = str(raised)
+            meet(rank, "stalled")
+            other.close()
+        if found.trace is not None:
+            name = comm._communicator.name
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="has 2 communicators"):
+                recording.of_trace(found.trace)
+            recording.save(path, recording.of_trace(found.trace, name))
+    return error
+
+
+def test_a_trace_has_what_a_replay_needs(tmp_path: Path) -> None:
+    path = tmp_path / "stall.jsonl"
+    error, _ = run_processes(2, traced, str(path))
+    assert "waits for rank 1" in error
+    lines = replayed(path).splitlines()
+    assert f"rank 0: {waits_of(error)}" in lines
+    assert f"rank 0: as in its error: {error.strip()}" in "\n".join(lines)
+    assert "rank 1: waits for nothing" in lines
+    # One that was open before is whole from where no partner can be further ahead.
+    assert "whole from step 0" not in "\n".join(lines)
 
 
 def test_each_rank_may_have_a_file_of_its_own_or_none(

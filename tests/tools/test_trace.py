@@ -24,6 +24,7 @@ from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.tools.trace import hub, shown
 from moe_p2p.tools.trace.hub import Bounds, Hub, bounds_of
+from moe_p2p.tools.trace.perfetto import document
 from moe_p2p.tools.trace.recorded import Clock, Trace
 from moe_p2p.tools.trace.session import Session
 from moe_p2p.tools.trace.steps import PAIR, judge, steps
@@ -206,10 +207,44 @@ def test_the_rank_that_sleeps_is_named(traced: Traced, tmp_path: Path) -> None:
     drawn: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shown, "draw", lambda _, heading, *__, **___: drawn.append(heading))
-        shown.picture(tmp_path / "x.png", "T 16", judged)
+        shown.picture(tmp_path / "x.png", "T 16", traced.trace, judged)
     assert drawn[0].endswith(f"rank {LATE} is waited for")
-    assert shown.picture(tmp_path / "trace.png", "T 16", judged, shown.Floor(2e5, 1e5)) is None
+    floor = shown.Floor(2e5, 1e5)
+    assert shown.picture(tmp_path / "trace.png", "T 16", traced.trace, judged, floor) is None
     assert (tmp_path / "trace.png").stat().st_size > 10_000
+
+
+def test_phases_that_are_missing_are_named(traced: Traced, tmp_path: Path) -> None:
+    """As where one of the communicators is of GPUs and was made before the trace."""
+    assert traced.document["otherData"]["without_phases"] == []
+    names = [each.name for each in traced.trace.ranks[0].communicators]
+    ranks = [
+        dataclasses.replace(
+            recorded,
+            communicators=[
+                dataclasses.replace(each, stamped=each.name != names[0])
+                for each in recorded.communicators
+            ],
+        )
+        for recorded in traced.trace.ranks
+    ]
+    trace = dataclasses.replace(traced.trace, ranks=ranks)
+    (text,) = trace.without_phases()
+    assert text.startswith(f"no phases of communicator {names[0]} (4 ranks, 2 a node): its kernels")
+    assert text in shown.text(trace, None).splitlines()
+    made = document(trace)
+    assert problems(made) == []
+    assert made["otherData"]["without_phases"] == [text]
+    said = {each["pid"] for each in made["traceEvents"] if each["name"] == text}
+    assert said == {*range(RANKS)}
+    judged = judge(steps(trace))
+    assert judged is not None
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shown, "draw", lambda _, heading, *__, **___: drawn.append(heading))
+        shown.picture(tmp_path / "x.png", "T 16", trace, judged)
+    assert "not in it: kernels of 1 communicator made before the trace" in drawn[0]
 
 
 # --- clocks ---
@@ -406,17 +441,27 @@ def test_the_command_writes_a_file_a_picture_and_a_table(
 ) -> None:
     out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
     small = ["--ranks=2", "--ranks-per-node=1", "--tokens=8", "--hidden=256", "--experts=8"]
-    more = ["--topk=2", "--steps=4", f"--out={out}", f"--plot={plot}"]
+    record = tmp_path / "record.jsonl"
+    more = ["--topk=2", "--steps=4", f"--out={out}", f"--plot={plot}", f"--record={record}"]
     assert main(["trace", "--device=cpu", *small, *more]) == 0
     printed = capfd.readouterr().out
     for each in ("2 ranks in nodes of 1, T 8", "4 steps: ", "; floor ", "GB/s of a copy", "cost: "):
         assert each in printed
     assert "us without a trace and" in printed
-    assert printed.splitlines()[-2:] == [
+    assert printed.splitlines()[-3:] == [
         f"wrote {out}: open it at https://ui.perfetto.dev",
         f"wrote {plot}",
+        f"wrote {record}: step through it with python -m moe_p2p replay {record}",
     ]
     assert problems(json.loads(out.read_text())) == []
+    assert main(["replay", str(record), "--step=2"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    for rank in range(2):
+        first = next(each for each in lines if each.startswith(f"rank {rank}: "))
+        assert first.endswith(" events over loopback, whole from step 0 on")
+        assert f"rank {rank}: waits for nothing" in lines
+        for what in ("doorbell", "posted", "completed", "immediate", "published"):
+            assert [each for each in lines if each.startswith(f"rank {rank} ") and what in each]
 
 
 @pytest.mark.parametrize(
@@ -425,6 +470,7 @@ def test_the_command_writes_a_file_a_picture_and_a_table(
         (["--tokens=8,16"], "--tokens: one number; a trace is of one job"),
         (["--steps=0"], "--steps: '0' is not a whole number from 1"),
         (["--out=/proc/x"], "--out: /proc/x cannot be written"),
+        (["--ranks=2", "--ranks-per-node=2", "--record=x"], "--record: ranks of one node send"),
         (["--check"], "unrecognized arguments: --check"),
         (["--topk=9", "--experts=8"], "--topk 9 is more than --experts 8"),
     ],

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 from moe_p2p.engine.recording import Event, imm_key
 from moe_p2p.tools import output
-from moe_p2p.tools.trace.recorded import OfEngine, Phase, Trace
+from moe_p2p.tools.trace.busy import work
+from moe_p2p.tools.trace.recorded import OfEngine, StepPhase, Trace
 from moe_p2p.tools.trace.steps import PAIR, PARTS, phases, steps
 
-_NICS = 1000  # number of the first thread of a NIC; phases have those below
+# Numbers of the first thread of what is missing, of a request or update, and of a NIC; phases have
+# those below.
+_MISSING, _WORK, _NICS = 900, 1000, 1 << 16
 _PER_ENGINE = 16
 # Of immediates (moe_p2p/engine/README.md), highest first: whose they are.
 _USERS = (
@@ -86,6 +89,7 @@ def document(trace: Trace) -> dict[str, Any]:
     ]
     lost = [f"rank {each.rank}: {text}" for each in trace.ranks for text in each.lost]
     other = {"clock": "of rank 0's host", "begin_ns": begin, "clocks": clocks, "lost": lost}
+    other["without_phases"] = trace.without_phases()
     return {"traceEvents": found, "displayTimeUnit": "ns", "otherData": other}
 
 
@@ -100,6 +104,8 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             "args": {"sort_index": recorded.rank},
         }
     yield from _phases(trace)
+    yield from _missing(trace)
+    yield from _work(trace)
     posts, arrived = list[End](), list[End]()
     for process, recorded in enumerate(trace.ranks):
         of = {(each.engine, each.number): each.name for each in recorded.communicators}
@@ -138,6 +144,27 @@ def _slice(
     }
 
 
+class _Lanes:
+    """Threads of a rank for slices that may overlap: each goes to the first one that is free."""
+
+    def __init__(self, first: int) -> None:
+        self.named: list[dict[str, Any]] = []
+        self._ends = defaultdict[tuple[int, str], dict[int, int]](dict)  # by thread
+        self._next = defaultdict[int, int](lambda: first)  # by rank
+
+    def of(self, rank: int, track: str, begin: int, end: int) -> int:
+        """Returns the thread. Begins must not fall."""
+        lanes = self._ends[rank, track]
+        free = (each for each, until in lanes.items() if until <= begin)
+        if (lane := next(free, None)) is None:
+            lane = self._next[rank]
+            self._next[rank] += 1
+            name = f"{track} {len(lanes) + 1}" if lanes else track
+            self.named.append(_named(rank, lane, "thread_name", name))
+        lanes[lane] = end
+        return lane
+
+
 # --- phases ---
 
 
@@ -150,21 +177,32 @@ def _phases(trace: Trace) -> Iterator[dict[str, Any]]:
         for rank, phase in getattr(each, name).items()
         for source in (each.blamed[rank, name],)
     }
-    ends = defaultdict[int, list[int]](list)
+    lanes = _Lanes(1)
     for phase in phases(trace):
         key = (phase.communicator, phase.step, phase.name, phase.rank)
         source, phase = blamed.get(key, (None, phase))
         rank = trace.ranks[phase.process].rank
-        lanes = ends[rank]
-        lane = next((i for i, end in enumerate(lanes) if end <= phase.begin), len(lanes))
-        if lane == len(lanes):
-            lanes.append(0)
-            yield _named(rank, lane + 1, "thread_name", f"phases {lane + 1}" if lane else "phases")
-        lanes[lane] = phase.end
-        yield from _phase(rank, lane + 1, phase, source)
+        lane = lanes.of(rank, "phases", phase.begin, phase.end)
+        yield from _phase(rank, lane, phase, source)
+    yield from lanes.named
 
 
-def _phase(rank: int, lane: int, phase: Phase, source: int | None) -> Iterator[dict[str, Any]]:
+def _missing(trace: Trace) -> Iterator[dict[str, Any]]:
+    """A track as long as the events of the engines, which says what is missing and why."""
+    lanes = _Lanes(_MISSING)
+    for process, recorded in enumerate(trace.ranks):
+        times = [
+            event.time_ns for each in recorded.engines for event in trace.events(process, each)
+        ]
+        if times and not all(each.stamped for each in recorded.communicators):
+            begin, end, rank = min(times), max(times), recorded.rank
+            for text in trace.without_phases():
+                lane = lanes.of(rank, "phases that are missing", begin, end)
+                yield _slice(rank, lane, text, begin, end, "phase")
+    yield from lanes.named
+
+
+def _phase(rank: int, lane: int, phase: StepPhase, source: int | None) -> Iterator[dict[str, Any]]:
     args = {"step": phase.step}
     yield _slice(rank, lane, phase.name, phase.begin, phase.end, "phase", **args)
     waited = phase.waited or phase.end  # not known: what is received while others are waited for
@@ -173,6 +211,23 @@ def _phase(rank: int, lane: int, phase: Phase, source: int | None) -> Iterator[d
         if end > begin:
             more = {"last": f"rank {source}"} if part == "wait" and source is not None else {}
             yield _slice(rank, lane, f"{phase.name}: {part}", begin, end, part, **args, **more)
+
+
+# --- requests of KV and updates of weights ---
+
+
+def _work(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Each with its parts inside, and in these what was done."""
+    lanes = _Lanes(_WORK)
+    for each in work(trace):
+        rank = trace.ranks[each.process].rank
+        lane = lanes.of(rank, each.track, each.begin, each.end)
+        yield _slice(rank, lane, each.name, each.begin, each.end, each.user, **each.args)
+        for part in each.parts:
+            yield _slice(rank, lane, part.name, part.begin, part.end, each.user, of=each.name)
+        for mark in each.marks:
+            yield _slice(rank, lane, mark.name, mark.begin, mark.end, each.user, of=each.name)
+    yield from lanes.named
 
 
 # --- what proxies did ---

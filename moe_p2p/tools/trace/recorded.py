@@ -9,9 +9,10 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_p2p.engine.recording import Event, decode
+from moe_p2p.machine.phases import Phase
 from moe_p2p.tools.trace.hub import Bounds
 
 BEGUN, SENT, RINGS, RUNG, ARRIVED, ENDED = range(6)  # kernels/device/stamps.cuh
@@ -28,13 +29,15 @@ class OfEngine:
     provider: str
     events: list[list[int]]  # rows of moe_p2p/engine/recording.py
     overwritten: int
+    from_start: bool  # as of a Recording
     counters: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfCommunicator:
     """A rank's end. name: the same on all its ranks. engine: OfEngine.number; number: in that one's
-    events. spans: of calls on CPUs. stamps: rows of StepStamps, of kernels."""
+    events. spans: of calls on CPUs. stamps: rows of StepStamps, of kernels. stamped: False where
+    its kernels have none."""
 
     name: str
     engine: int
@@ -46,6 +49,8 @@ class OfCommunicator:
     spans: list[list[int]]
     overwritten: int
     stamps: list[list[int]]
+    stamped: bool
+    facts: dict[str, Any]  # for a replay (tools/recording.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,8 @@ class Recorded:
     engines: list[OfEngine] = field(default_factory=list)
     communicators: list[OfCommunicator] = field(default_factory=list)
     gpu_clock: list[Bounds] = field(default_factory=list)
+    busy: list[Phase] = field(default_factory=list)  # of KV and weights
+    ended_ns: int = 0
     lost: list[str] = field(default_factory=list)  # what is missing, and why
 
     def encode(self) -> bytes:
@@ -69,6 +76,8 @@ class Recorded:
             engines=[OfEngine(**each) for each in found["engines"]],
             communicators=[OfCommunicator(**each) for each in found["communicators"]],
             gpu_clock=[Bounds(*each) for each in found["gpu_clock"]],
+            busy=[Phase(*each) for each in found["busy"]],
+            ended_ns=found["ended_ns"],
             lost=found["lost"],
         )
 
@@ -99,7 +108,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One rank's part of a phase of a step. Times of rank 0's host. process: of Trace.ranks.
 
     sent: it has nothing left to send. waited: all that it waited for was there; where it is not
@@ -147,6 +156,21 @@ class Trace:
         clock = self.hosts[process]
         found = [decode(row) for row in engine.events]
         return [each._replace(time_ns=clock.other(each.time_ns)) for each in found]
+
+    def without_phases(self) -> list[str]:
+        """Of communicators whose phases are missing: which, why, and what to do."""
+        found = {
+            each.name: each
+            for recorded in self.ranks
+            for each in recorded.communicators
+            if not each.stamped
+        }
+        return [
+            f"no phases of communicator {name} ({each.world_size} ranks, {each.ranks_per_node} a "
+            "node): its kernels have no time stamps, as it was made before the trace; what its "
+            "proxies and NICs did is here. Make it inside the block"
+            for name, each in found.items()
+        ]
 
     def error_ns(self, process: int) -> int:
         """Times of this rank are right within this."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +15,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from moe_p2p import errors, log
-from moe_p2p.engine import lifetime
+from moe_p2p.engine import lifetime, metrics
 from moe_p2p.engine.engine import Engine
 from moe_p2p.engine.recording import Recording
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.library import call
+from moe_p2p.machine import phases
+from moe_p2p.machine.phases import Phase
 from moe_p2p.moe.communicator import Communicator
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.prepared import is_captured
+from moe_p2p.tools import recording
 from moe_p2p.tools.output import NotWrittenError
 from moe_p2p.tools.trace import gpu_clock
 from moe_p2p.tools.trace.hub import Bounds, Hub
@@ -47,9 +51,10 @@ class tracing:  # noqa: N801  it is used like a function
 
     Kernels note their phases in communicators that are made inside: others have other machine code,
     and of those the file has what their proxies do. All that is open, or made, inside is traced, on
-    whichever thread. `trace` is at rank 0 what was gathered (moe_p2p/tools/trace/recorded.py). If
-    the block raises, nothing is gathered: each rank writes its own events to a file whose name has
-    its rank, on its own clock.
+    whichever thread; requests of KV and updates of weights also where they began before, or are
+    under way at the end. `trace` is at rank 0 what was gathered (moe_p2p/tools/trace/recorded.py).
+    If the block raises, nothing is gathered: each rank writes its own events to a file whose name
+    has its rank, on its own clock.
 
     Raises InvalidArgumentError inside another one and while a CUDA graph is captured, TimeoutError
     if ranks do not come within timeout_s, NotWrittenError if the file cannot be written.
@@ -108,6 +113,7 @@ class tracing:  # noqa: N801  it is used like a function
                 except NotWrittenError as failed:
                     log.warning(f"the trace of a block that raised is lost: {failed}")
                 return
+            hub.meet()  # else who goes on sends what is of no step inside to who still records
             ended = hub.match()
             data = hub.gather(recorded.encode())
             if hub.rank == 0:
@@ -131,6 +137,8 @@ class Session:
         self._communicators: list[OfCommunicator] = []
         self._gpu_clock: list[Bounds] = []
         self._gpus: set[int] = set()
+        self._busy: deque[Phase] = deque(maxlen=num_events)
+        self._num_busy = self._ended_ns = 0
         self._lost: list[str] = []
         self._with_clocks = False
 
@@ -140,6 +148,7 @@ class Session:
             self._gpu_clock.append(gpu_clock.match(torch.cuda.current_device()))
         kernels.measuring[STAMPS] = 1
         lifetime.watchers.append(self)
+        phases.begin(self._take_phase)
         for owner in list(lifetime.owners):
             self.opened(owner)
 
@@ -148,6 +157,11 @@ class Session:
         if self not in lifetime.watchers:
             return
         lifetime.watchers.remove(self)
+        phases.begin(None)
+        self._ended_ns = time.monotonic_ns()
+        for each in metrics.noted():
+            if isinstance(each, phases.Busy):
+                self._noting(each, self._take_busy)
         for owner in list(lifetime.owners):
             self.closes(owner)
         if self._gpus and self._with_clocks:
@@ -161,6 +175,7 @@ class Session:
         counts += [
             (f"communicator {each.number}", each.overwritten) for each in self._communicators
         ]
+        counts.append(("requests and updates", self._num_busy - len(self._busy)))
         lost += [
             f"{count} events of {name} were overwritten; raise num_events"
             for name, count in counts
@@ -171,8 +186,19 @@ class Session:
             engines=self._engines,
             communicators=self._communicators,
             gpu_clock=self._gpu_clock[:: max(1, len(self._gpu_clock) - 1)],
+            busy=list(self._busy),
+            ended_ns=self._ended_ns,
             lost=lost,
         )
+
+    def _take_phase(self, phase: Phase) -> None:
+        """Of any thread."""
+        self._num_busy += 1
+        self._busy.append(phase)
+
+    def _take_busy(self, worker: phases.Busy) -> None:
+        for each in worker.under_way():
+            self._take_phase(each)
 
     def opened(self, owner: Any) -> None:
         self._noting(owner, self._begin)
@@ -208,6 +234,7 @@ class Session:
                     provider=owner.provider,
                     events=found.events.tolist(),
                     overwritten=found.overwritten,
+                    from_start=found.from_start,
                     counters={name: now[name] - before[name] for name in now},
                 )
             )
@@ -231,6 +258,8 @@ class Session:
                 spans=spans.tolist(),
                 overwritten=int(overwritten),
                 stamps=rows,
+                stamped=owner.device is None or stamps is not None,
+                facts=recording.facts_of(owner),
             )
         )
 
@@ -238,7 +267,9 @@ class Session:
 def _name_of(owner: Any) -> str:
     if isinstance(owner, Engine):
         return f"engine {owner.label!r}"
-    return f"communicator {owner.number}" if isinstance(owner, Communicator) else f"GPU {owner}"
+    if isinstance(owner, Communicator):
+        return f"communicator {owner.number}"
+    return f"GPU {owner}" if isinstance(owner, int) else getattr(owner, "name", str(owner))
 
 
 def _on_gpu(owner: Communicator) -> bool:

@@ -21,7 +21,7 @@ from moe_p2p.tools.trace.recorded import (
     SENT,
     Arrival,
     OfCommunicator,
-    Phase,
+    StepPhase,
     Trace,
 )
 
@@ -48,9 +48,9 @@ def arrivals(trace: Trace) -> dict[Arrival, int]:
     return found
 
 
-def phases(trace: Trace) -> list[Phase]:
+def phases(trace: Trace) -> list[StepPhase]:
     """Of dispatch and combine, by their beginning."""
-    found: list[Phase] = []
+    found: list[StepPhase] = []
     for process, recorded in enumerate(trace.ranks):
         for each in recorded.communicators:
             of_rank = _of_gpu if each.stamps else _of_cpu
@@ -58,7 +58,7 @@ def phases(trace: Trace) -> list[Phase]:
     return sorted(found, key=lambda each: each.begin)
 
 
-def _of_cpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
+def _of_cpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[StepPhase]:
     spans = defaultdict[tuple[int, str], dict[int, tuple[int, int]]](dict)
     for time, head, step, end, _ in of.spans:
         detail = head >> 16 & 0xFFFF
@@ -68,10 +68,10 @@ def _of_cpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
     for (step, name), parts in spans.items():
         if name in PAIR and {SPAN_SEND, SPAN_RECEIVE} <= parts.keys():
             times = map(other, (*parts[SPAN_SEND], *parts[SPAN_RECEIVE]))
-            yield Phase(of.name, step, name, process, of.rank, *times)
+            yield StepPhase(of.name, step, name, process, of.rank, *times)
 
 
-def _of_gpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
+def _of_gpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[StepPhase]:
     for word, *times in of.stamps:
         each = len(times) // len(GPU_PHASES)
         for i, name in enumerate(GPU_PHASES):
@@ -83,7 +83,7 @@ def _of_gpu(trace: Trace, process: int, of: OfCommunicator) -> Iterable[Phase]:
             known = stamps[ARRIVED] >= begin
             waited = min(max(stamps[ARRIVED], sent), end) if known else 0
             at = [trace.of_gpu(process, time) if time else 0 for time in (begin, sent, waited, end)]
-            yield Phase(of.name, word - 1, name, process, of.rank, *at)
+            yield StepPhase(of.name, word - 1, name, process, of.rank, *at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class Step:
 
     communicator: str
     number: int
-    dispatch: dict[int, Phase]  # by rank
-    combine: dict[int, Phase]
+    dispatch: dict[int, StepPhase]  # by rank
+    combine: dict[int, StepPhase]
     blamed: dict[tuple[int, str], int]  # (rank, phase): who was waited for last
 
     @property
@@ -114,7 +114,7 @@ class Step:
         return self.dispatch[rank].begin - statistics.median(begins)
 
 
-def parts_of(phase: Phase) -> tuple[int, int, int]:
+def parts_of(phase: StepPhase) -> tuple[int, int, int]:
     """Lengths of PARTS."""
     return phase.sent - phase.begin, phase.waited - phase.sent, phase.end - phase.waited
 
@@ -122,7 +122,9 @@ def parts_of(phase: Phase) -> tuple[int, int, int]:
 def steps(trace: Trace) -> list[Step]:
     """Whole ones, of all ranks that a communicator has, in their order."""
     layout = {each.name: each for recorded in trace.ranks for each in recorded.communicators}
-    by_step = defaultdict[tuple[str, int], dict[str, dict[int, Phase]]](lambda: defaultdict(dict))
+    by_step = defaultdict[tuple[str, int], dict[str, dict[int, StepPhase]]](
+        lambda: defaultdict(dict)
+    )
     for phase in phases(trace):
         by_step[phase.communicator, phase.step][phase.name][phase.rank] = phase
     arrived, found = arrivals(trace), []
@@ -151,7 +153,7 @@ def steps(trace: Trace) -> list[Step]:
 
 
 def _last(
-    of: OfCommunicator, phase: Phase, ranks: dict[int, Phase], arrived: dict[Arrival, int]
+    of: OfCommunicator, phase: StepPhase, ranks: dict[int, StepPhase], arrived: dict[Arrival, int]
 ) -> tuple[int, int]:
     """Returns which other rank's data came last, and when."""
     local = of.ranks_per_node
