@@ -60,6 +60,7 @@ class DeepGemm(types.ModuleType):
     def fp8_m_grouped_gemm_nt_masked(
         self, a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int
     ) -> None:
+        assert type(a) is type(b) is tuple  # it takes no other kind of one
         (x, x_scales), (weight, scales) = a, b
         (groups, m, k), n = x.shape, weight.shape[1]
         blocks, rows = -(-k // 128), -(-m // 4) * 4
