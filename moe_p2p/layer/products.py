@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from moe_p2p import errors, log
 from moe_p2p.layer import experts_cpu
+from moe_p2p.machine import driver
 from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.moe.shape import SCALE_BLOCK
@@ -241,9 +242,9 @@ def why_not(name: str, *, on_gpu: bool) -> str:
         return "" if _is_there("triton") else "no module is named triton"
     if not _is_there("deep_gemm"):
         return "no module is named deep_gemm: pip install sgl-deep-gemm, of this torch's version"
-    capability = torch.cuda.get_device_capability()
-    if capability[0] != 9:  # Blackwell's wants scales that are powers of two
-        return f"scales of 128 values are for Hopper, this GPU is {capability[0]}.{capability[1]}"
+    major, minor = driver.capability(0)  # without a context, which a launcher has no use for
+    if major != 9:  # Blackwell's wants scales that are powers of two
+        return f"scales of 128 values are for Hopper, this GPU is {major}.{minor}"
     return ""
 
 
