@@ -180,11 +180,17 @@ class World:
             _compare_layers(found, self.options)
         return found
 
-    def _weights_us(self) -> float:
-        """Returns the time of reading the weights of this rank's experts once; 0: not known."""
+    def _of_layer(self, timed: Timed) -> dict[str, Any]:
+        layer, gbs = timed.layer, self.machine.memory_gbs
+        if layer is None:
+            return {"layout": timed.calls.layout}
         assert self.layer is not None
-        gbs = self.machine.memory_gbs
-        return round(self.layer.weight_bytes / gbs / 1e3, 1) if gbs else 0.0
+        return {
+            "layout": layer.layout,
+            "gemm": layer.gemm,
+            "overlap_sms": layer.overlap_sms,
+            "weights_us": round(self.layer.weight_bytes / gbs / 1e3, 1) if gbs else 0.0,
+        }
 
     def _bounds(self, options: Options, step: int, calls: Calls) -> Bounds:
         push_gbs, gbps = self.clock.links.push_gbs, options.gbps * options.nics
@@ -226,10 +232,7 @@ class World:
                     chunk_tokens=calls.chunk_tokens,
                     num_steps=calls.num_steps,
                     num_sms=calls.num_sms,
-                    layout=each.layer.layout if each.layer else calls.layout,
-                    gemm=each.layer.gemm if each.layer else "",
-                    overlap_sms=each.layer.overlap_sms if each.layer else 0,
-                    weights_us=self._weights_us() if each.layer else 0.0,
+                    **self._of_layer(each),
                     hidden=job.hidden_dim,
                     topk=job.topk,
                     experts=job.topology.num_experts,

@@ -28,7 +28,7 @@ from moe_p2p.moe.shape import SCALE_BLOCK, num_scales  # a block of weights is s
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK_ROWS = 16  # 16 x 128 values keep one warp group busy with 16-byte loads
-_TURNS = 8  # programs of an expert's columns: rooms are larger than the rows in them
+_PROGRAMS = 8192  # about so many of _swiglu_kernel: rooms are larger than the rows in them
 
 
 @triton.jit
@@ -76,9 +76,18 @@ def _dequantize_kernel(
 
 @triton.jit
 def _swiglu_kernel(
-    x_ptr, out_ptr, scales_ptr, counts_ptr, capacity, width, scale_rows, ROWS: tl.constexpr
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    scales_ptr,
+    counts_ptr,
+    stride,
+    capacity,
+    width,
+    scale_rows,
+    ROWS: tl.constexpr,
 ):
-    """Rows of one expert in 128 columns: silu(x[:, :F]) * x[:, F:], as fp8 where there are scales.
+    """Rows of one expert in 128 columns: silu(gate) * up, as fp8 where there are scales.
 
     Programs of an expert take ROWS rows in turn. Example: with counts [20, 0], ROWS 16 and two
     programs an expert, the first takes rows 0 to 15 of expert 0, the second rows 16 to 19.
@@ -90,9 +99,9 @@ def _swiglu_kernel(
         row = first + tl.arange(0, ROWS)
         mask = (row < count)[:, None] & (column < width)[None, :]
         at = (expert * capacity + row)[:, None] * width + column[None, :]
-        gate_at = at + (expert * capacity + row)[:, None] * width
-        gate = tl.load(x_ptr + gate_at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + gate_at + width, mask=mask, other=0.0).to(tl.float32)
+        from_at = (expert * capacity + row)[:, None] * stride + column[None, :]
+        gate = tl.load(gate_ptr + from_at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + from_at, mask=mask, other=0.0).to(tl.float32)
         value = gate * tl.sigmoid(gate) * up
         if scales_ptr is None:
             tl.store(out_ptr + at, to_nearest(value, out_ptr.dtype.element_ty), mask=mask)
@@ -103,30 +112,37 @@ def _swiglu_kernel(
             tl.store(scales_ptr + scale_at, scale, mask=row < count)
 
 
-def swiglu(x: Tensor, counts: Tensor, *, quantize: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """silu(gate) * up of x [E, C, 2 F], gate and up side by side, for counts[e] rows of expert e.
+def swiglu(
+    gate: Tensor, up: Tensor, counts: Tensor, *, quantize: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """silu(gate) * up [E, C, F] for counts[e] rows of expert e; halves of [E, C, 2 F] too.
 
-    Returns [E, C, F] of x's type, or with quantize e4m3 and fp32 scales [E, C, ceil(F / 128)] that
-    lie column by column, in columns of a multiple of 4 rows. Other rows are undefined. No gradient.
+    Returns [E, C, F] of gate's type, or with quantize e4m3 and fp32 scales [E, C, ceil(F / 128)]
+    that lie column by column, in columns of a multiple of 4 rows. Other rows are undefined. No
+    gradient. Raises InvalidArgumentError when shapes, or places in memory, do not fit.
     """
-    num_experts, capacity, width = x.shape[0], x.shape[1], x.shape[2] // 2
+    fits = gate.dim() == 3 and gate.shape == up.shape and gate.stride() == up.stride()
     errors.require(
-        x.dim() == 3 and x.shape[2] % 2 == 0 and x.is_contiguous(),
-        f"x is {tuple(x.shape)}, must be [E, C, 2 F] and contiguous",
+        fits and gate.stride(2) == 1 and gate.stride(0) == gate.shape[1] * gate.stride(1),
+        f"gate {tuple(gate.shape)} {gate.stride()} and up {tuple(up.shape)} {up.stride()} must be "
+        "[E, C, F] and alike, with rows one behind the other",
     )
+    num_experts, capacity, width = gate.shape
     errors.require(
         counts.shape == (num_experts,) and counts.dtype in (torch.int32, torch.int64),
         f"counts is {tuple(counts.shape)} of {counts.dtype}, must be [{num_experts}] of integers",
     )
-    out = x.new_empty((num_experts, capacity, width), dtype=_FP8 if quantize else x.dtype)
+    out = gate.new_empty((num_experts, capacity, width), dtype=_FP8 if quantize else gate.dtype)
     blocks, scale_rows = num_scales(width), -(-capacity // 4) * 4
     shape = num_experts, blocks, scale_rows
-    scales = x.new_empty(shape, dtype=torch.float32) if quantize else None
+    scales = gate.new_empty(shape, dtype=torch.float32) if quantize else None
     if out.numel():
-        turns = min(triton.cdiv(capacity, _BLOCK_ROWS), _TURNS)
-        with torch.cuda.device_of(x):
+        most = max(1, _PROGRAMS // (num_experts * blocks))
+        turns = min(triton.cdiv(capacity, _BLOCK_ROWS), most)
+        sizes = gate.stride(1), capacity, width, scale_rows
+        with torch.cuda.device_of(gate):
             _swiglu_kernel[(num_experts, blocks, turns)](
-                x, out, scales, counts, capacity, width, scale_rows, ROWS=_BLOCK_ROWS
+                gate, up, out, scales, counts, *sizes, ROWS=_BLOCK_ROWS
             )
     return out if scales is None else (out, scales.transpose(1, 2)[:, :capacity])
 

@@ -6,9 +6,13 @@ train. Gradients of an expert sum over the tokens of all ranks, as they do in on
 of the router cover this rank's tokens only: the caller reduces them, as for any replicated weight.
 
 On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for inference, fp8:
-`quantize_experts`. In inference the host waits for nothing, so a layer runs in CUDA graphs; it
-allocates rows for the worst routing. Training keeps its rows until the backward, so ranks exchange
-counts first, for which the host waits; compiled, it does not wait and allocates for the worst case.
+`quantize_experts`. Not compiled, inference takes others' products (products.py) where they are
+faster and there: DeepGEMM's in fp8, on Hopper; torch's in bf16, for rooms of many rows. In
+inference the host waits for nothing, so a layer runs in CUDA graphs; it allocates rows for the
+worst routing. But with DeepGEMM and max_tokens above 512, whose worst room is large, an eager call
+exchanges counts first, as training does, which keeps its rows until the backward; the host waits
+for them. A captured call of such a layer takes Triton's products. Compiled, training does not wait
+and allocates for the worst case.
 torch.compile makes one graph of it, on a CPU too; mark the number of tokens as unbacked
 (torch._dynamo.decorators.mark_unbacked) and that graph serves 0 and 1 tokens as well (not 0 in
 inductor of torch 2.11 on a GPU: its grids divide by the number). Put checkpoints
@@ -22,14 +26,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_p2p.layer import experts_cpu
+from moe_p2p.layer import experts_cpu, products
 from moe_p2p.moe.all_to_all import AllToAll
+from moe_p2p.moe.options import DispatchOptions
 from moe_p2p.moe.row_counts import HostCounts
+
+_FEW_TOKENS = 512  # of a rank: up to here padded rows have the room of the worst routing
+_FEW_ROWS = 256  # of an expert's room: up to here reading weights takes most of the time
+_FIRST = ("w_gate", "w_up")
+_PADDED = DispatchOptions(layout="padded", quantize=True, column_scales=True)
 
 
 def local_experts(all_to_all: AllToAll) -> list[int]:
@@ -79,8 +90,8 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor, offsets: Tensor | None = None) -> Tensor:
         """rows [R, H], counts [E_local] rows of each expert, expert by expert -> [R, H].
 
-        offsets: [E_local] or longer, first row of each expert; unused on the CPU. Rows of no expert
-        become zero; on a GPU without autograd they are undefined.
+        offsets: [E_local] or longer, first row of each expert, None: one after the other; unused on
+        the CPU. Rows of no expert become zero; on a GPU without autograd they are undefined.
         """
         if rows.is_cuda:
             return self._with_kernels(rows, counts, offsets)
@@ -90,6 +101,9 @@ class Experts(nn.Module):
         """The host does not wait for counts, so all of it can be captured in a graph."""
         from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
 
+        if offsets is None and _are_many(rows, counts) and rows.dtype == torch.bfloat16:
+            made = products.make("torch", *self._weights(rows.dtype))
+            return made.down(made.hidden(rows, None, counts, 1), counts, 1)
         starts = counts.cumsum(0) - counts if offsets is None else offsets
         product = functools.partial(grouped_gemm, counts=counts, offsets=starts)
         if torch.is_grad_enabled():
@@ -109,6 +123,7 @@ class Fp8Experts(nn.Module):
     """The same experts with fp8 weights, one scale per 128 x 128 values: inference on a GPU.
 
     Rows are multiplied in fp8 as dispatch returns them; so are the rows between the matrices.
+    padded: it takes padded rows too, with scales column by column, for DeepGEMM's products.
     """
 
     w_gate: Tensor  # e4m3 [E_local, H, F], and fp32 scales [E_local, ceil(H / 128), ceil(F / 128)]
@@ -122,9 +137,20 @@ class Fp8Experts(nn.Module):
         from moe_p2p.kernels.triton.quantize import quantize_weights
 
         super().__init__()
-        self.dtype = experts.w_down.dtype
-        for name in ("w_gate", "w_up", "w_down"):
-            weights, scales = quantize_weights(getattr(experts, name))
+        down = experts.w_down
+        self.dtype = down.dtype
+        library = products.of_fp8(down.shape[2], down.shape[1], on_gpu=down.is_cuda)
+        self.padded = library == "deep_gemm"
+        self._products: products.Products | None = None
+        self._made_of: list[tuple[int, int]] = []
+        parts = {name: getattr(experts, name).detach() for name in ("w_gate", "w_up", "w_down")}
+        made = {name: quantize_weights(weight) for name, weight in parts.items()}
+        if self.padded:  # one product: in memory up follows gate, expert by expert
+            both = torch.cat([made[name][0].mT.view(torch.uint8) for name in _FIRST], dim=1)
+            halves = both.view(torch.float8_e4m3fn).mT.chunk(2, dim=2)
+            for name, half in zip(_FIRST, halves, strict=True):
+                made[name] = half, made[name][1]
+        for name, (weights, scales) in made.items():
             self.register_buffer(name, weights)
             self.register_buffer(f"{name}_scales", scales)
 
@@ -135,8 +161,16 @@ class Fp8Experts(nn.Module):
         offsets: Tensor | None = None,
         *,
         scales: Tensor | None = None,
+        mean: int = 1,
     ) -> Tensor:
-        """Like Experts. scales: fp32 [R, ceil(H / 128)] of fp8 rows; None: quantizes the rows."""
+        """Like Experts. scales: fp32 [R, ceil(H / 128)] of fp8 rows; None: quantizes the rows.
+
+        rows: also [E_local, C, H], with scales; mean: how many an expert of them can expect.
+        """
+        if rows.dim() == 3:
+            found = self._current()
+            hidden = found.hidden(rows, scales, counts, mean)
+            return found.down(hidden, counts, mean).to(self.dtype)
         from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu
         from moe_p2p.kernels.triton.quantize import quantize
 
@@ -146,6 +180,24 @@ class Fp8Experts(nn.Module):
         h = grouped_swiglu(x, gate, up, counts, offsets=starts)
         down = Fp8(self.w_down, self.w_down_scales)
         return grouped_gemm(h, down, counts, offsets=starts, out_dtype=self.dtype)
+
+    def _current(self) -> products.Products:
+        """Returns DeepGEMM's products of the weights as they are now: scales are copied there."""
+        from moe_p2p.kernels.triton.grouped_ops import Fp8
+
+        seen = [(each.data_ptr(), each._version) for each in self.buffers()]
+        if self._products is None or seen != self._made_of:
+            names = (*_FIRST, "w_down")
+            pairs = (Fp8(getattr(self, name), getattr(self, f"{name}_scales")) for name in names)
+            self._products, self._made_of = products.DeepGemmProducts(*pairs), seen
+        return self._products
+
+
+def _are_many(rows: Tensor, counts: Tensor) -> bool:
+    """Whether torch's products of grouped rows, one expert after the other, are the faster ones."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not rows.is_cuda:
+        return False
+    return rows.shape[0] > _FEW_ROWS * len(counts) and not products.why_not("torch", on_gpu=True)
 
 
 def _host_may_wait(x: Tensor) -> bool:
@@ -198,35 +250,54 @@ class MoELayer(nn.Module):
         if self.all_to_all is None:
             return self._one_process(x, topk_idx, topk_weights)
         fp8 = isinstance(self.experts, Fp8Experts)
-        capacity, max_tokens = self._room(topk_idx)
+        padded = self._pads(topk_idx)
+        capacity, max_tokens = self._room(topk_idx, padded=padded)
+        form: dict[str, Any] = {"layout": "grouped", "quantize": fp8}
         received = self.all_to_all.dispatch(
             x,
             topk_idx,
             topk_weights,
-            layout="grouped",
-            quantize=fp8,
+            **({"options": _PADDED} if padded else form),
             capacity=capacity,
             max_tokens=max_tokens,
         )
-        scales = {"scales": received.scales} if fp8 else {}
-        y = self.experts(received.x, received.counts, received.offsets, **scales)
+        more: dict[str, Any] = {"scales": received.scales} if fp8 else {}
+        if padded:
+            ranks, experts = self.all_to_all.world_size, self.num_experts
+            more["mean"] = max(1, ranks * topk_idx.numel() // experts)
+        many = not fp8 and _are_many(received.x, received.counts)
+        offsets = None if many else received.offsets
+        y = self.experts(received.x, received.counts, offsets, **more)
         sums: Tensor = self.all_to_all.combine(y, received)
         return sums
 
-    def _room(self, topk_idx: Tensor) -> tuple[int | None, int | None]:
-        """Returns this rank's capacity in rows and the most tokens of any rank; None: worst case.
+    def _pads(self, topk_idx: Tensor) -> bool:
+        """Whether rows are padded, for DeepGEMM: the same on all ranks."""
+        experts, all_to_all = self.experts, self.all_to_all
+        assert all_to_all is not None
+        if torch.compiler.is_compiling() or not getattr(experts, "padded", False):
+            return False
+        config = all_to_all.config
+        waits = _host_may_wait(topk_idx) and not config.mask_lost_ranks
+        return config.max_tokens <= _FEW_TOKENS or waits
+
+    def _room(self, topk_idx: Tensor, *, padded: bool) -> tuple[int | None, int | None]:
+        """Returns this rank's capacity in rows, padded of an expert, and the most tokens of any
+        rank; None: worst case.
 
         Collective: ranks exchange how many tokens they have for each expert.
         """
-        if not torch.is_grad_enabled() or not _host_may_wait(topk_idx):
-            return None, None
         all_to_all = self.all_to_all
         assert all_to_all is not None
+        large = padded and all_to_all.config.max_tokens > _FEW_TOKENS
+        if not (torch.is_grad_enabled() or large) or not _host_may_wait(topk_idx):
+            return None, None
         if all_to_all.config.mask_lost_ranks:  # gather_counts would wait for all ranks
             return None, None
         mine = self._host_counts.of(topk_idx, self.num_experts, 1)
         gathered = mine.gather(all_to_all, self.num_experts + 2)[:, 1:]  # [W, E + 1], last column T
-        rows = gathered[:, local_experts(all_to_all)].sum()
+        of_experts = gathered[:, local_experts(all_to_all)].sum(0)
+        rows = of_experts.max() if padded and len(of_experts) else of_experts.sum()
         return max(1, int(rows)), max(1, int(gathered[:, -1].max()))
 
     def _one_process(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_p2p import errors
+from moe_p2p import errors, log
 from moe_p2p.layer import experts_cpu
+from moe_p2p.machine import driver
 from moe_p2p.moe.layouts import RowLayout
 from moe_p2p.moe.ready import ReadyRows
 from moe_p2p.moe.shape import SCALE_BLOCK
@@ -118,8 +119,17 @@ class TorchProducts(Products):
 
     def hidden(self, x: Tensor, scales: Tensor | None, counts: Tensor, mean: int) -> Tensor:
         rows = x if scales is None else self._plain_rows(x, scales, counts)
-        gate, up, _ = self.weights
-        return functional.silu(_multiply(rows, gate, counts)) * _multiply(rows, up, counts)
+        gate, up = (_multiply(rows, weight, counts) for weight in self.weights[:2])
+        if not rows.is_cuda:
+            return functional.silu(gate) * up
+        from moe_p2p.kernels.triton.quantize import swiglu
+
+        one_room = gate.dim() == 2  # most of which may be empty
+        if one_room:
+            gate, up, counts = gate[None], up[None], counts.sum().reshape(1)
+        made = swiglu(gate, up, counts, quantize=False)
+        assert isinstance(made, Tensor)
+        return made[0] if one_room else made
 
     def down(self, hidden: Any, counts: Tensor, mean: int) -> Tensor:
         return _multiply(hidden, self.weights[2], counts)
@@ -147,7 +157,7 @@ class DeepGemmProducts(Products):
 
     def __init__(self, gate: Any, up: Any, down: Any) -> None:
         super().__init__(gate, up, down)
-        self._library = _deep_gemm()
+        _deep_gemm()
         values = [_parts(each)[0] for each in (gate, up, down)]
         width = values[0].shape[2]
         self._fp8 = not isinstance(gate, Tensor)
@@ -169,7 +179,8 @@ class DeepGemmProducts(Products):
         both = x.new_empty((*x.shape[:2], _parts(self._first)[0].shape[1]), dtype=torch.bfloat16)
         rows = x if scales is None else (x, scales)
         self._multiply(rows, self._first, both, counts, mean)
-        return swiglu(both, counts, quantize=self._fp8)
+        gate, up = both.chunk(2, dim=2)
+        return swiglu(gate, up, counts, quantize=self._fp8)
 
     def down(self, hidden: Any, counts: Tensor, mean: int) -> Tensor:
         rows = _parts(hidden)[0]
@@ -181,7 +192,7 @@ class DeepGemmProducts(Products):
     def _multiply(self, a: Any, b: Any, out: Tensor, counts: Tensor, mean: int) -> None:
         if out.numel() == 0:
             return
-        library = self._library
+        library = _deep_gemm()
         product = (
             library.fp8_m_grouped_gemm_nt_masked
             if self._fp8
@@ -197,12 +208,13 @@ class DeepGemmProducts(Products):
             each[part] if isinstance(each, Tensor) else tuple(one[part] for one in each)
             for each in (hidden, self._second)
         )
-        all_sms = self._library.get_num_sms()
-        self._library.set_num_sms(all_sms - others)
+        library = _deep_gemm()
+        all_sms = library.get_num_sms()
+        library.set_num_sms(all_sms - others)
         try:
             self._multiply(rows, weights, y[part], counts[part], mean)
         finally:
-            self._library.set_num_sms(all_sms)
+            library.set_num_sms(all_sms)
 
 
 MADE_OF: dict[str, type[Products]] = {
@@ -230,10 +242,23 @@ def why_not(name: str, *, on_gpu: bool) -> str:
         return "" if _is_there("triton") else "no module is named triton"
     if not _is_there("deep_gemm"):
         return "no module is named deep_gemm: pip install sgl-deep-gemm, of this torch's version"
-    capability = torch.cuda.get_device_capability()
-    if capability[0] != 9:  # Blackwell's wants scales that are powers of two
-        return f"scales of 128 values are for Hopper, this GPU is {capability[0]}.{capability[1]}"
+    major, minor = driver.capability(0)  # without a context, which a launcher has no use for
+    if major != 9:  # Blackwell's wants scales that are powers of two
+        return f"scales of 128 values are for Hopper, this GPU is {major}.{minor}"
     return ""
+
+
+def of_fp8(hidden_dim: int, width: int, *, on_gpu: bool) -> str:
+    """Returns whose products a layer in fp8 takes: DeepGEMM's where it is there, else Triton's."""
+    whole = hidden_dim % SCALE_BLOCK == 0 and width % SCALE_BLOCK == 0
+    if not whole or why_not("deep_gemm", on_gpu=on_gpu):
+        return "triton"
+    try:
+        _deep_gemm()
+    except errors.InvalidArgumentError as error:
+        log.warning(f"experts in fp8 take this package's products: {error}")
+        return "triton"
+    return "deep_gemm"
 
 
 def _is_there(module: str) -> bool:
@@ -260,14 +285,27 @@ def _parts(weight: Any) -> tuple[Tensor, Tensor | None]:
 def _turned(*weights: Any) -> Any:
     """[E, K, N] -> [E, N of all, K], contiguous, and their scales alike."""
     values, scales = zip(*map(_parts, weights), strict=True)
-
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([each.transpose(1, 2) for each in parts], dim=1).contiguous()
-
+    turned = [each.transpose(1, 2) for each in values]
+    joined = _beside(turned)
+    if joined is None:  # cat in bytes: torch joins few types of fp8
+        kind = turned[0].dtype
+        plain = [each.contiguous().view(torch.uint8) for each in turned]
+        joined = torch.cat(plain, dim=1).view(kind)
     if scales[0] is None:
-        return joined(values)
-    in_bytes = joined([each.transpose(1, 2).view(torch.uint8).transpose(1, 2) for each in values])
-    return in_bytes.view(values[0].dtype), joined(scales)
+        return joined
+    return joined, torch.cat([each.transpose(1, 2) for each in scales], dim=1).contiguous()
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor | None:
+    """Joins [E, N, K] without a copy, where an expert's parts follow each other; None: not so."""
+    first = parts[0]
+    count, rows, k = first.shape[0], sum(each.shape[1] for each in parts), first.shape[2]
+    place = first.data_ptr()
+    for each in parts:
+        if each.stride() != (rows * k, k, 1) or each.data_ptr() != place:
+            return None
+        place += each.shape[1] * k * each.element_size()
+    return first.as_strided((count, rows, k), first.stride())
 
 
 def _plain(weight: Any) -> Tensor:

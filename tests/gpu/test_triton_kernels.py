@@ -133,9 +133,9 @@ def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     y, ready = grouped_ops.make_unready(padded, weight, num_sms=1)
     grouped_ops.grouped_gemm_into(y, padded, weight, counts, ready)
     if dtype == torch.bfloat16:
-        both = empty(4, num_rows, 2 * n, dtype=dtype)
+        halves = empty(4, num_rows, 2 * n, dtype=dtype).split(n, dim=2)
         for fp8 in (False, True):
-            swiglu(both, counts, quantize=fp8)
+            swiglu(*halves, counts, quantize=fp8)
     if isinstance(x, Tensor):
         x.requires_grad_()
         weight.requires_grad_()

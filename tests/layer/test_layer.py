@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Dispatched
-from moe_p2p.layer import MoELayer, local_experts
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched, InvalidArgumentError
+from moe_p2p.layer import MoELayer, local_experts, products
+from moe_p2p.machine import driver
 from tests.support.ranks import Rank, run_threads
 
 WORLD, EXPERTS, HIDDEN, FFN, TOPK, TOKENS = 4, 8, 64, 32, 3, 24
@@ -216,3 +217,19 @@ def test_gpu_layer_in_a_graph_and_compiled() -> None:
             x.mul_(change)
             graph.replay()
             torch.testing.assert_close(out, layer(x), rtol=2**-7, atol=2**-9)
+
+
+def test_products_that_this_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deep_gemm", "triton"):
+        with pytest.raises(InvalidArgumentError, match=f"products {name}: it multiplies on GPUs"):
+            products.make(name, *(torch.zeros(1, 2, 2) for _ in range(3)))
+    assert products.why_not("torch", on_gpu=False) == ""
+    assert "pip install sgl-deep-gemm" in products.why_not("deep_gemm", on_gpu=True)
+    monkeypatch.setattr(products, "_is_there", lambda name: name != "triton")
+    assert products.why_not("triton", on_gpu=True) == "no module is named triton"
+    monkeypatch.setattr(driver, "capability", lambda _: (10, 0))
+    assert "this GPU is 10.0" in products.why_not("deep_gemm", on_gpu=True)
+    monkeypatch.setattr(driver, "capability", lambda _: (9, 0))
+    assert products.why_not("deep_gemm", on_gpu=True) == ""
+    monkeypatch.delattr(products.functional, "grouped_mm")
+    assert "has no grouped_mm, 2.10 has" in products.why_not("torch", on_gpu=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moe_p2p import InvalidArgumentError
+from moe_p2p import AllToAll, AllToAllConfig, InvalidArgumentError
 from moe_p2p.bench import gpu_layer
-from moe_p2p.layer import products
+from moe_p2p.layer import Experts, MoELayer, moe_layer, products
 from tests.support import cells
 from tests.support.triton_cases import DEVICE, Fp8, ints, quantize, rand
 
@@ -59,6 +60,7 @@ class DeepGemm(types.ModuleType):
     def fp8_m_grouped_gemm_nt_masked(
         self, a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int
     ) -> None:
+        assert type(a) is type(b) is tuple  # it takes no other kind of one
         (x, x_scales), (weight, scales) = a, b
         (groups, m, k), n = x.shape, weight.shape[1]
         blocks, rows = -(-k // 128), -(-m // 4) * 4
@@ -180,15 +182,17 @@ def test_products_say_which_rows_they_have_written(
 @pytest.mark.parametrize("capacity", [1, 12, 40])
 @pytest.mark.parametrize("width", [8, 128, 200])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_swiglu_of_gate_and_up_side_by_side(capacity: int, width: int, fp8: bool) -> None:
-    x = rand(3, capacity, 2 * width, dtype=torch.bfloat16)
+def test_swiglu_of_the_rows_that_there_are(capacity: int, width: int, fp8: bool) -> None:
+    gate, up = halves = rand(3, capacity, 2 * width, dtype=torch.bfloat16).split(width, dim=2)
     counts = [capacity, 0, min(capacity, 7)]
-    got = quantize.swiglu(x, ints(*counts), quantize=fp8)
-    gate, up = x.float().split(width, dim=2)
-    want = functional.silu(gate) * up
+    got = quantize.swiglu(*halves, ints(*counts), quantize=fp8)
+    apart = quantize.swiglu(*(each.contiguous() for each in halves), ints(*counts), quantize=fp8)
+    want = functional.silu(gate.float()) * up.float()
     for expert, count in enumerate(counts):
         if not fp8:
             assert isinstance(got, Tensor)
+            assert isinstance(apart, Tensor)
+            assert torch.equal(got[expert, :count], apart[expert, :count])
             torch.testing.assert_close(
                 got[expert, :count], want[expert, :count].bfloat16(), rtol=2**-7, atol=1e-5
             )
@@ -204,10 +208,76 @@ def test_swiglu_of_gate_and_up_side_by_side(capacity: int, width: int, fp8: bool
             rtol=2**-4 + 1e-3,
             atol=float(spread.max() if count else 0) * 2**-9,
         )
-    with pytest.raises(InvalidArgumentError, match=r"must be \[E, C, 2 F\] and contiguous"):
-        quantize.swiglu(x[..., 1:], ints(*counts), quantize=fp8)
+    with pytest.raises(InvalidArgumentError, match=r"must be \[E, C, F\] and alike"):
+        quantize.swiglu(gate, up.contiguous(), ints(*counts), quantize=fp8)
     with pytest.raises(InvalidArgumentError, match=r"must be \[3\] of integers"):
-        quantize.swiglu(x, ints(1, 2), quantize=fp8)
+        quantize.swiglu(*halves, ints(1, 2), quantize=fp8)
+
+
+@pytest.mark.parametrize("max_tokens", [40, 600])
+def test_a_layer_in_fp8_takes_deep_gemms_products(
+    max_tokens: int, deep_gemm: DeepGemm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded rows: in the worst room, or, where that is large, in the room that they need."""
+    rooms: list[tuple[int, ...]] = []
+    first = products.DeepGemmProducts.hidden
+
+    def seen(self: Any, x: Tensor, *rest: Any) -> Any:
+        rooms.append(tuple(x.shape))
+        return first(self, x, *rest)
+
+    monkeypatch.setattr(products.DeepGemmProducts, "hidden", seen)
+    fields = {"num_experts": 6, "hidden_dim": 256, "topk": 2, "dtype": torch.bfloat16}
+    config = AllToAllConfig(**fields, max_tokens=max_tokens, device=DEVICE)  # type: ignore[arg-type]
+    x = rand(40, 256, dtype=torch.bfloat16)
+    made = []
+    with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as all_to_all, torch.no_grad():
+        for there in (True, False):
+            text = "" if there else "not here"
+            monkeypatch.setattr(products, "why_not", lambda *_, text=text, **__: text)
+            layer = MoELayer(256, 6, topk=2, ffn_dim=128, all_to_all=all_to_all, seed=1)
+            torch.manual_seed(2)
+            torch.nn.init.normal_(layer.router.score.weight)
+            layer.to(DEVICE, torch.bfloat16).quantize_experts()
+            made.append(layer(x).float())
+        named = layer.router(x)[0].flatten().bincount(minlength=6)
+        assert rooms == [(6, 40 if max_tokens == 40 else int(named.max()), 256)]
+        # Both multiply the same values; DeepGEMM's rounds to bf16 between its products.
+        assert 0 < gpu_layer.difference(made[0], made[1]) < 0.03
+        layer.experts.padded = True
+        before = layer(x).float()
+        layer.experts.w_down_scales.mul_(2)  # type: ignore[union-attr, operator]
+        assert torch.equal(layer(x).float(), 2 * before)
+
+
+def test_a_layer_without_deep_gemm_that_loads_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert products.of_fp8(256, 100, on_gpu=True) == "triton"
+    monkeypatch.setattr(products, "why_not", lambda *_, **__: "")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert products.of_fp8(256, 128, on_gpu=True) == "triton"
+    reported = capfd.readouterr().err
+    assert "experts in fp8 take this package's products: " in reported
+    assert "deep_gemm does not load" in reported
+
+
+def test_experts_with_room_for_many_rows_take_torchs_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experts = Experts([0, 1, 2], 64, ffn_dim=40, seed=1).to(DEVICE, torch.bfloat16)
+    rows, counts = rand(3 * 257, 64, dtype=torch.bfloat16), ints(300, 0, 77)
+    made: list[str] = []
+    make = products.make
+    monkeypatch.setattr(products, "make", lambda name, *w: (made.append(name), make(name, *w))[1])
+    with torch.no_grad():
+        want = experts._with_kernels(rows, counts, counts.cumsum(0) - counts)
+        assert made == []  # offsets may leave rows out
+        if DEVICE == "cpu":  # where it takes none by itself
+            monkeypatch.setattr(moe_layer, "_are_many", lambda *_: True)
+        got = experts._with_kernels(rows, counts, None)
+    assert made == ["torch"]
+    assert gpu_layer.difference(got[:377], want[:377]) < 0.01
 
 
 def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,15 @@ def test_a_run_is_checked_and_named(layout: Any) -> None:
 
 
 @needs_an_emulated_gpu
+@pytest.mark.timeout(600)
+def test_a_layers_combine_begins_before_the_experts_end() -> None:
+    given = replace(MIRRORED, layer="given", ffn=32, overlap=(2,), dtype="bf16")
+    rows = run_alone(given).rows
+    assert [row.wrong for row in rows if row.wrong] == []
+    assert {row.overlap_sms for row in rows if row.what == "layer graph"} == {0, 2}
+
+
+@needs_an_emulated_gpu
 @pytest.mark.skipif(
     "MOE_P2P_ALL_MIRRORS" not in os.environ, reason="takes long: set MOE_P2P_ALL_MIRRORS=1"
 )
