@@ -1,8 +1,8 @@
 """`python -m moe_p2p trace`: steps of the bench, traced on all ranks, beside their floor.
 
-It writes a file for ui.perfetto.dev and a picture, and a recording for replay if asked; prints where a step's time went, and what the
-trace cost: steps without and with it take turns. Programs of others use moe_p2p.tracing
-(docs/trace.md).
+It writes a file for ui.perfetto.dev, a picture and, with --record, what replay reads; it prints
+where a step's time went, and what the trace cost: steps without and with it take turns. Programs of
+others use moe_p2p.tracing (docs/trace.md).
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def _parse(arguments: list[str]) -> Asked:
     )
     rest = rest if given.tokens else ["--tokens=128", *rest]
     (options,) = of_bench.parse([*rest, "--json=", "--plot=", "--no-baseline"])
-    why = "--record: ranks of one node send each other nothing through a proxy, so there is nothing to "
-    why += f"replay; pass a --ranks-per-node below --ranks {options.ranks}"
-    harness.refuse(
-        parser, {why: bool(given.record) and options.ranks_per_node == options.ranks}
+    why = (
+        "--record: ranks of one node send each other nothing through a proxy, so nothing is there "
     )
+    why += f"to replay; pass a --ranks-per-node below --ranks {options.ranks}"
+    harness.refuse(parser, {why: bool(given.record) and options.ranks_per_node == options.ranks})
     return Asked(options, given.steps, given.out, given.plot, given.record)
 
 
@@ -139,16 +139,15 @@ def run(asked: Asked) -> Found:
         torch.manual_seed(rank)
         clock, job = make_clock(options), make_job(options)
         tokens = on_device(job.tokens_of(_STEP, rank, options.tokens[0]), options.device)
+        recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
+        with recorder, _system(options, job, tokens) as traced:
+            on_gpu = options.device == "cuda"
+            pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
+            for _ in range(asked.steps):
+                pair()
+            finish(options.device)
         with _system(options, job, tokens) as plain:
-            floor = _floor(options, job, clock, plain)
-            recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
-            with recorder, _system(options, job, tokens) as traced:
-                on_gpu = options.device == "cuda"
-                pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
-                for _ in range(asked.steps):
-                    pair()
-                finish(options.device)
-            text = _shown(asked, recorder, floor)
+            text = _shown(asked, recorder, _floor(options, job, clock, plain))
             cost = _cost(options, job, tokens, plain, clock)
         clock.close()
     return Found(text=f"{text}\n{cost}", notes=_written(asked) if rank == 0 else [])
@@ -202,14 +201,13 @@ def _shown(asked: Asked, recorder: tracing, floor: shown.Floor) -> str:
     if trace is None:
         return ""
     if asked.record:
-        first = trace.ranks[0].communicators[0]  # closed inside: before any other one was taken
-        recording.save(asked.record, recording.of_trace(trace, first.name))
+        recording.save(asked.record, recording.of_trace(trace))
     judged = judge(steps(trace)[-asked.steps :])
     options = asked.options
     title = f"{options.ranks} ranks in nodes of {options.ranks_per_node}, T {options.tokens[0]}"
     lines = [title, shown.text(trace, judged, floor)]
     if judged is not None and asked.plot:
-        reason = shown.picture(Path(asked.plot), title, judged, floor)
+        reason = shown.picture(Path(asked.plot), title, trace, judged, floor)
         lines += [f"no picture: {reason}"] if reason else []
     return "\n".join(lines)
 

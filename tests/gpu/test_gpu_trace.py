@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import moe_p2p
+from moe_p2p import tracing
 from moe_p2p.moe.gpu import kernels
+from moe_p2p.tools.trace import shown
 from moe_p2p.tools.trace.recorded import BEGUN, RINGS, RUNG
 from moe_p2p.tools.trace.steps import arrivals, judge, steps
-from tests.gpu.test_gpu import call
+from tests.gpu.test_gpu import call, run_step
 from tests.gpu.test_gpu import steps as run_steps
-from tests.support.gpu_ranks import World, run, worlds
+from tests.support import gpu_ranks
+from tests.support.cases import Wanted
+from tests.support.gpu_ranks import World, meet, run, worlds
+from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
 NUM_STEPS = 4
+
+
+def traced_later(rank: Rank, world: World, calls: list[Wanted], traces: list[tracing]) -> None:
+    """A communicator that was made before; rank 0 traces the process."""
+    with gpu_ranks.make(rank, world) as comm:
+        gpu_ranks.prepare(rank, comm, calls)
+        if rank.rank == 0:
+            traces[0].__enter__()
+        meet(rank, "begun")
+        for each in calls:
+            run_step(comm, each)
+        meet(rank, "stepped")
+        if rank.rank == 0:
+            traces[0].__exit__(None, None, None)
+        meet(rank, "ended")
+
+
+@pytest.mark.parametrize("world", worlds((2, 1)))
+def test_a_communicator_that_was_made_before_says_what_is_missing(
+    world: World, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    found = moe_p2p.tracing(path)
+    run(world, traced_later, [call(world, seed) for seed in range(2)], [found])
+    trace = found.trace
+    assert trace is not None
+    assert steps(trace) == []
+    (text,) = trace.without_phases()
+    assert "made before the trace" in text
+    assert text in shown.text(trace, None).splitlines()
+    written = json.loads(path.read_text())
+    assert written["otherData"]["without_phases"] == [text]
+    names = {each["name"] for each in written["traceEvents"]}
+    assert names >= {text, "doorbell: dispatch", "post", "immediate", "arrival: combine"}
 
 
 @pytest.mark.parametrize("world", worlds((2, 1), (4, 2), (2, 2)))
@@ -27,6 +67,7 @@ def test_kernels_and_proxies_are_on_one_clock(world: World, tmp_path: Path) -> N
     assert not kernels.measuring
     trace = found.trace
     assert trace is not None
+    assert trace.without_phases() == []
     (process,) = trace.ranks
     assert sorted(each.rank for each in process.communicators) == [*range(world.ranks)]
     whole = steps(trace)

@@ -23,6 +23,7 @@ from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.tools.trace import hub, shown
 from moe_p2p.tools.trace.hub import Bounds, Hub, bounds_of
+from moe_p2p.tools.trace.perfetto import document
 from moe_p2p.tools.trace.recorded import Clock, Trace
 from moe_p2p.tools.trace.steps import PAIR, judge, steps
 from tests.support import kv_workers, weights_fleet
@@ -204,10 +205,44 @@ def test_the_rank_that_sleeps_is_named(traced: Traced, tmp_path: Path) -> None:
     drawn: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shown, "draw", lambda _, heading, *__, **___: drawn.append(heading))
-        shown.picture(tmp_path / "x.png", "T 16", judged)
+        shown.picture(tmp_path / "x.png", "T 16", traced.trace, judged)
     assert drawn[0].endswith(f"rank {LATE} is waited for")
-    assert shown.picture(tmp_path / "trace.png", "T 16", judged, shown.Floor(2e5, 1e5)) is None
+    floor = shown.Floor(2e5, 1e5)
+    assert shown.picture(tmp_path / "trace.png", "T 16", traced.trace, judged, floor) is None
     assert (tmp_path / "trace.png").stat().st_size > 10_000
+
+
+def test_phases_that_are_missing_are_named(traced: Traced, tmp_path: Path) -> None:
+    """As where one of the communicators is of GPUs and was made before the trace."""
+    assert traced.document["otherData"]["without_phases"] == []
+    names = [each.name for each in traced.trace.ranks[0].communicators]
+    ranks = [
+        dataclasses.replace(
+            recorded,
+            communicators=[
+                dataclasses.replace(each, stamped=each.name != names[0])
+                for each in recorded.communicators
+            ],
+        )
+        for recorded in traced.trace.ranks
+    ]
+    trace = dataclasses.replace(traced.trace, ranks=ranks)
+    (text,) = trace.without_phases()
+    assert text.startswith(f"no phases of communicator {names[0]} (4 ranks, 2 a node): its kernels")
+    assert text in shown.text(trace, None).splitlines()
+    made = document(trace)
+    assert problems(made) == []
+    assert made["otherData"]["without_phases"] == [text]
+    said = {each["pid"] for each in made["traceEvents"] if each["name"] == text}
+    assert said == {*range(RANKS)}
+    judged = judge(steps(trace))
+    assert judged is not None
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shown, "draw", lambda _, heading, *__, **___: drawn.append(heading))
+        shown.picture(tmp_path / "x.png", "T 16", trace, judged)
+    assert "not in it: kernels of 1 communicator made before the trace" in drawn[0]
 
 
 # --- clocks ---

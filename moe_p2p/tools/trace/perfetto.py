@@ -18,8 +18,9 @@ from moe_p2p.tools.trace.busy import work
 from moe_p2p.tools.trace.recorded import OfEngine, StepPhase, Trace
 from moe_p2p.tools.trace.steps import PAIR, PARTS, phases, steps
 
-# Numbers of the first thread of a request or update, and of a NIC; phases have those below.
-_WORK, _NICS = 1000, 1 << 16
+# Numbers of the first thread of what is missing, of a request or update, and of a NIC; phases have
+# those below.
+_MISSING, _WORK, _NICS = 900, 1000, 1 << 16
 _PER_ENGINE = 16
 # Of immediates (moe_p2p/engine/README.md), highest first: whose they are.
 _USERS = (
@@ -88,6 +89,7 @@ def document(trace: Trace) -> dict[str, Any]:
     ]
     lost = [f"rank {each.rank}: {text}" for each in trace.ranks for text in each.lost]
     other = {"clock": "of rank 0's host", "begin_ns": begin, "clocks": clocks, "lost": lost}
+    other["without_phases"] = trace.without_phases()
     return {"traceEvents": found, "displayTimeUnit": "ns", "otherData": other}
 
 
@@ -102,6 +104,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             "args": {"sort_index": recorded.rank},
         }
     yield from _phases(trace)
+    yield from _missing(trace)
     yield from _work(trace)
     posts, arrived = list[End](), list[End]()
     for process, recorded in enumerate(trace.ranks):
@@ -181,6 +184,21 @@ def _phases(trace: Trace) -> Iterator[dict[str, Any]]:
         rank = trace.ranks[phase.process].rank
         lane = lanes.of(rank, "phases", phase.begin, phase.end)
         yield from _phase(rank, lane, phase, source)
+    yield from lanes.named
+
+
+def _missing(trace: Trace) -> Iterator[dict[str, Any]]:
+    """A track as long as the events of the engines, which says what is missing and why."""
+    lanes = _Lanes(_MISSING)
+    for process, recorded in enumerate(trace.ranks):
+        times = [
+            event.time_ns for each in recorded.engines for event in trace.events(process, each)
+        ]
+        if times and not all(each.stamped for each in recorded.communicators):
+            begin, end, rank = min(times), max(times), recorded.rank
+            for text in trace.without_phases():
+                lane = lanes.of(rank, "phases that are missing", begin, end)
+                yield _slice(rank, lane, text, begin, end, "phase")
     yield from lanes.named
 
 

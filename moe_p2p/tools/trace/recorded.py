@@ -36,7 +36,8 @@ class OfEngine:
 @dataclass(frozen=True, kw_only=True)
 class OfCommunicator:
     """A rank's end. name: the same on all its ranks. engine: OfEngine.number; number: in that one's
-    events. spans: of calls on CPUs. stamps: rows of StepStamps, of kernels."""
+    events. spans: of calls on CPUs. stamps: rows of StepStamps, of kernels. stamped: False where
+    its kernels have none."""
 
     name: str
     engine: int
@@ -48,6 +49,7 @@ class OfCommunicator:
     spans: list[list[int]]
     overwritten: int
     stamps: list[list[int]]
+    stamped: bool
     facts: dict[str, Any]  # for a replay (tools/recording.py)
 
 
@@ -154,6 +156,21 @@ class Trace:
         clock = self.hosts[process]
         found = [decode(row) for row in engine.events]
         return [each._replace(time_ns=clock.other(each.time_ns)) for each in found]
+
+    def without_phases(self) -> list[str]:
+        """Of communicators whose phases are missing: which, why, and what to do."""
+        found = {
+            each.name: each
+            for recorded in self.ranks
+            for each in recorded.communicators
+            if not each.stamped
+        }
+        return [
+            f"no phases of communicator {name} ({each.world_size} ranks, {each.ranks_per_node} a "
+            "node): its kernels have no time stamps, as it was made before the trace; what its "
+            "proxies and NICs did is here. Make it inside the block"
+            for name, each in found.items()
+        ]
 
     def error_ns(self, process: int) -> int:
         """Times of this rank are right within this."""

@@ -258,6 +258,7 @@ class Session:
                 spans=spans.tolist(),
                 overwritten=int(overwritten),
                 stamps=rows,
+                stamped=owner.device is None or stamps is not None,
                 facts=recording.facts_of(owner),
             )
         )

@@ -49,6 +49,7 @@ def us(ns: float) -> str:
 def text(trace: Trace, judged: Judged | None, floor: Floor = NOT_KNOWN) -> str:
     """Some lines; the last one names the straggler, if there is one."""
     lines = [_clocks(trace), _counted(trace)]
+    lines += trace.without_phases()
     lines += [f"rank {each.rank}: {lost}" for each in trace.ranks for lost in each.lost]
     if judged is None:
         return "\n".join([*lines, "no step has its dispatch and its combine on all ranks"])
@@ -150,7 +151,9 @@ def _straggler(judged: Judged, trace: Trace) -> str:
 # --- a picture ---
 
 
-def picture(path: Path, title: str, judged: Judged, floor: Floor = NOT_KNOWN) -> str | None:
+def picture(
+    path: Path, title: str, trace: Trace, judged: Judged, floor: Floor = NOT_KNOWN
+) -> str | None:
     """Draws the step of median length, and the means. Returns why it could not; None: it could."""
     ranks = shown_ranks(judged)
     took = f"{title}\na step takes {us(judged.took)} us"
@@ -159,6 +162,10 @@ def picture(path: Path, title: str, judged: Judged, floor: Floor = NOT_KNOWN) ->
         took += f"; rank {judged.straggler.rank} is waited for"
     if len(ranks) < len(judged.parts):
         took += f" ({len(ranks)} of {len(judged.parts)} ranks)"
+
+    if missing := len(trace.without_phases()):
+        many = "s" if missing > 1 else ""
+        took += f"\nnot in it: kernels of {missing} communicator{many} made before the trace"
 
     def paint(axes: Any) -> None:
         _timeline(axes[0], judged.middle, ranks, floor)
