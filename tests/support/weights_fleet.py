@@ -26,6 +26,7 @@ from moe_p2p.weights import (
     WeightLayout,
     WeightTrainer,
 )
+from moe_p2p.weights.stages import Stages
 from tests.support.weights_oracle import tensors_of
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
@@ -170,6 +171,17 @@ MODELS: dict[str, Model] = {
     "derived": _derived(),
     "replicas": _replicas(),
 }
+
+
+def tell_stages(stages: Stages, told: Callable[[str], object]) -> None:
+    """Calls told(stage) behind each stage that a rank reaches."""
+    reached = stages.reached
+
+    def both(stage: str) -> None:
+        reached(stage)
+        told(stage)
+
+    stages.reached = both  # type: ignore[method-assign]
 
 
 OVER: dict[str, str] = {}  # another transport and its settings, for the whole process

@@ -27,7 +27,14 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.weights import WeightEngineRank, WeightTrainer
 from moe_p2p.weights.joining import PeerReader
-from tests.support.weights_fleet import ENGINE_RANKS, MODELS, TRAINERS, Model, engine_of
+from tests.support.weights_fleet import (
+    ENGINE_RANKS,
+    MODELS,
+    TRAINERS,
+    Model,
+    engine_of,
+    tell_stages,
+)
 from tests.support.weights_replaced import KINDS, Supervisor
 
 TRAINER_STAGES = ("begin", "maxima", "ready", "one write", "converted", "submitted", "written",
@@ -116,9 +123,10 @@ class Killing:
 
     stage = ""
 
-    def _reached(self, stage: str) -> None:
-        super()._reached(stage)  # type: ignore[misc]
-        self.reach(stage)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "stages":
+            tell_stages(value, self.reach)
+        super().__setattr__(name, value)
 
     def reach(self, stage: str) -> None:
         if stage == self.stage:

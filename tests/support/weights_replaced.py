@@ -25,7 +25,14 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.weights import WeightEngineRank, WeightTrainer
-from tests.support.weights_fleet import ENGINE_RANKS, MODELS, TRAINERS, Model, engine_of
+from tests.support.weights_fleet import (
+    ENGINE_RANKS,
+    MODELS,
+    TRAINERS,
+    Model,
+    engine_of,
+    tell_stages,
+)
 
 KINDS = ("restart", "stopped", "alive", "founders")
 RECOVERED_S = 10.0
@@ -77,9 +84,10 @@ class Reaching:
     place: Place | None = None
     stage = ""
 
-    def _reached(self, stage: str) -> None:
-        super()._reached(stage)  # type: ignore[misc]
-        self.reach(stage)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "stages":
+            tell_stages(value, self.reach)
+        super().__setattr__(name, value)
 
     def reach(self, stage: str) -> None:
         if stage != self.stage or self.place is None:

@@ -109,6 +109,30 @@ def test_a_request_is_there_from_its_first_push_to_its_last_immediate(
     assert tracks >= {"KV sender prefill/0", "KV receiver decode/0"}
 
 
+@pytest.mark.parametrize("how", ["pulled", "packed"])
+def test_a_request_that_is_pulled_or_packed_has_its_parts(how: str, tmp_path: Path) -> None:
+    link, order = (kv_workers.PACKED, "HND") if how == "packed" else (None, "NHD")
+    with (
+        kv_workers.workers(LAYOUT, kv.KVLayout((GROUP,), order), link=link) as found,
+        moe_p2p.tracing(tmp_path / "t.json") as traced,
+    ):
+        pull = how == "pulled"
+        reservation = found.receivers[0].reserve("r", "prefill", PAGES, total=TOKENS, pull=pull)
+        sending = found.senders[0].start("r", "decode", PAGES, total=TOKENS)
+        for layer in range(LAYERS):
+            sending.layer(layer)
+        sending.commit()
+        reservation.wait(20)
+        sending.wait(20)
+    sent, got = sides(traced.trace, "r")
+    assert names(got.parts) == ["wait", "transfer", "end"]
+    assert names(sent.parts) == (["end"] if pull else ["wait", "transfer", "end"])
+    assert (sending.stats.packed > 0) == (how == "packed")
+    stats = reservation.stats
+    assert got.part("transfer").end == round((stats.last_completion_at or 0) * 1e9)
+    assert problems(json.loads((tmp_path / "t.json").read_text())) == []
+
+
 def test_what_began_before_and_what_goes_on_is_there(pair: Workers, tmp_path: Path) -> None:
     before, after = begun(pair, "early"), begun(pair, "late", 4)
     with moe_p2p.tracing(tmp_path / "t.json") as found:

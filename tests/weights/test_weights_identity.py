@@ -24,7 +24,7 @@ from moe_p2p.weights import Param, Shard, WeightEngineRank, WeightLayout, Weight
 from moe_p2p.weights.attempt import COMMIT, Keys
 from moe_p2p.weights.engine_buffers import EngineBuffers
 from moe_p2p.weights.job import SetUp, current
-from tests.support.weights_fleet import BF16, engine_of
+from tests.support.weights_fleet import BF16, engine_of, tell_stages
 
 SHAPE = (8, 6)
 SOURCE = WeightLayout([Param("w", SHAPE, BF16, (0, 1), placements=(Shard(0),))], 2)
@@ -625,14 +625,12 @@ def test_an_update_whose_job_was_replaced_as_it_was_decided_says_so() -> None:
     with world() as found:
         found.update(1)
         leader = found.trainers[0]
-        reached = leader._reached
 
         def restart(stage: str) -> None:
-            reached(stage)
             if stage == "arrived":
                 job.open_job(leader._words, SOURCE)
 
-        leader._reached = restart  # type: ignore[method-assign]
+        tell_stages(leader.stages, restart)
         running = found.start(2, 2.0)
         until = time.monotonic() + 60
         while not running[0].done():
