@@ -44,6 +44,29 @@ print(json.dumps({
     ],
 }))
 """
+FIRST = """
+import threading
+from tests.support import warm
+
+made, begun = [], threading.Barrier(8)
+
+class Counted(warm.Server):
+    def __init__(self) -> None:
+        made.append(self)
+        super().__init__(modules=())
+
+def come() -> None:
+    begun.wait()
+    warm._server()
+
+warm.Server = Counted
+threads = [threading.Thread(target=come) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(len(made))
+"""
 
 
 def found(start: Callable[..., Any], arguments: list[str], folder: Path, **more: str) -> Any:
@@ -205,3 +228,15 @@ def test_what_is_read_before_a_copy_begins_is_refused(name: str) -> None:
         warm.run("-c", "pass", env=os.environ | {name: "1"})
     with pytest.raises(warm.RefusedError, match="options of Python"):
         warm.run("-I", "-c", "pass")
+
+
+def test_threads_that_come_first_share_a_server() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST],
+        env=os.environ | {"PYTHONPATH": str(warm.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == "1\n", done.stderr

@@ -145,8 +145,13 @@ class Server:
         self._process.wait()
 
 
-@functools.cache
 def _server() -> Server:
+    with _starting:  # threads that come first would make one each
+        return _first_server()
+
+
+@functools.cache
+def _first_server() -> Server:
     return Server()
 
 
