@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,24 @@ def test_threads_that_come_first_share_a_server() -> None:
         check=False,
     )
     assert done.stdout == "1\n", done.stderr
+
+
+def test_a_thread_starts_what_it_wants_while_another_starts_a_copy() -> None:
+    """As `ip` of one run of the fault matrix, beside a worker of another."""
+    server = warm.Server(modules=())
+    begun = threading.Event()
+    statuses: list[int] = []
+
+    def other() -> None:
+        begun.wait(DEADLINE_S)
+        statuses.append(subprocess.run(["true"], check=False, timeout=DEADLINE_S).returncode)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with server.copies(otherwise=None):
+        begun.set()
+        thread.join(DEADLINE_S)
+        with pytest.raises(warm.RefusedError):
+            subprocess.run(["true"], check=False)
+    server.close()
+    assert statuses == [0]
