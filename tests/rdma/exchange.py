@@ -6,11 +6,11 @@ Two ranks, each a process and a node of its own. With verbs they are at the ends
 rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
 verbs, strangers connect to the ports of rank 0 between steps, and in another world rank 1 sleeps in
-set-up and in each half of a step, 100 times as long as a step takes, or 10 s. Then again, and rank 1 is killed: rank 0
-names it at once, not at its deadline. Then over verbs with links that lose and reorder
-packets. At last, if asked for, kernels of an emulated GPU wait for flags (gpu_flags.py), over such
-links, too. One process does all of it, and ranks are copies of it: importing torch takes most
-of the time in there.
+set-up and in each half of a step, 100 times as long as a step takes, or 10 s. Then again, and rank
+1 is killed: rank 0 names it at once, not at its deadline. Then over verbs with links that lose and
+reorder packets. At last, if asked for, kernels of an emulated GPU wait for flags (gpu_flags.py),
+over such links, too. One process does all of it, and ranks are copies of it: importing torch takes
+most of the time in there.
 """
 
 from __future__ import annotations
