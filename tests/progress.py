@@ -41,9 +41,13 @@ LONG = (
     "test_readme.py",
     "test_wheel.py::test_commands",
 )
-# Tests of one group are one worker's, in turns: tests of test_rdma.py share a machine, and those
-# of the other build in the same folder.
-ALONE = (("test_rdma.py",), ("test_wheel.py", "test_readme.py", "test_aarch64_wheel.py"))
+# Tests of one group are one worker's, in turns: tests of test_rdma.py share a machine, those of
+# test_faults.py start each other's processes, and those of the last build in the same folder.
+ALONE = (
+    ("test_rdma.py",),
+    ("test_faults.py",),
+    ("test_wheel.py", "test_readme.py", "test_aarch64_wheel.py"),
+)
 WORTH_A_LINE_S = 20.0
 
 

@@ -179,6 +179,7 @@ def test_exchange_equals_the_reference_and_survivors_report(
     for transport in ("verbs", "libfabric"):
         assert f"{transport}: 50 steps equal the reference" in text
         assert f"{transport}: reported after" in text  # of the rank that was killed then
+    assert "verbs: right with a rank that sleeps" in text
     assert re.search(r"verbs with loss 1%.*: 30 steps equal the reference", text)
     if not emulated_gpu.why_not():
         assert "verbs: 3 steps with flags by write equal the reference" in text

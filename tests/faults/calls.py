@@ -56,6 +56,11 @@ class Case(NamedTuple):
         return SHORT_S if waits or self.over == "gpu" else LONG_S
 
     @property
+    def waits(self) -> bool:
+        """Nearly all of its time is a wait for a deadline."""
+        return self.timeout_s == SHORT_S
+
+    @property
     def needs_links(self) -> bool:
         return self.over == "tcp" and self.fault in causes.LINK
 
@@ -245,7 +250,7 @@ def deadline_s(case: Case) -> float:
         return 4 * (case.timeout_s + 10)
     if case.masks and case.fault == "NIC error":  # both sides of the pair, and who waits for them
         return 3 * case.timeout_s
-    if case.timeout_s == SHORT_S:
+    if case.waits:
         return case.timeout_s * (5 / 3 if case.masks else 1)
     return 10.0  # probes; writes that fail
 

@@ -70,8 +70,12 @@ class Case(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        waits = self.fault in ("stop", "NIC error") or self.refused
-        return SHORT_S if waits else LONG_S
+        return SHORT_S if self.waits else LONG_S
+
+    @property
+    def waits(self) -> bool:
+        """As of calls.Case."""
+        return self.fault in ("stop", "NIC error") or self.refused
 
     @property
     def needs_links(self) -> bool:
@@ -438,7 +442,7 @@ def _begun(made: Process) -> bool:
     try:
         made.begin(join=True)
     except MoeP2pError:
-        if made.is_victim or made.case.timeout_s == LONG_S:
+        if made.is_victim or not made.case.waits:
             raise
         return False
     return True
@@ -515,7 +519,7 @@ def meet(made: Process, what: str, count: int) -> None:
 
 def deadline_s(case: Case) -> float:
     """Of one call, commit_members included: a meeting's waits, the decision, or a step's."""
-    return 3 * case.timeout_s if case.timeout_s == SHORT_S else 10.0
+    return 3 * case.timeout_s if case.waits else 10.0
 
 
 def wrong_in(case: Case, outcome: str, results: list[Any]) -> list[str]:

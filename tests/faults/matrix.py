@@ -70,8 +70,8 @@ class Later(NamedTuple):
 Cell = Run | Elsewhere | Never | Pair | Later
 COMMANDS = {
     "soft-RoCE": "python -m pytest --all-cells tests/engine/test_rdma.py",
-    "gpu": "python -m pytest --all-cells tests/faults tests/gpu/test_gpu_driver.py "
-    "tests/gpu/test_fd_exchange.py -m gpu",
+    "gpu": "python -m pytest --all-cells tests/faults tests/gpu/test_gpu_driver.py -m gpu; "
+    "python -m pytest tests/gpu/test_fd_exchange.py, which needs none",
 }
 
 # --- calls ---------------------------------------------------------------------------------------
@@ -272,6 +272,12 @@ OTHERS: dict[Key, Cell] = {
     ("stop", "KV push", "soft-RoCE"): Elsewhere(
         GIVEN_BACK, (f"{RDMA}test_stopped_senders_write_nothing_later",)
     ),
+    **{
+        ("slow", point, "soft-RoCE"): Elsewhere(
+            UNHARMED, (f"{RDMA}test_exchange_equals_the_reference_and_survivors_report",)
+        )
+        for point in ("set-up", *HALVES)
+    },
     ("NIC error", "dispatch_send", "soft-RoCE"): Elsewhere(
         NAMED,
         (
@@ -317,7 +323,13 @@ OTHERS: dict[Key, Cell] = {
             "tests/gpu/test_fd_exchange.py::test_a_rank_that_is_killed_before_it_came_is_missed_at_once",
         ),
     ),
-    ("stop", "set-up", "gpu"): Later("descriptors are passed by the host, as on CPUs"),
+    ("stop", "set-up", "gpu"): Elsewhere(
+        NAMED,
+        (
+            "tests/gpu/test_fd_exchange.py::"
+            "test_a_rank_that_is_stopped_before_it_came_is_named_and_finds_nobody_later",
+        ),
+    ),
     ("kill", "KV push", "gpu"): Elsewhere(
         GIVEN_BACK,
         (
@@ -334,8 +346,6 @@ OTHERS: dict[Key, Cell] = {
 
 
 def _over_roce(fault: str, point: str) -> Cell:
-    if fault == "slow":
-        return Later("no program of the machine has a rank that sleeps")
     if fault == "no locked memory" and point in (*HALVES, *JOIN) and joins.MAKES not in point:
         return Never("memory is registered at set-up, which is refused")
     return Pair()

@@ -1,8 +1,16 @@
-"""Each run of the matrix of faults (matrix.py), and that the matrix is whole and says the truth."""
+"""Each run of the matrix of faults (matrix.py), and that the matrix is whole and says the truth.
+
+Runs go on side by side, as their processes wait for deadlines, leases and links most of the time:
+the first test starts the runs of those behind it too, and each waits for its own. A file's tests
+are one worker's (tests/progress.py).
+"""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +40,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = cases()
 HERE = [case for case in OUTCOMES if case.over in LOCAL]
 SOON = few(HERE)
+# How many runs at once, of those that wait and of others: what a deadline decides must not be
+# decided by how many processes share a core. A run that waits uses a fifth of one, others most.
+AT_ONCE = {True: 6, False: 2}
 
 
 def parameters(kind: type[Case]) -> list[object]:
@@ -42,20 +53,73 @@ def parameters(kind: type[Case]) -> list[object]:
     ]
 
 
-def need(case: Case) -> None:
-    if case.over == "tcp":
-        why = hosts.why_no_tcp()
-        if why and (case.needs_links or "netns" not in why):
+@functools.cache
+def why_no_tcp() -> str:
+    return hosts.why_no_tcp()
+
+
+def why_not(case: Case) -> str:
+    """Why it cannot run here; empty where it can."""
+    if case.over != "tcp" or (not case.needs_links and "netns" in why_no_tcp()):
+        return ""
+    return why_no_tcp()
+
+
+def run(case: Case) -> list[Any]:
+    """What its processes report."""
+    if isinstance(case, calls.Case):
+        links, count, body = calls.WORLD, calls.WORLD, calls.run_rank
+    elif isinstance(case, joins.Case):
+        links, count, body = case.num_processes, case.num_processes, joins.run_process
+    elif (case.fault, case.point) == ("kill", "KV push"):
+        return transfers.killed_senders(case.over)
+    else:
+        links, count, body = 1, 1, transfers.run_case
+    interfaces = 1 + isinstance(case, joins.Case)
+    with hosts.Hosts(links if case.needs_links else 0, num_interfaces=interfaces) as made:
+        places = [made.place(host) for host in range(len(made.names))]
+        errors = not isinstance(case, transfers.Case)
+        return run_processes(count, body, case, places, return_errors=errors)
+
+
+Runs = Callable[[Case], list[Any]]
+
+
+@pytest.fixture(name="reports", scope="module")
+def runs_side_by_side(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """Returns what the processes of a case have reported, once they have ended."""
+    pools = {waits: ThreadPoolExecutor(count) for waits, count in AT_ONCE.items()}
+
+    @functools.cache
+    def begun(case: Case) -> Future[list[Any]]:
+        return pools[case.waits].submit(run, case)
+
+    def reports(case: Case) -> list[Any]:
+        if why := why_not(case):
             pytest.skip(why)
+        return begun(case).result()
+
+    apart = request.config.getoption("--apart")  # other workers have the tests behind this one
+    for case in () if apart else cases_of(request.session.items):
+        if not why_not(case):
+            begun(case)
+    try:
+        yield reports
+    finally:
+        for pool in pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+def cases_of(items: list[pytest.Item]) -> list[Case]:
+    """In the order of their tests, each of which then waits for nothing but its own."""
+    given = (item.callspec.params for item in items if hasattr(item, "callspec"))
+    found = (each.get("case") for each in given)
+    return [case for case in found if isinstance(case, Case) and case in HERE]
 
 
 @pytest.mark.parametrize("case", parameters(calls.Case))
-def test_calls(case: calls.Case) -> None:
-    need(case)
-    with hosts.Hosts(calls.WORLD if case.needs_links else 0) as made:
-        places = [made.place(host) for host in range(len(made.names))]
-        results = run_processes(calls.WORLD, calls.run_rank, case, places, return_errors=True)
-    assert not calls.wrong_in(case, OUTCOMES[case], results)
+def test_calls(case: calls.Case, reports: Runs) -> None:
+    assert not calls.wrong_in(case, OUTCOMES[case], reports(case))
 
 
 @pytest.mark.gpu
@@ -64,19 +128,16 @@ def test_calls(case: calls.Case) -> None:
     "case", [pytest.param(case, id=str(case)) for case in OUTCOMES if case.over == "gpu"]
 )
 def test_calls_on_gpus(case: calls.Case) -> None:
-    results = run_processes(calls.WORLD, calls.run_rank, case, [], return_errors=True)
-    assert not calls.wrong_in(case, OUTCOMES[case], results)
+    assert not calls.wrong_in(case, OUTCOMES[case], run(case))
 
 
 @pytest.mark.parametrize("case", parameters(transfers.Case))
-def test_transfers(case: transfers.Case) -> None:
-    need(case)
+def test_transfers(case: transfers.Case, reports: Runs) -> None:
+    found = reports(case)
     if (case.fault, case.point) == ("kill", "KV push"):
-        assert len(transfers.killed_senders(case.over)) == 2
+        assert len(found) == 2
         return
-    with hosts.Hosts(1 if case.needs_links else 0) as made:
-        places = [made.place(host) for host in range(len(made.names))]
-        (texts,) = run_processes(1, transfers.run_case, case, places)
+    (texts,) = found
     if OUTCOMES[case] == UNHARMED:
         assert not any(texts), texts
     elif case.fault == "NIC error":
@@ -85,14 +146,8 @@ def test_transfers(case: transfers.Case) -> None:
 
 
 @pytest.mark.parametrize("case", parameters(joins.Case))
-def test_joins(case: joins.Case) -> None:
-    need(case)
-    with hosts.Hosts(case.num_processes if case.needs_links else 0, num_interfaces=2) as made:
-        places = [made.place(host) for host in range(len(made.names))]
-        results = run_processes(
-            case.num_processes, joins.run_process, case, places, return_errors=True
-        )
-    assert not joins.wrong_in(case, OUTCOMES[case], results)
+def test_joins(case: joins.Case, reports: Runs) -> None:
+    assert not joins.wrong_in(case, OUTCOMES[case], reports(case))
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -153,6 +208,15 @@ def test_few_have_every_fault_and_point_over_each_transport() -> None:
             case.point for case in HERE if case.over == over
         }
     assert len(SOON) < len(HERE) / 3
+
+
+def test_runs_begin_in_the_order_of_their_tests(request: pytest.FixtureRequest) -> None:
+    """Those chosen, of this file, and none of GPUs: a test waits for its own run alone."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [str(case) for case in cases_of(items)]
+    here = {str(case) for case in HERE}
+    ids = [item.name.partition("[")[2].rstrip("]") for item in items]
+    assert names == [each for each in ids if each in here]
 
 
 def test_wrong_reports_are_seen() -> None:

@@ -27,6 +27,7 @@ LAYERS, PAGES, TOKENS = 3, 32, 18
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)
 LAYOUT = kv.KVLayout((GROUP,))
 FAULTY, TIMES = 1, 3  # of the requests and updates
+WAIT_S = 15.0  # an update's timeout_s where it is what ends a wait
 END_S = 100.0  # KVTimeouts of QUICK one after the other, twice, and slack; an update's own
 
 
@@ -41,6 +42,11 @@ class Case(NamedTuple):
     @property
     def needs_links(self) -> bool:
         return self.over == "tcp" and self.fault in causes.LINK
+
+    @property
+    def waits(self) -> bool:
+        """As of calls.Case: for the end of a lease, or of a request."""
+        return self.fault in ("kill", "stop") or (self.fault, self.over) == ("NIC error", "tcp")
 
     @property
     def happens(self) -> bool:
@@ -191,7 +197,8 @@ def update(case: Case) -> list[str]:
 
 def _update(case: Case, texts: list[str]) -> None:
     weights_fleet.OVER.update(case.settings())
-    with weights_fleet.fleet(MODELS["fused"]) as fleet:
+    how = {"timeout_s": WAIT_S} if case.waits else {}
+    with weights_fleet.fleet(MODELS["fused"], **how) as fleet:
         writer = fleet.trainers[1]._buffers.writer
         write, left = writer.write, [1] if case.happens else []
 

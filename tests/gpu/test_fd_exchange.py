@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moe_p2p import errors
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.moe.gpu import fd_exchange
+from tests.faults.causes import is_over
 from tests.support import ranks
 from tests.support.cases import memfd
 
@@ -280,3 +281,28 @@ def test_a_rank_that_is_killed_before_it_came_is_missed_at_once() -> None:
     key = f"test-{uuid.uuid4()}"
     took_s, _ = ranks.run_processes(2, _misses_a_killed_rank, key, return_errors=True)
     assert took_s < 20  # of 60
+
+
+def _misses_a_stopped_rank(rank: ranks.Rank, key: str) -> str:
+    """Rank 1 goes on once rank 0 has given up, and finds nobody."""
+    if rank.rank == 1:
+        rank.store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        pid = int(rank.store.get("pid"))
+        while not is_over(pid):
+            time.sleep(0.001)
+    try:
+        fd_exchange.exchange_fds(rank.rank, 2, key=key, fds=[], deadline=time.monotonic() + 0.5)
+    except errors.TimeoutError as error:
+        return str(error)
+    finally:
+        if rank.rank == 0:
+            os.kill(pid, signal.SIGCONT)
+    return ""
+
+
+def test_a_rank_that_is_stopped_before_it_came_is_named_and_finds_nobody_later() -> None:
+    texts = ranks.run_processes(2, _misses_a_stopped_rank, f"test-{uuid.uuid4()}")
+    for rank, text in enumerate(texts):
+        assert f"local rank {1 - rank} did not come before the deadline" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import conftest
+from tests import conftest, progress
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +97,13 @@ def test_a_file_is_one_workers_unless_its_tests_are_apart(tmp_path: Path) -> Non
             done.stdout
         )
         assert len(list((tmp_path / "ran by").iterdir())) == workers
+
+
+def test_runs_of_the_fault_matrix_are_one_workers_and_begin_early() -> None:
+    name = "tests/faults/test_faults.py::test_joins[{}]".format
+    assert progress.unit_of(name("kill")) == progress.unit_of(name("stop"))
+    assert progress._place(name("kill")) < progress._place("tests/moe/test_masks.py::test_it")
+    assert progress.unit_of("test_cpp.py::test_a") != progress.unit_of("test_cpp.py::test_b")
 
 
 def test_a_worker_without_a_usable_gpu_is_replaced(tmp_path: Path) -> None:

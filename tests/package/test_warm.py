@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,29 @@ print(json.dumps({
         for each in streams
     ],
 }))
+"""
+FIRST = """
+import threading
+from tests.support import warm
+
+made, begun = [], threading.Barrier(8)
+
+class Counted(warm.Server):
+    def __init__(self) -> None:
+        made.append(self)
+        super().__init__(modules=())
+
+def come() -> None:
+    begun.wait()
+    warm._server()
+
+warm.Server = Counted
+threads = [threading.Thread(target=come) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(len(made))
 """
 
 
@@ -205,3 +229,36 @@ def test_what_is_read_before_a_copy_begins_is_refused(name: str) -> None:
         warm.run("-c", "pass", env=os.environ | {name: "1"})
     with pytest.raises(warm.RefusedError, match="options of Python"):
         warm.run("-I", "-c", "pass")
+
+
+def test_threads_that_come_first_share_a_server() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST],
+        env=os.environ | {"PYTHONPATH": str(warm.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_a_thread_starts_what_it_wants_while_another_starts_a_copy() -> None:
+    """As `ip` of one run of the fault matrix, beside a worker of another."""
+    server = warm.Server(modules=())
+    begun = threading.Event()
+    statuses: list[int] = []
+
+    def other() -> None:
+        begun.wait(DEADLINE_S)
+        statuses.append(subprocess.run(["true"], check=False, timeout=DEADLINE_S).returncode)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with server.copies(otherwise=None):
+        begun.set()
+        thread.join(DEADLINE_S)
+        with pytest.raises(warm.RefusedError):
+            subprocess.run(["true"], check=False)
+    server.close()
+    assert statuses == [0]

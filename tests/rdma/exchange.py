@@ -5,11 +5,12 @@
 Two ranks, each a process and a node of its own. With verbs they are at the ends of the wire between
 rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
-verbs, strangers connect to the ports of rank 0 between steps. Then again, and rank 1 is killed:
-rank 0 names it at once, not at its deadline. Then over verbs with links that lose and reorder
-packets. At last, if asked for, kernels of an emulated GPU wait for flags (gpu_flags.py), over such
-links, too. One process does all of it, and ranks are copies of it: importing torch takes most
-of the time in there.
+verbs, strangers connect to the ports of rank 0 between steps, and in another world rank 1 sleeps in
+set-up and in each half of a step, 100 times as long as a step takes, or 10 s. Then again, and rank
+1 is killed: rank 0 names it at once, not at its deadline. Then over verbs with links that lose and
+reorder packets. At last, if asked for, kernels of an emulated GPU wait for flags (gpu_flags.py),
+over such links, too. One process does all of it, and ranks are copies of it: importing torch takes
+most of the time in there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moe_p2p import AllToAll, PeerDeadError
 from moe_p2p.moe.reference import Tokens
 from moe_p2p.tools import fence_probe
+from tests.faults import calls
 from tests.rdma import gpu_flags
 from tests.support.cases import check_step, make, make_tokens
 from tests.support.ranks import DiedError, Rank, run_processes
@@ -113,6 +115,28 @@ def exchange(rank: Rank, transport: str, num_steps: int) -> None:
         assert all(nic["bytes_written"] > 0 for nic in comm.counters())
 
 
+def exchange_with_a_slow_rank(rank: Rank, transport: str) -> float:
+    """Returns the seconds of one sleep: 100 times what the fastest step took, up to 10 s."""
+    times = list[float]()
+
+    def nap_s() -> float:
+        return min(100 * min(times, default=0.05), 10.0)
+
+    def nap() -> None:
+        if rank.rank == 1:
+            time.sleep(nap_s())
+
+    with calls.before_connecting(nap), open_rank(rank, transport) as comm:
+        for seed in range(10):
+            began = time.monotonic()
+            calls.step(comm, seed, lambda half: None)
+            times.append(time.monotonic() - began)
+        for seed, slow in enumerate(calls.HALVES, 10):
+            calls.step(comm, seed, lambda half, slow=slow: nap() if half == slow else None)
+        calls.step(comm, 14, lambda half: None)
+    return nap_s()
+
+
 def lose_a_rank(rank: Rank, transport: str) -> tuple[float, str]:
     """Rank 1 is killed after some steps; how long rank 0 took to notice, and the error text.
 
@@ -144,6 +168,11 @@ def check_with_loss(num_steps: int) -> None:
 def check(transport: str, num_steps: int) -> None:
     run_processes(WORLD_SIZE, exchange, transport, num_steps, deadline_s=300.0, fork=True)
     print(f"{transport}: {num_steps} steps equal the reference")
+    if transport == "verbs":
+        _, slept_s = run_processes(
+            WORLD_SIZE, exchange_with_a_slow_rank, transport, deadline_s=300.0, fork=True
+        )
+        print(f"verbs: right with a rank that sleeps {slept_s:.1f} s in each half")
     survivor, killed = run_processes(
         WORLD_SIZE, lose_a_rank, transport, deadline_s=200.0, return_errors=True, fork=True
     )

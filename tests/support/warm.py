@@ -110,9 +110,16 @@ class Server:
 
     @contextlib.contextmanager
     def copies(self, otherwise: Callable[..., int] | None = _fork_exec) -> Iterator[None]:
-        """Interpreters that are started meanwhile are copies. otherwise: starts what cannot be."""
+        """Interpreters that this thread starts meanwhile are copies. otherwise: starts others."""
+        thread = threading.get_ident()
+
+        def start(*given: Any) -> int:
+            if threading.get_ident() != thread:
+                return before(*given)
+            return self._client.start(*given, otherwise=otherwise)
+
         with _starting:
-            before = _install(functools.partial(self._client.start, otherwise=otherwise))
+            before = _install(start)
             try:
                 yield
             finally:
@@ -145,8 +152,13 @@ class Server:
         self._process.wait()
 
 
-@functools.cache
 def _server() -> Server:
+    with _starting:  # threads that come first would make one each
+        return _first_server()
+
+
+@functools.cache
+def _first_server() -> Server:
     return Server()
 
 
