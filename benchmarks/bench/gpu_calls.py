@@ -185,7 +185,7 @@ class _Layer:
         if options.device == "cuda" and options.tokens[0] > PADDED_UP_TO:
             rows = int(counts.max() if self.layout == "padded" else counts.sum())
             self._given["capacity"] = -(-max(rows, 1) // ROOM) * ROOM
-        self.out: Any = None
+        self.out: Tensor = package.out
         self._side: Any = None
         if overlap_sms:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -98,11 +98,15 @@ def of_trace(trace: Trace, communicator: str | None = None) -> list[Rank]:
             of.rank,
             engine.provider,
             of.facts,
-            Recording(torch.tensor(engine.events).view(-1, 5), engine.overwritten,
-                      engine.from_start),
+            Recording(
+                events=torch.tensor(engine.events).view(-1, 5),
+                overwritten=engine.overwritten,
+                counters=[],  # those of a trace are summed over NICs; a replay needs none
+                from_start=engine.from_start,
+            ),
         )
         for of, engine in found
-    ]  # fmt: skip
+    ]
     return sorted(ranks, key=lambda each: each.rank)
 
 

@@ -42,10 +42,11 @@ inline std::string other_max_tokens(int source, uint64_t theirs, int rank, uint6
 
 // Error text of a combine whose rows of y were not written in time.
 inline std::string unready(uint64_t counter, int64_t value) {
-  return base::concat("counter ", counter, " of `ready` stands at ", value,
-                      ", less than is awaited: the product that writes y did not raise it in time. "
-                      "Is it launched, on another stream, with multiprocessors left for it, and did its "
-                      "kernels run once before, which loads them?");
+  return base::concat(
+      "counter ", counter, " of `ready` stands at ", value,
+      ", less than is awaited: the product that writes y did not raise it in time. "
+      "Is it launched, on another stream, with multiprocessors left for it, and did its "
+      "kernels run once before, which loads them?");
 }
 
 }  // namespace moe_p2p::moe
