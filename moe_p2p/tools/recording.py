@@ -4,7 +4,7 @@
     mine = of_communicator(comm, recording)          # on each rank, right after that
     save("stall.jsonl", [mine, ...])                 # of as many ranks as could be gathered
 
-    save("stall.jsonl", of_trace(tracing.trace))     # of all ranks of a trace, at rank 0
+    save("stall.jsonl", of_trace(traced.trace))      # of all ranks of a trace, at rank 0
 
 A file is JSON, a value a line: a head with the format and the number of ranks; then for each rank a
 line of facts, with the number of its events, and a line for each event. It has numbers, the error

@@ -7,6 +7,8 @@ import ctypes
 import dataclasses
 import json
 import os
+import socket
+import struct
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -391,6 +393,41 @@ def test_a_block_that_raises_leaves_each_ranks_own_events(tmp_path: Path) -> Non
     assert problems(json.loads((tmp_path / "t.rank0.json").read_text())) == []
     assert not (tmp_path / "t.json").exists()
     assert not lifetime.watchers
+
+
+def left_alone(rank: Rank, path: str, reset: bool) -> str:
+    """Rank 1's block raises, or rank 1 is gone without a farewell. Returns rank 0's error."""
+    tracing = moe_p2p.tracing(path, rank.store, rank.rank, rank.world_size)
+    with Engine():
+        tracing.__enter__()
+        if rank.rank == 0:
+            with pytest.raises(errors.PeerDeadError) as found:
+                tracing.__exit__(None, None, None)
+            return str(found.value)
+        if reset:
+            line = tracing._hub._lines[0]._connection
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            tracing._hub.close()
+        tracing.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    return ""
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_rank_that_is_left_alone_names_the_other_and_keeps_its_events(
+    tmp_path: Path, reset: bool
+) -> None:
+    text, _ = run_processes(2, left_alone, str(tmp_path / "t.json"), reset)
+    assert "rank 1 has ended its connection" in text
+    assert "see what it printed last" in text
+    for rank in range(2):
+        assert problems(json.loads((tmp_path / f"t.rank{rank}.json").read_text())) == []
+    assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize("num_events", [0, -1, 1.5, "4"])
+def test_counts_of_events_that_are_none_are_refused(tmp_path: Path, num_events: Any) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=f"num_events is {num_events!r}, must be"):
+        moe_p2p.tracing(tmp_path / "t.json", num_events=num_events).__enter__()
 
 
 def test_a_second_trace_is_refused(tmp_path: Path) -> None:
