@@ -508,6 +508,9 @@ def test_the_command_writes_a_file_a_picture_and_a_table(
         (["--steps=0"], "--steps: '0' is not a whole number from 1"),
         (["--out=/proc/x"], "--out: /proc/x cannot be written"),
         (["--ranks=2", "--ranks-per-node=2", "--record=x"], "--record: ranks of one node send"),
+        (["--out="], "--out: name a file"),
+        (["--out=x.json", "--record=./x.json"], "--out, --plot and --record name one file"),
+        (["--ranks=3"], "moe_p2p trace: error: --ranks 3 is not a multiple of --ranks-per-node 2"),
         (["--check"], "unrecognized arguments: --check"),
         (["--topk=9", "--experts=8"], "--topk 9 is more than --experts 8"),
     ],
@@ -519,3 +522,26 @@ def test_what_has_no_meaning_is_refused(
         main(["trace", "--device=cpu", *arguments])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_do_not_cost_what_was_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full may be opened, and takes nothing; no rank waits for another one's deadline."""
+    job = "--device=cpu --ranks=2 --ranks-per-node=1 --tokens=4 --hidden=256 --experts=8 --topk=2"
+    plot = f"--plot={tmp_path / 'x.txt'}"
+    assert main(["trace", *job.split(), "--steps=2", "--out=/dev/full", plot]) == 1
+    printed = capfd.readouterr()
+    assert "2 steps: " in printed.out
+    assert "cost: a pair takes" in printed.out
+    assert f"no picture: {tmp_path / 'x.txt'}: matplotlib writes no .txt" in printed.out
+    assert "wrote" not in printed.out
+    why = "/dev/full could not be written: No space left on device"
+    assert f"trace: {why}; what was computed is above\n" in printed.err
+    assert "Traceback" not in printed.err
+    out = f"--out={tmp_path / 'x.json'}"
+    assert main(["trace", *job.split(), "--steps=2", out, "--plot=", "--record=/dev/full"]) == 1
+    printed = capfd.readouterr()
+    assert "cost: a pair takes" in printed.out
+    assert f"wrote {tmp_path / 'x.json'}" in printed.out
+    assert f"trace: {why}" in printed.err
