@@ -91,8 +91,10 @@ def of_trace(trace: Trace, communicator: str | None = None) -> list[Rank]:
         if engine.number == of.engine and communicator in (None, of.name)
     ]
     names = {of.name for of, _ in found}
-    text = f"the trace has {len(names)} communicators of that name: {', '.join(sorted(names))}"
-    errors.require(len(names) == 1, text)
+    there = sorted({of.name for each in trace.ranks for of in each.communicators})
+    wanted = "" if communicator is None else f", and none of the name {communicator!r}"
+    text = f"the trace has {len(there)} communicators{wanted}; name one of these: "
+    errors.require(len(names) == 1, text + (", ".join(there) or "none was open inside the block"))
     ranks = [
         _rank_of(
             of.rank,
@@ -257,7 +259,8 @@ def load(path: str | Path) -> list[Rank]:
         _, head = next(lines)
     except StopIteration:
         raise errors.make(errors.InvalidArgumentError, f"{path}: the file is empty") from None
-    errors.require(_HEAD in head, f"{path}: not a recording that {__package__} wrote")
+    text = f"{path}: not a recording that moe_p2p's trace --record or recording.save wrote"
+    errors.require(_HEAD in head, text)
     errors.require(
         head[_HEAD] == FORMAT,
         f"{path}: a recording of format {head[_HEAD]}, written by moe_p2p {head.get('package')}; "

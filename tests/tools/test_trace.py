@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import moe_p2p
 from moe_p2p import AllToAll, AllToAllConfig, Engine, errors
@@ -24,6 +25,7 @@ from moe_p2p.engine import lifetime
 from moe_p2p.engine.recording import decode
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.moe.gpu import kernels
+from moe_p2p.tools import recording
 from moe_p2p.tools.trace import hub, shown
 from moe_p2p.tools.trace.hub import Bounds, Hub, bounds_of
 from moe_p2p.tools.trace.perfetto import document
@@ -428,6 +430,34 @@ def test_a_rank_that_is_left_alone_names_the_other_and_keeps_its_events(
 def test_counts_of_events_that_are_none_are_refused(tmp_path: Path, num_events: Any) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=f"num_events is {num_events!r}, must be"):
         moe_p2p.tracing(tmp_path / "t.json", num_events=num_events).__enter__()
+
+
+def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path: Path) -> None:
+    with moe_p2p.tracing(tmp_path / "t.json") as traced:
+        if (child := os.fork()) == 0:
+            try:
+                traced.__exit__(None, None, None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert not (tmp_path / "t.json").exists()
+        with Engine(label="after"):
+            pass
+    assert traced.trace is not None
+    assert "after" in {each.label for each in traced.trace.ranks[0].engines}
+
+
+def test_communicators_of_a_trace_are_named_where_none_was_meant(tmp_path: Path) -> None:
+    with (
+        AllToAll(HashStore(), CONFIG, rank=0, world_size=1),
+        moe_p2p.tracing(tmp_path / "t.json") as traced,
+    ):
+        pass
+    assert traced.trace is not None
+    (name,) = {each.name for each in traced.trace.ranks[0].communicators}
+    text = f"1 communicators, and none of the name 'x'; name one of these: {name}"
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        recording.of_trace(traced.trace, "x")
 
 
 def test_a_second_trace_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import Counter, deque
@@ -84,7 +85,8 @@ class tracing:  # noqa: N801  it is used like a function
         text = f"num_events is {self._num_events!r}, must be a whole number above 0"
         errors.require(type(self._num_events) is int and self._num_events > 0, text)
         errors.require(not is_captured(), "a trace cannot begin while a CUDA graph is captured")
-        self._session = session = Session(self._num_events)
+        self._session, self._pid = Session(self._num_events), os.getpid()
+        session = self._session
         group_or_store, rank, world_size = self._who
         if group_or_store is None and not dist.is_initialized():
             group_or_store, rank, world_size = HashStore(), 0, 1
@@ -107,6 +109,8 @@ class tracing:  # noqa: N801  it is used like a function
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         hub, session = self._hub, self._session
+        if os.getpid() != self._pid:  # a forked child: the connections are its parent's
+            return
         try:
             session.stop()
             recorded = session.recorded(hub.rank)
