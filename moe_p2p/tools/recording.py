@@ -93,8 +93,9 @@ def of_trace(trace: Trace, communicator: str | None = None) -> list[Rank]:
     names = {of.name for of, _ in found}
     there = sorted({of.name for each in trace.ranks for of in each.communicators})
     wanted = "" if communicator is None else f", and none of the name {communicator!r}"
-    text = f"the trace has {len(there)} communicators{wanted}; name one of these: "
-    errors.require(len(names) == 1, text + (", ".join(there) or "none was open inside the block"))
+    text = f"the trace has {len(there)} communicators{wanted}; "
+    text += f"name one of these: {', '.join(there)}" if there else "none was open inside the block"
+    errors.require(len(names) == 1, text)
     ranks = [
         _rank_of(
             of.rank,

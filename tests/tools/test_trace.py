@@ -453,11 +453,15 @@ def test_communicators_of_a_trace_are_named_where_none_was_meant(tmp_path: Path)
         moe_p2p.tracing(tmp_path / "t.json") as traced,
     ):
         pass
-    assert traced.trace is not None
     (name,) = {each.name for each in traced.trace.ranks[0].communicators}
     text = f"1 communicators, and none of the name 'x'; name one of these: {name}"
     with pytest.raises(errors.InvalidArgumentError, match=text):
         recording.of_trace(traced.trace, "x")
+    with moe_p2p.tracing(tmp_path / "t.json") as traced:
+        pass
+    text = "the trace has 0 communicators; none was open inside the block"
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        recording.of_trace(traced.trace)
 
 
 def test_a_second_trace_is_refused(tmp_path: Path) -> None:
