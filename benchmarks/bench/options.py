@@ -210,9 +210,13 @@ DEEP_EP: dict[str, Any] = {
 }
 
 
-def parse(arguments: list[str]) -> list[Options]:
-    """Returns one for each requested world. Exits with a message for wrong input, as argparse."""
+def parse(arguments: list[str], *, prog: str = "") -> list[Options]:
+    """Returns one for each requested world. Exits with a message for wrong input, as argparse.
+
+    prog: whose options these are, for such a message; empty: the bench's.
+    """
     parser = _parser()
+    parser.prog = prog or parser.prog
     base, given = parsed(parser, Options, arguments)
     quick, sweep, check = given.pop("quick"), given.pop("sweep"), given.get("check", False)
     on_cuda = given["device"] == "cuda"
@@ -318,7 +322,7 @@ def _worlds(
         if not fitting:
             parser.error(
                 f"--ranks {local} is not a multiple of --ranks-per-node "
-                f"{', '.join(map(str, wanted))}"
+                f"{', '.join(map(str, wanted))}; pass one that divides it"
             )
         worlds += fitting
     return worlds

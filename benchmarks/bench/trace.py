@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import statistics
 import sys
 import time
@@ -33,6 +34,7 @@ from moe_p2p.tools import launch, recording
 from moe_p2p.tools.gather import everyones
 from moe_p2p.tools.gpu_timing import captured, interleaved, timed_us
 from moe_p2p.tools.option_types import Parser, at_least_1, output_file
+from moe_p2p.tools.output import NotWrittenError
 from moe_p2p.tools.trace import shown
 from moe_p2p.tools.trace.session import Session, tracing
 from moe_p2p.tools.trace.steps import judge, steps
@@ -61,12 +63,25 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
+    """failed: files that could not be written, and why."""
+
     text: str
     notes: list[str]
+    failed: list[str]
+
+    @contextlib.contextmanager
+    def writing(self, note: str) -> Iterator[None]:
+        """A full disk does not cost what was measured, and the other ranks wait for this one."""
+        try:
+            yield
+        except NotWrittenError as error:
+            self.failed.append(str(error))
+        else:
+            self.notes.append(note)
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 0: all right, 2: a rank failed."""
+    """Returns 0: all right, 1: a file could not be written, 2: a rank failed."""
     asked = _parse(arguments)
     try:
         with contextlib.ExitStack() as stack:
@@ -81,8 +96,10 @@ def main(arguments: list[str]) -> int:
     except (launch.RanksFailedError, errors.MoeP2pError) as error:
         print(f"trace: {error}", file=sys.stderr)
         return 2
-    print("\n".join([found.text, *found.notes]))
-    return 0
+    print("\n".join([found.text, *found.notes]), flush=True)
+    for each in found.failed:
+        print(f"trace: {each}", file=sys.stderr)
+    return 1 if found.failed else 0
 
 
 def _parse(arguments: list[str]) -> Asked:
@@ -107,6 +124,15 @@ def _parse(arguments: list[str]) -> Asked:
     harness.add_options(parser, Options, only=lambda each: each.name in TAKEN)
     given = parser.parse_args(arguments)
     _, rest = own.parse_known_args(arguments)
+    files = [str(Path(each).resolve()) for each in (given.out, given.plot, given.record) if each]
+    harness.refuse(
+        parser,
+        {
+            "--out: name a file; the trace is what this command makes": not given.out,
+            "--out, --plot and --record name one file; give each its own": len({*files})
+            < len(files),
+        },
+    )
     several = [name for name in ("tokens", "ranks", "ranks_per_node") if _several(given, name)]
     harness.refuse(
         parser,
@@ -116,7 +142,7 @@ def _parse(arguments: list[str]) -> Asked:
         },
     )
     rest = rest if given.tokens else ["--tokens=128", *rest]
-    (options,) = of_bench.parse([*rest, "--json=", "--plot=", "--no-baseline"])
+    (options,) = of_bench.parse([*rest, "--json=", "--plot=", "--no-baseline"], prog=parser.prog)
     why = (
         "--record: ranks of one node send each other nothing through a proxy, so there is nothing "
     )
@@ -140,17 +166,22 @@ def run(asked: Asked) -> Found:
         clock, job = make_clock(options), make_job(options)
         tokens = on_device(job.tokens_of(_STEP, rank, options.tokens[0]), options.device)
         recorder = tracing(asked.out, num_events=NUM_EVENTS, timeout_s=options.timeout_s)
-        with recorder, _system(options, job, tokens) as traced:
+        found = Found(text="", notes=[], failed=[])
+        with (
+            found.writing(f"wrote {asked.out}: open it at https://ui.perfetto.dev"),
+            recorder,
+            _system(options, job, tokens) as traced,
+        ):
             on_gpu = options.device == "cuda"
             pair = captured(traced.pair, repeats=1) if on_gpu else traced.pair
             for _ in range(asked.steps):
                 pair()
             finish(options.device)
         with _system(options, job, tokens) as plain:
-            text = _shown(asked, recorder, _floor(options, job, clock, plain))
+            text = _shown(asked, recorder, _floor(options, job, clock, plain), found)
             cost = _cost(options, job, tokens, plain, clock)
         clock.close()
-    return Found(text=f"{text}\n{cost}", notes=_written(asked) if rank == 0 else [])
+    return dataclasses.replace(found, text=f"{text}\n{cost}")
 
 
 @contextlib.contextmanager
@@ -195,28 +226,26 @@ def _copied_gbs() -> float:
     return float(min(rates))
 
 
-def _shown(asked: Asked, recorder: tracing, floor: shown.Floor) -> str:
+def _shown(asked: Asked, recorder: tracing, floor: shown.Floor, found: Found) -> str:
     """At rank 0."""
     trace = recorder.trace
     if trace is None:
         return ""
-    if asked.record:
-        recording.save(asked.record, recording.of_trace(trace))
     judged = judge(steps(trace)[-asked.steps :])
     options = asked.options
     title = f"{options.ranks} ranks in nodes of {options.ranks_per_node}, T {options.tokens[0]}"
     lines = [title, shown.text(trace, judged, floor)]
     if judged is not None and asked.plot:
-        reason = shown.picture(Path(asked.plot), title, trace, judged, floor)
-        lines += [f"no picture: {reason}"] if reason else []
+        reason = None
+        with found.writing(f"wrote {asked.plot}"):
+            reason = shown.picture(Path(asked.plot), title, trace, judged, floor)
+        if reason:
+            found.notes[-1] = f"no picture: {reason}"
+    if asked.record:
+        step = f"step through it with python -m moe_p2p replay {asked.record}"
+        with found.writing(f"wrote {asked.record}: {step}"):
+            recording.save(asked.record, recording.of_trace(trace))
     return "\n".join(lines)
-
-
-def _written(asked: Asked) -> list[str]:
-    wrote = [f"wrote {asked.out}: open it at https://ui.perfetto.dev"]
-    wrote += [f"wrote {asked.plot}"] if asked.plot and Path(asked.plot).exists() else []
-    step = f"python -m moe_p2p replay {asked.record}"
-    return wrote + ([f"wrote {asked.record}: step through it with {step}"] if asked.record else [])
 
 
 def _cost(

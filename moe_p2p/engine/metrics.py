@@ -132,10 +132,22 @@ class _Collector:
     def collect(self) -> Iterable[Any]:
         return [_of_client(self._client, family) for family in collected(self._objects)]
 
+    # A registry that is given the same objects twice has their series once.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Collector) and self._identities() == other._identities()
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._identities()))
+
+    def _identities(self) -> set[int]:
+        return {id(each) for each in self._objects}
+
 
 def prometheus_collector(*objects: object) -> Any:
-    """The same for `prometheus_client.REGISTRY.register`. Holds the objects. Raises
-    UnavailableError where prometheus_client is not installed."""
+    """The same for `prometheus_client.REGISTRY.register`. Holds the objects. Collectors of the same
+    objects are equal: registered twice, they count once. Raises UnavailableError where
+    prometheus_client is not installed."""
     try:
         client = importlib.import_module("prometheus_client.core")
     except ImportError as error:

@@ -39,14 +39,18 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.backend_bases import FigureCanvasBase
 
+    kind = path.suffix[1:].lower() or "png"
+    if kind not in FigureCanvasBase.get_supported_filetypes():
+        return f"{path}: matplotlib writes no .{kind}; name a .png, .svg or .pdf"
     figure, axes = pyplot.subplots(**subplots)
     paint(axes)
     inch = 1 / figure.get_figheight()
     figure.suptitle(heading, y=1 - 0.1 * inch, fontsize=10, wrap=True)
     figure.tight_layout()
     with writing(path):
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, format=kind)
     pyplot.close(figure)
     return None
 

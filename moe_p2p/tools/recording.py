@@ -4,7 +4,7 @@
     mine = of_communicator(comm, recording)          # on each rank, right after that
     save("stall.jsonl", [mine, ...])                 # of as many ranks as could be gathered
 
-    save("stall.jsonl", of_trace(tracing.trace))     # of all ranks of a trace, at rank 0
+    save("stall.jsonl", of_trace(traced.trace))      # of all ranks of a trace, at rank 0
 
 A file is JSON, a value a line: a head with the format and the number of ranks; then for each rank a
 line of facts, with the number of its events, and a line for each event. It has numbers, the error
@@ -91,7 +91,10 @@ def of_trace(trace: Trace, communicator: str | None = None) -> list[Rank]:
         if engine.number == of.engine and communicator in (None, of.name)
     ]
     names = {of.name for of, _ in found}
-    text = f"the trace has {len(names)} communicators of that name: {', '.join(sorted(names))}"
+    there = sorted({of.name for each in trace.ranks for of in each.communicators})
+    wanted = "" if communicator is None else f", and none of the name {communicator!r}"
+    text = f"the trace has {len(there)} communicators{wanted}; "
+    text += f"name one of these: {', '.join(there)}" if there else "none was open inside the block"
     errors.require(len(names) == 1, text)
     ranks = [
         _rank_of(
@@ -261,7 +264,8 @@ def load(path: str | Path) -> list[Rank]:
         _, head = next(lines)
     except StopIteration:
         raise errors.make(errors.InvalidArgumentError, f"{path}: the file is empty") from None
-    errors.require(_HEAD in head, f"{path}: not a recording that {__package__} wrote")
+    text = f"{path}: not a recording that moe_p2p's trace --record or recording.save wrote"
+    errors.require(_HEAD in head, text)
     errors.require(
         head[_HEAD] == FORMAT,
         f"{path}: a recording of format {head[_HEAD]}, written by moe_p2p {head.get('package')}; "

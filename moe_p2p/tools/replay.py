@@ -101,7 +101,10 @@ class Replay:
         }
         errors.require(len(worlds) == 1, "the recordings are of several communicators, or of none")
         twice = [rank for rank, count in Counter(rank.rank for rank in ranks).items() if count > 1]
-        errors.require(not twice, f"several recordings are of rank {twice[:1]}")
+        text = (
+            f"several recordings are of rank {twice[0] if twice else ''}; name each file once, and"
+        )
+        errors.require(not twice, f"{text} of each rank the one that was taken last")
         self.ranks = []
         try:
             for rank in sorted(ranks, key=lambda each: each.rank):
@@ -228,12 +231,21 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
+def _require_step(replay: Replay, step: int) -> None:
+    whole = {e.a for each in replay.ranks for e in each.events if e.kind == "doorbell"}
+    text = f"--step {step}: whole in these recordings are "
+    text += f"steps {min(whole)} to {max(whole)}" if whole else "no steps; record more"
+    errors.require(step in whole, text)
+
+
 def _run(replay: Replay, step: int | None, until_ms: float | None) -> int:
     for each in replay.ranks:
         rank = each.recorded
         lost = f", {rank.overwritten} earlier ones overwritten" if rank.overwritten else ""
         start = "" if rank.whole_from is None else f", whole from step {rank.whole_from} on"
         print(f"rank {rank.rank}: {len(rank.events)} events over {rank.transport}{lost}{start}")
+    if step is not None:
+        _require_step(replay, step)
     shown: dict[int, list[str]] = {}
     begun: set[int] = set()
     for each, event in replay.run(step=step, until_ms=until_ms):

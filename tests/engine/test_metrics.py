@@ -77,6 +77,18 @@ def test_a_collector_gives_what_the_text_says(engines: tuple[Engine, Engine]) ->
     assert parsed(text) == parsed(moe_p2p.prometheus_text(*engines)) != {}
 
 
+def test_collectors_of_the_same_objects_count_once(engines: tuple[Engine, Engine]) -> None:
+    """Prometheus refuses a page that has a series twice."""
+    for objects in (engines, ()):
+        told = registry.CollectorRegistry()
+        told.register(moe_p2p.prometheus_collector(*objects))
+        once = prometheus_client.generate_latest(told)
+        told.register(moe_p2p.prometheus_collector(*reversed(objects)))
+        assert prometheus_client.generate_latest(told) == once
+    told.register(moe_p2p.prometheus_collector(engines[0]))
+    assert prometheus_client.generate_latest(told) != once
+
+
 def test_a_histogram_goes_through_the_collector_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "collected", lambda objects: FAMILIES)
     told = registry.CollectorRegistry()

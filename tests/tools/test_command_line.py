@@ -76,6 +76,8 @@ def test_what_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--kv", "--tokens=99999999999999"], "--tokens: '99999999999999' is not a whole"),
         (["plan", "--kv", "--k-bytes=1e30"], "--k-bytes: '1e30' is not a whole number from 1"),
         (["tune", "--device=cpu", "--only=launches"], "on CPUs there is nothing of it to measure"),
+        (["doctor", "--hosts=a", "--ranks"], "--hosts and --ranks: pass one of them"),
+        (["doctor", "--launcher=srun"], "--launcher and --python are of --hosts; name the hosts"),
         (["tune", "--timeout-s=0"], "--timeout-s: '0' is not a number above 0"),
     ],
 )

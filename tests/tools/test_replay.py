@@ -286,6 +286,16 @@ def test_steps_are_printed_one_by_one(
     assert f"rank 0: {waits_of(two[0][0])}" in last.splitlines()
 
 
+def test_a_step_that_no_recording_has_is_refused(
+    two: tuple[list[str], list[Recorded]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It printed that nobody waits."""
+    recording.save(tmp_path / "stall.jsonl", two[1])
+    assert main(["replay", str(tmp_path / "stall.jsonl"), "--step", "16"]) == 2
+    text = "--step 16: whole in these recordings are steps 0 to 15"
+    assert text in capsys.readouterr().out
+
+
 def test_it_ends_when_it_is_told(
     two: tuple[list[str], list[Recorded]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ import ctypes
 import dataclasses
 import json
 import os
+import socket
+import struct
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import moe_p2p
 from moe_p2p import AllToAll, AllToAllConfig, Engine, errors
@@ -22,6 +25,7 @@ from moe_p2p.engine import lifetime
 from moe_p2p.engine.recording import decode
 from moe_p2p.fleet.bootstrap import Bootstrap
 from moe_p2p.moe.gpu import kernels
+from moe_p2p.tools import recording
 from moe_p2p.tools.trace import hub, shown
 from moe_p2p.tools.trace.hub import Bounds, Hub, bounds_of
 from moe_p2p.tools.trace.perfetto import document
@@ -393,6 +397,73 @@ def test_a_block_that_raises_leaves_each_ranks_own_events(tmp_path: Path) -> Non
     assert not lifetime.watchers
 
 
+def left_alone(rank: Rank, path: str, reset: bool) -> str:
+    """Rank 1's block raises, or rank 1 is gone without a farewell. Returns rank 0's error."""
+    tracing = moe_p2p.tracing(path, rank.store, rank.rank, rank.world_size)
+    with Engine():
+        tracing.__enter__()
+        if rank.rank == 0:
+            with pytest.raises(errors.PeerDeadError) as found:
+                tracing.__exit__(None, None, None)
+            return str(found.value)
+        if reset:
+            line = tracing._hub._lines[0]._connection
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            tracing._hub.close()
+        tracing.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    return ""
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_rank_that_is_left_alone_names_the_other_and_keeps_its_events(
+    tmp_path: Path, reset: bool
+) -> None:
+    text, _ = run_processes(2, left_alone, str(tmp_path / "t.json"), reset)
+    assert "rank 1 has ended its connection" in text
+    assert "see what it printed last" in text
+    for rank in range(2):
+        assert problems(json.loads((tmp_path / f"t.rank{rank}.json").read_text())) == []
+    assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize("num_events", [0, -1, 1.5, "4"])
+def test_counts_of_events_that_are_none_are_refused(tmp_path: Path, num_events: Any) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=f"num_events is {num_events!r}, must be"):
+        moe_p2p.tracing(tmp_path / "t.json", num_events=num_events).__enter__()
+
+
+def test_a_forked_child_that_leaves_the_block_ends_nothing(tmp_path: Path) -> None:
+    with moe_p2p.tracing(tmp_path / "t.json") as traced:
+        if (child := os.fork()) == 0:
+            try:
+                traced.__exit__(None, None, None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert not (tmp_path / "t.json").exists()
+        with Engine(label="after"):
+            pass
+    assert traced.trace is not None
+    assert "after" in {each.label for each in traced.trace.ranks[0].engines}
+
+
+def test_communicators_of_a_trace_are_named_where_none_was_meant(tmp_path: Path) -> None:
+    with (
+        AllToAll(HashStore(), CONFIG, rank=0, world_size=1),
+        moe_p2p.tracing(tmp_path / "t.json") as traced,
+    ):
+        pass
+    (name,) = {each.name for each in traced.trace.ranks[0].communicators}
+    text = f"1 communicators, and none of the name 'x'; name one of these: {name}"
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        recording.of_trace(traced.trace, "x")
+    with moe_p2p.tracing(tmp_path / "t.json") as traced:
+        pass
+    text = "the trace has 0 communicators; none was open inside the block"
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        recording.of_trace(traced.trace)
+
+
 def test_a_second_trace_is_refused(tmp_path: Path) -> None:
     with moe_p2p.tracing(tmp_path / "one.json"):
         text = "a trace is recorded already in this process"
@@ -471,6 +542,9 @@ def test_the_command_writes_a_file_a_picture_and_a_table(
         (["--steps=0"], "--steps: '0' is not a whole number from 1"),
         (["--out=/proc/x"], "--out: /proc/x cannot be written"),
         (["--ranks=2", "--ranks-per-node=2", "--record=x"], "--record: ranks of one node send"),
+        (["--out="], "--out: name a file"),
+        (["--out=x.json", "--record=./x.json"], "--out, --plot and --record name one file"),
+        (["--ranks=3"], "moe_p2p trace: error: --ranks 3 is not a multiple of --ranks-per-node 2"),
         (["--check"], "unrecognized arguments: --check"),
         (["--topk=9", "--experts=8"], "--topk 9 is more than --experts 8"),
     ],
@@ -482,3 +556,26 @@ def test_what_has_no_meaning_is_refused(
         main(["trace", "--device=cpu", *arguments])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_do_not_cost_what_was_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full may be opened, and takes nothing; no rank waits for another one's deadline."""
+    job = "--device=cpu --ranks=2 --ranks-per-node=1 --tokens=4 --hidden=256 --experts=8 --topk=2"
+    plot = f"--plot={tmp_path / 'x.txt'}"
+    assert main(["trace", *job.split(), "--steps=2", "--out=/dev/full", plot]) == 1
+    printed = capfd.readouterr()
+    assert "2 steps: " in printed.out
+    assert "cost: a pair takes" in printed.out
+    assert f"no picture: {tmp_path / 'x.txt'}: matplotlib writes no .txt" in printed.out
+    assert "wrote" not in printed.out
+    why = "/dev/full could not be written: No space left on device"
+    assert f"trace: {why}; what was computed is above\n" in printed.err
+    assert "Traceback" not in printed.err
+    out = f"--out={tmp_path / 'x.json'}"
+    assert main(["trace", *job.split(), "--steps=2", out, "--plot=", "--record=/dev/full"]) == 1
+    printed = capfd.readouterr()
+    assert "cost: a pair takes" in printed.out
+    assert f"wrote {tmp_path / 'x.json'}" in printed.out
+    assert f"trace: {why}" in printed.err

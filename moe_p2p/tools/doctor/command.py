@@ -19,9 +19,18 @@ from moe_p2p.tools.option_types import Parser, above_zero
 
 def main(arguments: list[str]) -> int:
     """Prints the report. 0: usable; 1: problems were found; 2: nothing was examined."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
     if given.fence:
         return fence_probe.main()
+    problems = {
+        "--hosts and --ranks: pass one of them": given.hosts is not None and given.ranks,
+        "--launcher and --python are of --hosts; name the hosts": given.hosts is None
+        and (given.launcher, given.python) != (None, None),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            parser.error(problem)
     if given.hosts is not None or given.ranks:
         try:
             return _job(given)
@@ -40,8 +49,11 @@ def _job(given: argparse.Namespace) -> int:
         found = ranks.answers(store, given.timeout, writes=not given.no_writes)
         status = _judged(given, found) if found else None
         return ranks.share_status(store, status, given.timeout)
-    names, launcher = hosts.names_of(given.hosts), hosts.split_launcher(given.launcher)
-    program = [given.python, "-m", "moe_p2p", "doctor", "--json"]
+    names, launcher = (
+        hosts.names_of(given.hosts),
+        hosts.split_launcher("ssh" if given.launcher is None else given.launcher),
+    )
+    program = [given.python or sys.executable, "-m", "moe_p2p", "doctor", "--json"]
     program += ["--no-writes"] if given.no_writes else []
     return _judged(given, hosts.ask(names, launcher, program, given.timeout))
 
@@ -71,13 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--hosts", metavar="A,B", help="one page for these hosts (none)")
     add(
         "--launcher",
-        default="ssh",
         metavar="COMMAND",
         help="that reaches them: ssh or srun, with its options: 'ssh -p 2222' (ssh)",
     )
     add(
         "--python",
-        default=sys.executable,
         metavar="FILE",
         help="Python of these hosts, where moe_p2p is installed (this one)",
     )

@@ -85,19 +85,16 @@ class Hub:
         payloads = meeting.exchange(json.dumps(mine).encode(), "where a trace is gathered")
         ranks = [json.loads(each) for each in payloads]
         self.clocks = [str(each["clock"]) for each in ranks]
-        self._lines: list[socket.socket] = []
+        self._lines: list[_Line] = []
         if listening is not None and key is not None:
             self._lines = self._accepted(listening, key, timeout_s)
         elif self.rank > 0:
-            line = self._undo.enter_context(_connected(ranks[0], timeout_s))
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.sendall(bytes.fromhex(ranks[0]["key"]) + struct.pack("<I", self.rank))
+            line = _Line(0, self._undo.enter_context(_connected(ranks[0], timeout_s)))
+            line.send(bytes.fromhex(ranks[0]["key"]) + struct.pack("<I", self.rank))
             self._lines = [line]
 
-    def _accepted(
-        self, listening: socket.socket, key: bytes, timeout_s: float
-    ) -> list[socket.socket]:
-        found: dict[int, socket.socket] = {}
+    def _accepted(self, listening: socket.socket, key: bytes, timeout_s: float) -> list[_Line]:
+        found: dict[int, _Line] = {}
         ends = time.monotonic() + timeout_s
         while len(found) < self.world_size - 1:
             listening.settimeout(max(0.001, ends - time.monotonic()))
@@ -109,15 +106,15 @@ class Hub:
                 raise errors.make(errors.TimeoutError, text) from None
             line.settimeout(_PATIENCE_S)
             try:
-                proof = _read(line, _KEY_BYTES + 4)
-            except (errors.MoeP2pError, OSError):
+                proof = _Line(-1, line).read(_KEY_BYTES + 4)
+            except errors.MoeP2pError:
                 proof = b""
             if not hmac.compare_digest(proof[:_KEY_BYTES], key):  # a stranger
                 line.close()
                 continue
             line.settimeout(timeout_s)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found[struct.unpack("<I", proof[_KEY_BYTES:])[0]] = self._undo.enter_context(line)
+            (rank,) = struct.unpack("<I", proof[_KEY_BYTES:])
+            found[rank] = _Line(rank, self._undo.enter_context(line))
         return [found[rank] for rank in sorted(found)]
 
     def match(self) -> list[Bounds]:
@@ -131,35 +128,35 @@ class Hub:
             pings = []
             for _ in range(PINGS if name != self.clocks[0] else 0):
                 before = self._clock()
-                line.sendall(_PING)
-                (other,) = struct.unpack("<q", _read(line, 8))
+                line.send(_PING)
+                (other,) = struct.unpack("<q", line.read(8))
                 pings.append((before, other, self._clock()))
-            line.sendall(_END)
+            line.send(_END)
             found.append(bounds_of(pings) if pings else Bounds(now, 0, 0))
         return found
 
-    def _answer(self, line: socket.socket) -> None:
-        while _read(line, 1) == _PING:
-            line.sendall(struct.pack("<q", self._clock()))
+    def _answer(self, line: _Line) -> None:
+        while line.read(1) == _PING:
+            line.send(struct.pack("<q", self._clock()))
 
     def meet(self) -> None:
         """Returns when all ranks have called it, at about the same time."""
         if self.rank > 0:
-            self._lines[0].sendall(_PING)
-            _read(self._lines[0], 1)
+            self._lines[0].send(_PING)
+            self._lines[0].read(1)
             return
         for line in self._lines:
-            _read(line, 1)
+            line.read(1)
         for line in self._lines:
-            line.sendall(_PING)
+            line.send(_PING)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Returns, at rank 0, everyone's data."""
         if self.rank > 0:
-            self._lines[0].sendall(struct.pack("<Q", len(data)) + data)
+            self._lines[0].send(struct.pack("<Q", len(data)) + data)
             return []
-        sizes = [struct.unpack("<Q", _read(line, 8))[0] for line in self._lines]
-        return [data, *(_read(line, size) for line, size in zip(self._lines, sizes, strict=True))]
+        sizes = [struct.unpack("<Q", line.read(8))[0] for line in self._lines]
+        return [data, *(line.read(size) for line, size in zip(self._lines, sizes, strict=True))]
 
     def close(self) -> None:
         self._undo.close()
@@ -185,18 +182,36 @@ def _connected(first: dict[str, Any], timeout_s: float) -> socket.socket:
     raise errors.make(errors.TransportError, text)
 
 
-def _read(line: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
+class _Line:
+    """A connection to `rank`. Errors name it; it has a timeout."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self._rank, self._connection = rank, connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: bytes) -> None:
         try:
-            part = line.recv(min(size - len(found), 1 << 20))
-        except TimeoutError:
-            text = (
-                f"a trace is gathered, and a rank is silent for {line.gettimeout()} s: does it end"
-            )
-            raise errors.make(errors.TimeoutError, f"{text} its trace much later?") from None
-        if not part:
-            text = "a rank's connection ended while a trace was gathered; see what it printed last"
-            raise errors.make(errors.PeerDeadError, text)
-        found += part
-    return bytes(found)
+            self._connection.sendall(data)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            try:
+                part = self._connection.recv(min(size - len(found), 1 << 20))
+            except OSError as error:
+                raise self._failed(error) from None
+            if not part:
+                raise self._failed(None)
+            found += part
+        return bytes(found)
+
+    def _failed(self, error: OSError | None) -> errors.MoeP2pError:
+        what = f"a trace is gathered, and rank {self._rank}"
+        if isinstance(error, TimeoutError):
+            text = f"{what} is silent for {self._connection.gettimeout()} s: does its block end "
+            return errors.make(errors.TimeoutError, f"{text}much later? Raise timeout_s of tracing")
+        why = f" ({error.strerror or error})" if error else ""
+        text = f"{what} has ended its connection{why}: its block raised, or it died; see what it "
+        return errors.make(errors.PeerDeadError, f"{text}printed last")

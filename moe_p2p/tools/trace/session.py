@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import Counter, deque
@@ -53,11 +54,13 @@ class tracing:  # noqa: N801  it is used like a function
     and of those the file has what their proxies do. All that is open, or made, inside is traced, on
     whichever thread; requests of KV and updates of weights also where they began before, or are
     under way at the end. `trace` is at rank 0 what was gathered (moe_p2p/tools/trace/recorded.py).
-    If the block raises, nothing is gathered: each rank writes its own events to a file whose name
-    has its rank, on its own clock.
+    If the block of a rank raises, or a rank dies, nothing is gathered: the others raise
+    PeerDeadError, and each writes its own events to a file whose name has its rank, on its own
+    clock.
 
-    Raises InvalidArgumentError inside another one and while a CUDA graph is captured, TimeoutError
-    if ranks do not come within timeout_s, NotWrittenError if the file cannot be written.
+    Raises InvalidArgumentError for wrong arguments, inside another one and while a CUDA graph is
+    captured, TimeoutError if ranks do not come within timeout_s, NotWrittenError if the file cannot
+    be written.
     """
 
     def __init__(
@@ -79,8 +82,11 @@ class tracing:  # noqa: N801  it is used like a function
     def __enter__(self) -> tracing:
         text = "a trace is recorded already in this process; end it first"
         errors.require(not any(isinstance(each, Session) for each in lifetime.watchers), text)
+        text = f"num_events is {self._num_events!r}, must be a whole number above 0"
+        errors.require(type(self._num_events) is int and self._num_events > 0, text)
         errors.require(not is_captured(), "a trace cannot begin while a CUDA graph is captured")
-        self._session = session = Session(self._num_events)
+        self._session, self._pid = Session(self._num_events), os.getpid()
+        session = self._session
         group_or_store, rank, world_size = self._who
         if group_or_store is None and not dist.is_initialized():
             group_or_store, rank, world_size = HashStore(), 0, 1
@@ -103,25 +109,41 @@ class tracing:  # noqa: N801  it is used like a function
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         hub, session = self._hub, self._session
+        if os.getpid() != self._pid:  # a forked child: the connections are its parent's
+            return
         try:
             session.stop()
             recorded = session.recorded(hub.rank)
             if error is not None:
-                name = f"{self.path.stem}.rank{hub.rank}{self.path.suffix}"
-                try:
-                    write(self.path.with_name(name), Trace.of([recorded], [None]))
-                except NotWrittenError as failed:
-                    log.warning(f"the trace of a block that raised is lost: {failed}")
+                self._write_own(recorded)
                 return
-            hub.meet()  # else who goes on sends what is of no step inside to who still records
-            ended = hub.match()
-            data = hub.gather(recorded.encode())
-            if hub.rank == 0:
-                clocks = [Clock(*each) for each in zip(self._begun, ended, strict=True)]
-                self.trace = Trace.of([Recorded.decode(each) for each in data], clocks)
-                write(self.path, self.trace)
+            try:
+                self._gather(recorded)
+            except errors.MoeP2pError:  # another rank's block raised, or it died
+                self._write_own(recorded)
+                raise
         finally:
             hub.close()
+
+    def _gather(self, recorded: Recorded) -> None:
+        hub = self._hub
+        hub.meet()  # else who goes on sends what is of no step inside to who still records
+        ended = hub.match()
+        data = hub.gather(recorded.encode())
+        if hub.rank == 0:
+            clocks = [Clock(*each) for each in zip(self._begun, ended, strict=True)]
+            self.trace = Trace.of([Recorded.decode(each) for each in data], clocks)
+            write(self.path, self.trace)
+
+    def _write_own(self, recorded: Recorded) -> None:
+        """Where ranks cannot gather. Raises nothing: an error is on its way."""
+        path = self.path.with_name(f"{self.path.stem}.rank{self._hub.rank}{self.path.suffix}")
+        try:
+            write(path, Trace.of([recorded], [None]))
+        except NotWrittenError as failed:
+            log.warning(f"the trace of a block that failed is lost: {failed}")
+        else:
+            log.warning(f"the trace was not gathered; this rank's own events are in {path}")
 
 
 class Session:
