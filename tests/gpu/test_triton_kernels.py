@@ -119,7 +119,6 @@ def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     """Forward, and backward where there is one."""
     from moe_p2p.kernels.triton import grouped_ops
     from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
-    from moe_p2p.kernels.triton.quantize import swiglu
 
     x, weight = rows_and_weights(dtype, num_rows, k, n)
     counts = empty(4, dtype=torch.int32)
@@ -132,16 +131,20 @@ def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     )
     y, ready = grouped_ops.make_unready(padded, weight, num_sms=1)
     grouped_ops.grouped_gemm_into(y, padded, weight, counts, ready)
-    if dtype == torch.bfloat16:
-        halves = empty(4, num_rows, 2 * n, dtype=dtype).split(n, dim=2)
-        for fp8 in (False, True):
-            swiglu(*halves, counts, quantize=fp8)
     if isinstance(x, Tensor):
         x.requires_grad_()
         weight.requires_grad_()
     y = grouped_gemm(x, weight, counts)
     if isinstance(x, Tensor):
         torch.autograd.grad(y, (x, weight), torch.empty_like(y))
+
+
+def activation(num_rows: int, n: int) -> None:
+    from moe_p2p.kernels.triton.quantize import swiglu
+
+    halves = empty(4, num_rows, 2 * n, dtype=torch.bfloat16).split(n, dim=2)
+    for fp8 in (False, True):
+        swiglu(*halves, empty(4, dtype=torch.int32), quantize=fp8)
 
 
 def small_kernels(dtype: torch.dtype) -> None:
@@ -251,6 +254,13 @@ def test_products_use_tensor_cores(dtype: torch.dtype, num_rows: int, capability
 )
 def test_products_of_odd_shapes_compile(dtype: torch.dtype, capability: int) -> None:
     for launch in launches(products, dtype, 77, 200, 120):
+        assert compile_for(launch, capability).asm["cubin"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_rows", "n", "capability"), [(77, 120, 90), (8192, 2048, 100)])
+def test_activations_compile(num_rows: int, n: int, capability: int) -> None:
+    for launch in launches(activation, num_rows, n):
         assert compile_for(launch, capability).asm["cubin"]
 
 
