@@ -5,7 +5,9 @@ Each has a --help; without a command it prints all.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import signal
 import sys
 
@@ -70,10 +72,23 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         command = importlib.import_module(COMMANDS[arguments[0]][0])
-        return int(command.main(arguments[1:]))
+        status = int(command.main(arguments[1:]))
+        sys.stdout.flush()
+        return status
     except NotWrittenError as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        if error.errno == errno.ENOSPC:
+            print(
+                f"{arguments[0]}: what it prints was not written: {error.strerror}; free space "
+                "there, or print elsewhere",
+                file=sys.stderr,
+            )
+        return 1  # a reader that went away needs no text
     except KeyboardInterrupt:
         print(f"{arguments[0]}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -217,6 +218,22 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(capsys: pytest.CaptureFixtur
         "model: /dev/full could not be written: No space left on device; what was computed is "
         "above\n"
     )
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    command = ["-m", "moe_p2p", "model", "--ranks=16", "--tokens=8"]
+    with Path("/dev/full").open("w") as full:
+        ran = warm.run(*command, stdout=full, stderr=PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        "model: what it prints was not written: No space left on device; free space there, or "
+        "print elsewhere\n",
+    )
+    read, write = os.pipe()
+    os.close(read)  # as `| head` that has read enough
+    with os.fdopen(write, "w") as gone:
+        ran = warm.run(*command, stdout=gone, stderr=PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_figures_and_pictures_say_it_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
