@@ -190,6 +190,7 @@ class _Layer:
         if overlap_sms:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._first = package.comm.dispatch(**self._given)
+        finish(package.comm.config.device)
         self._load()
 
     def _load(self) -> None:

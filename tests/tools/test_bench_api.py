@@ -243,7 +243,7 @@ def test_direct_calls_get_and_return_what_those_of_deep_ep_do(
             job=job,
             rank=0,
             tokens=job.tokens_of(0, 0, 4),
-            experts=None,
+            layer=None,
             group=None,
             stack=stack,
             notes=[],

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_p2p import CombineOptions
 from moe_p2p.bench import cases, check, gpu_calls, systems
+from moe_p2p.bench.gpu_layer import LayerParts, Whole
 from moe_p2p.bench.options import Options
 
 TINY = Options(ranks=2, ranks_per_node=1, tokens=(6,), hidden=256, topk=2, experts=4)
@@ -59,11 +60,11 @@ def test_nothing_is_asked_of_a_gpu_before_a_call_is_done(monkeypatch: pytest.Mon
     with launches:
         check.verify(system, tokens[0], check.expect(job, TINY, 0, tokens), exact=True)
         check.verify_whole(system, job, TINY, 0, tokens[0])
-        calls = gpu_calls.package_calls(
-            system, TINY, tokens[0], num_sms=0, experts=lambda x, *_: 2 * x
-        )
+        twice = Whole(lambda x, *_: 2 * x)
+        parts = LayerParts(products={"twice": twice}, reference=twice, mean=1, weight_bytes=0)
+        calls = gpu_calls.package_calls(system, TINY, tokens[0], num_sms=0, layer=parts)
     log = launches.log
-    assert log.count("call") == 6
+    assert log.count("call") == 10
     assert all(log[i + 1] == "wait" for i, what in enumerate(log) if what == "call")
 
     del log[:]  # while the clock runs nobody waits
