@@ -68,10 +68,10 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   };
   if (role.send >= 0 && !is_empty(p)) {
     way::combine_send(p, role.send, is_trusted, begin);
-    MOE_P2P_STAMPED(stamps.end(Stamp::kSent));
+    MOE_P2P_STAMPED(stamps.end<SendWorker>(Stamp::kSent));
   } else if (const Begun begun = begin(); role.recv >= 0) {
     way::combine_recv(p, begun, role.recv);
-    MOE_P2P_STAMPED(stamps.end(Stamp::kEnded));
+    MOE_P2P_STAMPED(stamps.end<RecvWorker>(Stamp::kEnded));
   } else if (begun.good && role.relay) {
     const u64 first = begun.first_step;
     if (sends && !is_empty(p) && relay_says_read(p, begun.opens)) {

@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
   if (role.send >= 0) {
     way::dispatch_send(p, role.send, begin);
     if constexpr (!kPlain) copy_topk(p, role.send);
-    MOE_P2P_STAMPED(stamps.end(Stamp::kSent));
+    MOE_P2P_STAMPED(stamps.end<SendWorker>(Stamp::kSent));
   } else if (const Begun begun = begin(); role.recv >= 0) {
 #if MOE_P2P_BULK
     if (role.recv == 0 && begun.good && bulk::receiver_counts(p))
       bulk::send_counts_first(p, begun.first_step);
 #endif
     way::dispatch_recv(p, begun, role.recv);
-    MOE_P2P_STAMPED(stamps.end(Stamp::kEnded));
+    MOE_P2P_STAMPED(stamps.end<RecvWorker>(Stamp::kEnded));
   } else if (begun.good) {
     relay(p.comm, begun.first_step, num_chunks_of(p),
           {.free = sends, .dispatch = receives, .combine = false});

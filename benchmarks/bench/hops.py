@@ -53,14 +53,17 @@ def can_be_taken_apart(options: Options) -> bool:
 def measure(
     options: Options, job: Job, tokens: Tokens, align: Align, wire_bytes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Returns hop -> microseconds of a pair, the mean of all ranks. Collective.
+    """Returns hop -> microseconds of a pair on all multiprocessors, the mean of all ranks.
 
-    wire_bytes: of all ranks, by phase.
+    Empty where the pair takes several steps: their hops overlap. Collective. wire_bytes: of all
+    ranks, by phase.
     """
     kernels.measuring["MOE_P2P_STAMPS"] = 1
     try:
         system = MoeP2p(options, job)
         try:
+            if system.num_steps > 1:
+                return {}
             stamps = _rounds(system, options, tokens, align)
         finally:
             finish(options.device)

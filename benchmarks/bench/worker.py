@@ -136,7 +136,7 @@ class World:
             progress.set_description(f"{interface} T {tokens}: timing")
             calls = [one.calls for one in found]
             timed = self.clock.measure(calls, watch)
-            apart = self._hops(options, inputs, counted) if hops.can_be_taken_apart(options) else {}
+            apart = self._hops(options, inputs, counted)
             hosts = self.clock.host_times(calls) if interface else {}
             # No failure while the clock ran.
             entry.check(found, range(options.checks, options.checks + 1))
@@ -146,7 +146,9 @@ class World:
                 rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
                 if one.package is not None:
                     rows = [
-                        replace(row, hops=apart) if row.what == "pair graph" else row
+                        replace(row, hops=apart)
+                        if (row.what, row.num_sms) == ("pair graph", 0)
+                        else row
                         for row in rows
                     ]
                 if interface:
@@ -161,9 +163,15 @@ class World:
     def _hops(
         self, options: Options, inputs: Inputs, counted: dict[Calls, dict[str, Sent]]
     ) -> dict[str, float]:
+        if not hops.can_be_taken_apart(options):
+            return {}
         assert isinstance(self.clock, GpuClock)
         bytes_of_phases = bytes_of(next(iter(counted.values())))
-        return hops.measure(options, self.job, inputs.tokens, self.clock.align, bytes_of_phases)
+        clock = self.clock.align
+        found = hops.measure(options, self.job, inputs.tokens, clock, bytes_of_phases)
+        if not found:
+            self.notes.append(f"no hops of T {options.tokens[0]}: a pair takes several steps")
+        return found
 
     def _timed_steps(self, interface: str) -> list[int]:
         """Returns the routings: one if a graph or an earlier call's layout holds it."""

@@ -19,9 +19,9 @@
 namespace moe_p2p::device {
 
 // In the order of a phase; several threads store each, and the last one counts. begun: the kernel
-// before it had ended. sent: a sending warp has nothing left to do. rings, rung: a bell's fence is
+// before it had ended. sent: a sending worker has nothing left to do. rings, rung: a bell's fence is
 // ahead, its words are stored. arrived: the relaying block has passed on an arrival. ended: a
-// receiving warp has nothing left to do.
+// receiving worker has nothing left to do.
 enum class Stamp : i32 { kBegun, kSent, kRings, kRung, kArrived, kEnded };
 
 __device__ __forceinline__ u64 stamp_time() { return MOE_P2P_STAMPS ? globaltimer_ns() : 0; }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void stamp(const DeviceComm& comm, Phase phase, u64 s
   }
 }
 
-// Of a block's warps. A call of several chunks begins with its first step and ends with its last.
+// Of a block's workers. A call of several chunks begins with its first step and ends with its last.
 struct BlockStamps {
   const DeviceComm& comm;
   const Phase phase;
@@ -46,8 +46,12 @@ struct BlockStamps {
     last = first + static_cast<u64>(num_chunks - 1);
     if (opens) stamp(comm, phase, first, Stamp::kBegun, begun_at);
   }
+  // One warp of a worker stores: thousands of warps that store to one word take microseconds. In
+  // bulk each warp has its own work (kernels/device/bulk.cuh).
+  template <typename AnyWorker>
   __device__ void end(Stamp which) const {
-    if (threadIdx.x % 32 == 0) stamp(comm, phase, last, which, stamp_time());
+    constexpr u32 kThreads = MOE_P2P_BULK ? 32 : AnyWorker::kThreads;
+    if (threadIdx.x % kThreads == 0) stamp(comm, phase, last, which, stamp_time());
   }
 };
 
