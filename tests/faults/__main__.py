@@ -15,7 +15,6 @@ from tests.faults.matrix import (
     POINTS,
     Cell,
     Elsewhere,
-    Later,
     Never,
     Run,
     cases,
@@ -27,7 +26,7 @@ def mark(cell: Cell | None) -> str:
         return ""
     if isinstance(cell, Run | Elsewhere):
         return "/".join(sorted(cell.outcomes)) + ("" if isinstance(cell, Run) else " *")
-    return "-" if isinstance(cell, Never) else "later" if isinstance(cell, Later) else "pairs"
+    return "-" if isinstance(cell, Never) else "pairs"
 
 
 def table(over: str) -> list[str]:
@@ -44,9 +43,7 @@ def table(over: str) -> list[str]:
 def kind(over: str, cell: Cell) -> str:
     if isinstance(cell, Run | Elsewhere):
         return "run" if over in LOCAL else f"run by its own command ({over})"
-    if isinstance(cell, Never):
-        return "cannot be"
-    return "not yet" if isinstance(cell, Later) else "left to pairs"
+    return "cannot be" if isinstance(cell, Never) else "left to pairs"
 
 
 def counts() -> list[str]:
@@ -55,9 +52,8 @@ def counts() -> list[str]:
     local = [case for case in cases() if case.over in LOCAL]
     lines = [f"{len(CELLS)} cells: {', '.join(f'{n} {name}' for name, n in by_kind.items())}"]
     lines += [f"of those run, {here} by the {len(local)} runs of tests/faults, others (*) by tests"]
-    for name, of in (("cannot be", Never), ("not yet", Later)):
-        reasons = Counter(cell.reason for cell in CELLS.values() if isinstance(cell, of))
-        lines += [f"{name}, {number}: {reason}" for reason, number in reasons.items()]
+    reasons = Counter(cell.reason for cell in CELLS.values() if isinstance(cell, Never))
+    lines += [f"cannot be, {number}: {reason}" for reason, number in reasons.items()]
     lines.append(IN_TURNS)
     return lines + [f"{over}: {command}" for over, command in COMMANDS.items()]
 
@@ -67,7 +63,7 @@ def details(word: str) -> list[str]:
     for key, cell in CELLS.items():
         if word in key:
             lines.append(f"{', '.join(key)}: {mark(cell)}")
-            if isinstance(cell, Never | Later):
+            if isinstance(cell, Never):
                 lines.append(f"    {cell.reason}")
             if isinstance(cell, Run):
                 lines += [f"    test_faults.py, {case}: {outcome}" for case, outcome in cell.cases]

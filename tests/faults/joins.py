@@ -44,7 +44,7 @@ CLAIMS, WAITS, MAKES, GIVES, MAPS, STAGED, DECIDES, ENTERS, FIRST, DRAINS = POIN
 )
 ON_THE_THREAD = POINTS[: POINTS.index(ENTERS)]  # of members, beside their steps
 BEFORE, BESIDE, AFTER, LATER = 2, 1, 2, 3  # steps: before staging, beside, after the fault; later
-SHORT_S = 8.0  # timeout_s where it is what ends a wait
+SHORT_S, OF_GPUS_S = 8.0, 12.0  # timeout_s where it is what ends a wait; processes load kernels too
 WRITES = 2  # of a step, to each partner: one a phase
 ENDS = ("kill", "stop", "NIC error")  # a spare process comes
 JOINS, MENDS = "joins", "mends"  # what it comes for: the epoch of the joiner, or a later one
@@ -70,12 +70,14 @@ class Case(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
+        if self.over == "gpu":
+            return OF_GPUS_S
         return SHORT_S if self.waits else LONG_S
 
     @property
     def waits(self) -> bool:
-        """As of calls.Case."""
-        return self.fault in ("stop", "NIC error") or self.refused
+        """As of calls.Case. Kernels know a rank that was killed by their deadline alone."""
+        return self.fault in ("stop", "NIC error") or self.refused or self.over == "gpu"
 
     @property
     def needs_links(self) -> bool:
@@ -130,7 +132,9 @@ class Case(NamedTuple):
             "ranks_per_node": self.ranks_per_node,
             "timeout_s": self.timeout_s,
         }
-        if engine is None:
+        if self.over == "gpu":
+            fields["device"] = "cuda"
+        elif engine is None:
             interface = "eth0" if self.needs_links else "lo"
             fields |= causes.settings_of(self.over, self.fault, interface) | {"nics_per_rank": 1}
         return AllToAllConfig(**SMALL | fields)
@@ -343,6 +347,8 @@ class Process:
 def run_process(rank: Rank, case: Case, places: list[Place]) -> dict[str, Any]:
     if case.fault == "no locked memory":
         causes.forbid_locking()
+    if case.over == "gpu":
+        torch.cuda.set_device(rank.rank % torch.cuda.device_count())
     made = Process(rank, case, _store_of(rank, places))
     try:
         if rank.rank == JOINER:

@@ -3,9 +3,9 @@
     python -m tests.faults                  # prints the table and its counts
     python -m tests.faults --cell kill      # what the cells of a fault, a point or a transport are
 
-An outcome is a row of docs/failure.md ("Outcomes"). A cell is one of five kinds: `Run` (here),
-`Elsewhere` (tests that are there anyway, by name), `Never` (cannot be), `Pair` (left to pairs, over
-soft-RoCE) and `Later`.
+An outcome is a row of docs/failure.md ("Outcomes"). A cell is one of four kinds: `Run` (here),
+`Elsewhere` (tests that are there anyway, by name), `Never` (cannot be), and `Pair` (left to pairs,
+over soft-RoCE).
 """
 
 from __future__ import annotations
@@ -63,14 +63,11 @@ class Pair(NamedTuple):
     """The fault is run at another point of this transport, and this pair over another one."""
 
 
-class Later(NamedTuple):
-    reason: str
-
-
-Cell = Run | Elsewhere | Never | Pair | Later
+Cell = Run | Elsewhere | Never | Pair
 COMMANDS = {
     "soft-RoCE": "python -m pytest --all-cells tests/engine/test_rdma.py",
-    "gpu": "python -m pytest --all-cells tests/faults tests/gpu/test_gpu_driver.py -m gpu; "
+    "gpu": "python -m pytest --all-cells tests/faults tests/gpu/test_gpu_driver.py "
+    "tests/kv/test_kv_stopped_sender.py -m gpu; "
     "python -m pytest tests/gpu/test_fd_exchange.py, which needs none",
 }
 
@@ -145,17 +142,16 @@ NO_WRITE = Never("no write of the software NIC is of this point, which could fai
 VICTIMS = ("joiner", "member")
 IN_TURNS = (
     "joins: joiner and member have each fault at each point over loopback, in one node or with one "
-    "rank a node, killed in both; over tcp both are killed, else one of the two from point to point"
+    "rank a node, killed in both; over tcp both are killed, else one of the two from point to "
+    "point; on GPUs, in one node, one of the two is killed and the other one stopped"
 )
 
 
 def _join(fault: str, point: str, over: str) -> Cell:
-    if over == "gpu":
-        text = (
-            "test_gpu_elastic.py kills a rank between two changes, not at a point of one; ranks of "
-        )
-        return Later(f"{text}the emulated GPU are threads, which nothing kills or stops")
     at = joins.POINTS[JOIN.index(point)]
+    if over == "gpu":
+        who = VICTIMS[(JOIN.index(point) + OF_GPUS.index(fault)) % 2]  # see IN_TURNS
+        return Run(((joins.Case(fault, at, over, who, SEATS), _lost_join(fault, at, who)),))
     if fault in CONDITIONS:  # hold at all points
         nodes = (1, SEATS) if over == "loopback" else (1,)
         held = (joins.Case(fault, joins.CLAIMS, over, "joiner", each) for each in nodes)
@@ -337,9 +333,14 @@ OTHERS: dict[Key, Cell] = {
             "test_a_killed_process_writes_no_more_soon_after_its_lock_is_gone",
         ),
     ),
-    ("stop", "KV push", "gpu"): Later("workers of GPUs are threads of one process in all tests"),
+    ("stop", "KV push", "gpu"): Elsewhere(
+        GIVEN_BACK,
+        ("tests/kv/test_kv_stopped_sender.py::test_a_stopped_sender_writes_nothing_later[gpu-3]",),
+    ),
     **{
-        (fault, "weight update", "gpu"): Later("trainers of GPUs are threads in all tests")
+        (fault, "weight update", "gpu"): Run(
+            ((transfers.Case(fault, "weight update", "gpu"), LEFT_OUT),)
+        )
         for fault in OF_GPUS
     },
 }

@@ -122,13 +122,23 @@ def test_calls(case: calls.Case, reports: Runs) -> None:
     assert not calls.wrong_in(case, OUTCOMES[case], reports(case))
 
 
+def on_gpus(kind: type[Case]) -> list[object]:
+    found = [case for case in OUTCOMES if case.over == "gpu" and isinstance(case, kind)]
+    return [pytest.param(case, id=str(case)) for case in found]
+
+
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case)) for case in OUTCOMES if case.over == "gpu"]
-)
+@pytest.mark.parametrize("case", on_gpus(calls.Case))
 def test_calls_on_gpus(case: calls.Case) -> None:
     assert not calls.wrong_in(case, OUTCOMES[case], run(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("case", on_gpus(joins.Case))
+def test_joins_on_gpus(case: joins.Case) -> None:
+    assert not joins.wrong_in(case, OUTCOMES[case], run(case))
 
 
 @pytest.mark.parametrize("case", parameters(transfers.Case))
@@ -143,6 +153,12 @@ def test_transfers(case: transfers.Case, reports: Runs) -> None:
     elif case.fault == "NIC error":
         assert any(texts), "nothing failed"
         assert case.over == "tcp" or not texts[-1], "the next one was not right"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", on_gpus(transfers.Case))
+def test_transfers_on_gpus(case: transfers.Case) -> None:
+    run(case)  # which asserts
 
 
 @pytest.mark.parametrize("case", parameters(joins.Case))

@@ -220,8 +220,12 @@ def _update(case: Case, texts: list[str]) -> None:
 
 
 def lost_ranks(case: Case) -> list[str]:
-    """The runs of weights_killed.py over another transport; weights_stopped.py likewise."""
-    weights_fleet.OVER.update(case.settings())
+    """The runs of weights_killed.py over another transport, or with tensors on a GPU;
+    weights_stopped.py likewise."""
+    if case.over == "gpu":
+        weights_fleet.DEVICES.append("cuda")
+    else:
+        weights_fleet.OVER.update(case.settings())
     if case.fault == "stop":
         assert weights_stopped.main() == 0
         return []

@@ -25,6 +25,8 @@ OVER = {
     # The receiver copies by itself what a stopped sender has posted, so not all may be posted.
     "shm": ("libfabric", "provider=shm,max_in_flight=4,timeout_ms=300"),
 }
+# On a GPU all of it would be there before this process can look: a link of 8 Gbit/s.
+GPU = {"gpu": ("loopback", "gbps=8")}
 ROCE = {"roce": ("verbs", "devices=rxe0,timeout=16")}  # tests/engine/test_rdma.py
 # Refused by name: half a write is finished there after the fence.
 UNFENCED = {"net": ("libfabric", "provider=net,interfaces=lo,timeout_ms=2000")}
@@ -41,7 +43,7 @@ from torch.distributed import TCPStore
 from moe_p2p import kv
 from tests.kv import test_kv_stopped_sender as t
 
-sender = kv.KVSender(t.engine(sys.argv[1]), t.cache_of(t.LAYOUT, 0, t.PAGES), instance=sys.argv[3],
+sender = kv.KVSender(t.engine(sys.argv[1]), t.cache(sys.argv[1]), instance=sys.argv[3],
                      timeouts=t.TIMEOUTS)
 sender.cache.tensors[0].fill_(7)
 leases = kv.TorchLeases(TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False), 60)
@@ -61,11 +63,16 @@ with kv.LeaseKeeper(sender, leases):
 
 
 def engine(over: str) -> Engine:
-    transport, settings = (OVER | ROCE | UNFENCED)[over]
-    made = Engine(EngineConfig(transport=transport, transport_settings=settings))
+    transport, settings = (OVER | GPU | ROCE | UNFENCED)[over]
+    given = EngineConfig(transport=transport, transport_settings=settings)
+    made = Engine(given, gpu=0 if over in GPU else None)
     if over in UNFENCED:
         made.why_no_fence = lambda: ""  # type: ignore[method-assign]
     return made
+
+
+def cache(over: str) -> kv.KVCache:
+    return cache_of(LAYOUT, 0, PAGES, "cuda" if over in GPU else "cpu")
 
 
 class Stops:
@@ -75,7 +82,7 @@ class Stops:
         self.over = over
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.receiver = kv.KVReceiver(
-            engine(over), cache_of(LAYOUT, 0, PAGES), instance="d", timeouts=TIMEOUTS, verify="off"
+            engine(over), cache(over), instance="d", timeouts=TIMEOUTS, verify="off"
         )
         self.memory = self.receiver.cache.tensors[0]
         self.child: subprocess.Popen[str] | None = None
@@ -132,15 +139,15 @@ class Stops:
 
     def cut_in_two(self, child: int) -> bool:
         """Stops the child while its writes land. Returns whether it was in time."""
-        bytes_ = self.memory.numpy()
+        some = self.memory[:: 1 << 18]
         deadline = time.monotonic() + 30
-        while not bytes_[:: 1 << 18].any():
+        while not some.any():
             assert time.monotonic() < deadline
         os.kill(child, signal.SIGSTOP)
         deadline = time.monotonic() + 0.2  # what is in the sockets
-        while time.monotonic() < deadline and not bytes_[:: 1 << 18].all():
+        while time.monotonic() < deadline and not some.all():
             time.sleep(0.01)
-        return not bytes_[:: 1 << 18].all()
+        return not bool(some.all())
 
     def start(self) -> subprocess.Popen[str]:
         self.children += 1
@@ -171,6 +178,7 @@ STOPS = [
 UNTIL_LATE = 60, 80  # over shm a missing fence shows in every third round
 OVER_ROCE = [pytest.mark.more, pytest.mark.timeout(600)]
 STOPS.append(pytest.param("roce", 20, marks=OVER_ROCE))
+STOPS.append(pytest.param("gpu", 3, marks=pytest.mark.gpu))
 
 
 def need(over: str) -> None:

@@ -34,6 +34,7 @@ TRAINERS, ENGINE_RANKS = 4, 2
 FILLER = 0xEE  # the oracle's, beside what is written
 
 Finalize = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+DEVICES = ["cpu"]  # the last one has the tensors of trainers and engine ranks of this process
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Model:
 
     def trainer_tensors(self, rank: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
         found = tensors_of(self.layouts[0], values, sent=False).bytes
-        return _typed(self.source, {name: each for (of, name), each in found.items() if of == rank})
+        mine = {name: each for (of, name), each in found.items() if of == rank}
+        return {name: each.to(DEVICES[-1]) for name, each in _typed(self.source, mine).items()}
 
     def wanted(self, rank: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """What an engine rank's kernels read at the version that has these values."""
@@ -77,13 +79,15 @@ class Model:
         tensors = self.wanted(rank, self.values(0))
         for each in tensors.values():
             each.view(-1).view(torch.uint8).fill_(FILLER)
-        return tensors
+        return {name: each.to(DEVICES[-1]) for name, each in tensors.items()}
 
     def holds(self, rank: int, live: dict[str, Tensor], version: int) -> bool:
         """Whether an engine rank's tensors have the values of this seed."""
         wanted = self.wanted(rank, self.values(version))
         return all(
-            torch.equal(live[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
+            torch.equal(
+                live[name].cpu().view(-1).view(torch.uint8), each.view(-1).view(torch.uint8)
+            )
             for name, each in wanted.items()
         )
 
@@ -189,7 +193,8 @@ OVER: dict[str, str] = {}  # another transport and its settings, for the whole p
 
 def engine_of(label: str, seed: int) -> Engine:
     given = {"transport": "loopback", "transport_settings": f"seed={seed}"} | OVER
-    return Engine(EngineConfig(**given), label=label)
+    gpu = 0 if DEVICES[-1] == "cuda" else None
+    return Engine(EngineConfig(**given), gpu=gpu, label=label)
 
 
 @dataclass
@@ -239,7 +244,7 @@ class Fleet:
         for engine_rank, live in zip(self.engine_ranks, self.live, strict=True):
             assert engine_rank.version == version
             for name, each in self.model.wanted(engine_rank.rank, values).items():
-                ours = live[name].view(-1).view(torch.uint8)
+                ours = live[name].cpu().view(-1).view(torch.uint8)
                 assert torch.equal(ours, each.view(-1).view(torch.uint8)), (version, name)
 
 
