@@ -135,7 +135,6 @@ def test_calls_on_gpus(case: calls.Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.multi_gpu
 @pytest.mark.parametrize("case", on_gpus(joins.Case))
 def test_joins_on_gpus(case: joins.Case) -> None:
     assert not joins.wrong_in(case, OUTCOMES[case], run(case))

@@ -298,14 +298,16 @@ def test_ctrl_c_of_the_weights_bench_prints_no_frames() -> None:
 
 
 @pytest.mark.more
-def test_processes_of_a_server_that_was_killed_end_without_output() -> None:
+def test_processes_of_a_server_that_was_killed_end_without_tracebacks() -> None:
+    """On a busy machine one may find the store gone before its parent is, and says so in a line."""
     serve = ("-m", "moe_p2p.examples.disaggregated", "--serve", "--port=0")
     with interpreter("-u", *serve) as command:
         command.wait_for("http://")
         command.process.kill()
         command.wait_until_gone()
         assert command.process.stdout is not None
-        assert command.process.stdout.read().strip() == ""
+        lines = command.process.stdout.read().splitlines()
+        assert all(line.startswith("moe_p2p warning [pid ") for line in lines), lines
 
 
 def test_a_process_that_begins_as_its_program_ends_prints_nothing(
