@@ -209,6 +209,8 @@ def _many(gpus: int) -> Iterator[Step]:
         name = f"pairs-24-{layout}"
         yield Step(name, f"{BENCH} --tokens 128,512,4096 {chunks} --num-sms 24 --layout {layout} "
                    f"--no-baseline --json {{out}}/{name}.json", 90)  # fmt: skip
+    yield Step("pairs-few", f"{BENCH} --tokens 4096 {chunks} --num-sms 4,6,12,24 --layout by_rank "
+               "--no-baseline --json {out}/pairs-few.json", 90)  # fmt: skip
     yield Step("deep-ep-all", f"{BENCH} --api deep_ep {sizes} --json {{out}}/deep-ep-all.json", 150)
     yield Step("deep-ep-beside", f"{BENCH} --api deep_ep {sizes} --deep-ep-module deep_ep "
                "--json {out}/deep-ep-beside.json", 200, needs="deep_ep")  # fmt: skip

@@ -32,11 +32,15 @@ SEED = 11
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """calls: "all_to_all", or DeepEP's "low-latency" or "v2". given: the caller quantizes."""
+    """calls: "all_to_all", or DeepEP's "low-latency" or "v2". given: the caller quantizes.
+
+    chunk: tokens of a step that there is room for; 0: as many as a call has.
+    """
 
     name: str
     calls: str = "all_to_all"
     tokens: int
+    chunk: int = 0
     layout: str = "grouped"
     given: bool = False
     num_sms: int = 0  # 0: all
@@ -151,8 +155,8 @@ def make_all_to_all(case: Case, place: tuple[int, int, str], device: str) -> Mad
         num_experts=case.experts,
         hidden_dim=case.hidden,
         topk=case.topk,
-        max_tokens=case.tokens,
-        chunk_tokens=case.tokens,
+        max_tokens=case.chunk or case.tokens,
+        chunk_tokens=case.chunk or case.tokens,
         dtype=torch.float8_e4m3fn,
         combine_dtype=torch.bfloat16,
         device=device,
@@ -168,6 +172,7 @@ def make_all_to_all(case: Case, place: tuple[int, int, str], device: str) -> Mad
         "scales": scales if case.given else None,
         "quantize": not case.given,
         "layout": case.layout,
+        "max_tokens": case.tokens,
     }
     state: dict[str, Any] = {}
     how: dict[str, Any] = {"combine_dtype": case.combine_dtype} if case.combine_dtype else {}

@@ -237,6 +237,9 @@ class Mirror:
         Case(name="T 4096 int10", tokens=4096, combine_dtype="int10", chain=6),
         *(Case(name=f"T {t} on 24 SMs by rank", tokens=t, layout="by_rank", given=True, num_sms=24,
                chain=chain) for t, chain in ((512, 20), (4096, 6))),
+        *(Case(name=f"EP4 T {t} {'long' if chunk else 'own'} chunk", tokens=t,
+               chunk=chunk, layout="by_rank", given=True, num_sms=24, ranks=4)
+          for t in (8, 32, 64, 128) for chunk in (0, 4096)),
         Case(name="T 128 V2", calls="v2", tokens=128, num_sms=24),
         *(Case(name=f"EP2 T {t} V2", calls="v2", tokens=t, ranks=2, num_sms=24, chain=chain)
           for t, chain in ((128, 20), (4096, 6))),

@@ -30,6 +30,7 @@ struct DispatchVariant {
   abi::RowLayout layout{};  // LayoutFacts::kernel
   uint64_t x_bytes = 0;     // DispatchSend's
   bool plain = false;       // is_plain() (moe/device/plain.h)
+  bool is_short = false;    // for short calls, where others go in bulk (DeviceKernel::max_tokens)
 
   auto operator<=>(const DispatchVariant&) const = default;
 };
@@ -40,6 +41,7 @@ struct CombineVariant {
   abi::Partials partials{};
   bool plain = false;
   bool ready = false;  // for rows that are written meanwhile
+  bool is_short = false;
 
   auto operator<=>(const CombineVariant&) const = default;
 };

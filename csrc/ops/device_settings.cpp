@@ -57,7 +57,7 @@ moe::DeviceKernel device_kernel_from(const std::string& text) {
       "kernel", text,
       {"handle", "num_threads", "shared_bytes", "num_send_workers", "num_recv_workers",
        "max_send_blocks", "max_recv_blocks", "max_copy_blocks", "max_away_blocks",
-       "max_resident_blocks", "max_slot_bytes"});
+       "max_resident_blocks", "max_slot_bytes", "max_tokens"});
   return {.handle = required<uint64_t>(settings, "handle"),
           .num_threads = required<unsigned>(settings, "num_threads"),
           .shared_bytes = required<unsigned>(settings, "shared_bytes"),
@@ -68,7 +68,9 @@ moe::DeviceKernel device_kernel_from(const std::string& text) {
           .max_copy_blocks = required<int>(settings, "max_copy_blocks"),
           .max_away_blocks = required<int>(settings, "max_away_blocks"),
           .max_resident_blocks = required<int>(settings, "max_resident_blocks"),
-          .max_slot_bytes = required<uint64_t>(settings, "max_slot_bytes")};
+          .max_slot_bytes = required<uint64_t>(settings, "max_slot_bytes"),
+          .max_tokens = static_cast<int>(
+              settings.integer("max_tokens", 0, 0, std::numeric_limits<int>::max()))};
 }
 
 }  // namespace moe_p2p::ops

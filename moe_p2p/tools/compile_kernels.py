@@ -21,11 +21,11 @@ import torch
 from moe_p2p import env
 from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.machine import jit, tuned
-from moe_p2p.machine.launches import TunedLaunch
 from moe_p2p.machine.transport import VERBS
 from moe_p2p.moe.config import AllToAllConfig
 from moe_p2p.moe.gpu.kernel import Kernel
 from moe_p2p.moe.gpu.kernels import alone_kernels, combine_kernel, dispatch_kernel
+from moe_p2p.moe.gpu.launch_shape import Chosen
 from moe_p2p.moe.gpu.prepared import usual_calls, variants_of
 from moe_p2p.moe.gpu.shape_macros import of_changing, shape_macros
 from moe_p2p.moe.layouts import NAMES
@@ -117,7 +117,8 @@ def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) ->
         if given.elastic:
             shape |= of_changing(config)
         yield from alone_kernels(shape)
-        for kernel in _of_calls(given, config, shape, measured.launches):
+        chosen = shared.chosen(measured)
+        for kernel in _of_calls(given, config, shape, chosen):
             yield from variants_of(kernel)
 
 
@@ -125,7 +126,7 @@ def _of_calls(
     given: argparse.Namespace,
     config: AllToAllConfig,
     shape: dict[str, int],
-    launches: tuple[TunedLaunch, ...],
+    chosen: Chosen,
 ) -> Iterator[Kernel]:
     dispatches, combines = usual_calls(config)
     options = DispatchOptions(
@@ -144,7 +145,8 @@ def _of_calls(
             scale_format=scale_format_of(variant),
             layout=rows_of(variant).kernel,
             num_sms=config.num_sms,
-            tuned=launches,
+            tuned=chosen.launches,
+            steps=chosen.bulk,
         )
     if given.combine_dtype:
         bf16, partials = torch.bfloat16, partials_of(given.combine_dtype)
@@ -157,7 +159,8 @@ def _of_calls(
             by_topk=by_topk,
             partials=partials,
             num_sms=config.num_sms,
-            tuned=launches,
+            tuned=chosen.launches,
+            steps=chosen.bulk,
         )
 
 

@@ -99,6 +99,48 @@ TEST_CASE("device calls: a plain call runs on the plain kernel, where there is o
   CHECK(threads_of([&] { rank.combine(40); }) != 32);
 }
 
+TEST_CASE("device calls: a short call runs on the kernel for short calls, where there is one") {
+  Rank rank;
+  const auto threads_of = [](auto&& call) {
+    call();
+    return launched->num_threads;
+  };
+  DeviceKernel kernel{.handle = kDispatchKernel,
+                      .num_threads = 96,
+                      .max_send_blocks = 100,
+                      .max_recv_blocks = 100,
+                      .max_resident_blocks = 200,
+                      .max_slot_bytes = 1 << 20,
+                      .max_tokens = 4};
+  rank.backend.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
+  kernel.handle = kCombineKernel, kernel.num_threads = 32;
+  rank.backend.set_combine({DType::kBFloat16, DType::kBFloat16}, kernel);
+  for (const int64_t max_tokens : {8, 4, 5, 3, 40}) {
+    const bool is_short = max_tokens <= 4;
+    CHECK((threads_of([&] { rank.dispatch(max_tokens); }) == 96) == is_short);
+    // A block for each slot of 4 ranks, and for each share of a token.
+    if (is_short) CHECK(launched->dispatch.grid.num_recv_blocks == 4 * max_tokens);
+    CHECK((threads_of([&] { rank.combine(max_tokens); }) == 32) == is_short);
+    if (is_short) CHECK(launched->combine.grid.num_recv_blocks == 8 * max_tokens);
+  }
+  // Receiving halves are of the way of their sending halves.
+  const auto sent = rank.send(4);
+  const auto received = rank.recv();
+  CHECK(threads_of([&] { rank.backend.dispatch(&sent, nullptr); }) == 96);
+  CHECK(threads_of([&] { rank.backend.dispatch(nullptr, &received); }) == 96);
+  const auto partials = rank.combine_send(4);
+  const auto sums = rank.combine_recv();
+  CHECK(threads_of([&] { rank.backend.combine(&partials, nullptr); }) == 32);
+  CHECK(threads_of([&] { rank.backend.combine(nullptr, &sums); }) == 32);
+  // A plain kernel takes the short calls that are plain, and no long one.
+  kernel.num_threads = 64;
+  rank.backend.set_combine({DType::kBFloat16, DType::kBFloat16, false, {}, true}, kernel);
+  rank.dispatch(4);
+  CHECK(threads_of([&] { rank.combine(4); }) == 64);
+  rank.dispatch(8);
+  CHECK(threads_of([&] { rank.combine(8); }) == 448);
+}
+
 TEST_CASE("device calls: types that were not compiled are refused") {
   Rank rank;
   auto sent = rank.send(8);

@@ -21,6 +21,7 @@ from tests.support import emulated_gpu, emulated_runs
 ROOT = Path(__file__).resolve().parents[2]
 ONE_BLOCK = "one block at a time"
 DEADLINE_S = 1200
+ALL_LENGTHS = "test_calls_of_all_lengths_are_the_reference_bit_for_bit"
 # One node, several of several ranks, ranks that are nodes; both ways of carrying rows; all layouts.
 CASES = {
     "calls": [
@@ -128,6 +129,11 @@ CASES = {
         "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
         "test_gpu_bulk.py::test_halves_of_two_steps_overlap[2ranks-2pernode]",
         "test_gpu_bulk.py::test_a_slot_that_does_not_arrive_is_named[2ranks-2pernode]",
+        f"test_gpu_short_calls.py::{ALL_LENGTHS}[2ranks-2pernode-6]",
+        f"test_gpu_short_calls.py::{ALL_LENGTHS}[4ranks-4pernode-4]",
+        "test_gpu_short_calls.py::test_halves_of_a_short_and_a_long_step_overlap[2ranks-2pernode]",
+        "test_gpu_short_calls.py::test_released_steps_of_one_way_before_steps_of_the_other[2ranks-2pernode]",
+        "test_gpu_short_calls.py::test_gradients_are_the_same_both_ways[2ranks-2pernode]",
     ],
     ONE_BLOCK: [  # calls of one step must not need more: their receivers come last
         "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
@@ -196,6 +202,8 @@ REST = (
     "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[2ranks-2pernode]",
     "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
     "test_gpu_bulk.py::test_no_number_comes_of_what_is_none[2ranks-2pernode]",
+    f"test_gpu_short_calls.py::{ALL_LENGTHS}[4ranks-4pernode-4]",
+    "test_gpu_short_calls.py::test_gradients_are_the_same_both_ways[2ranks-2pernode]",
     "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-1pernode-padded]",
     "test_gpu_training.py::test_ranks_train_as_one_process_does[2ranks-2pernode]",
     "test_gpu_mirror.py::test_the_same_in_bulk[4ranks-4pernode-alone]",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig, errors
+from moe_p2p.machine.launches import BulkSteps
 from moe_p2p.moe import epoch, reference
 from moe_p2p.moe.gpu import kernels
 from moe_p2p.moe.gpu.shape_macros import shape_macros
@@ -143,6 +144,38 @@ def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
     many = macros(num_sms=24, num_experts=16384)  # a count for each expert and worker
     assert workers(many) == (2, 448)
     assert many["MOE_P2P_SHARED_BYTES"] <= 227 << 10
+
+
+def short_of(
+    steps: BulkSteps | None = None, num_sms: int | None = 24, **fields: Any
+) -> list[kernels.Kernel | None]:
+    """What takes short calls of a dispatch and of a combine."""
+    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 4096}
+    config = AllToAllConfig(**job | {"chunk_tokens": 4096} | fields, num_sms=num_sms)
+    shape = shape_macros(config, world_size=8, ranks_per_node=8, bulk=steps)
+    few: dict[str, Any] = {"num_sms": num_sms, "steps": steps}
+    bf16 = torch.bfloat16
+    made = kernels.dispatch_kernel(shape, bf16, quantize=True, **few)
+    return [made.short, kernels.combine_kernel(shape, bf16, bf16, **few).short]
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"), [(None, 128), (BulkSteps(64), 64), (BulkSteps(999), 256)]
+)
+def test_short_calls_of_long_steps_have_kernels_of_their_own(
+    steps: BulkSteps | None, most: int
+) -> None:
+    for short in short_of(steps):
+        assert short is not None
+        assert (short.max_tokens, short.macros["MOE_P2P_CHUNK_TOKENS"]) == (most, most)
+        assert (short.macros["MOE_P2P_BULK"], short.macros["MOE_P2P_SELF_FLAGGED"]) == (0, 0)
+
+
+def test_where_nothing_goes_in_bulk_short_calls_have_none() -> None:
+    assert short_of(BulkSteps(0)) == [None] * 2  # nor where everything does
+    assert short_of(num_sms=None) == [None] * 2
+    assert short_of(chunk_tokens=128) == [None] * 2
+    assert short_of(mask_lost_ranks=True) == [None] * 2
 
 
 @pytest.mark.parametrize(

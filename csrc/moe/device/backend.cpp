@@ -101,11 +101,13 @@ void DeviceBackend::set_signals(const std::vector<uint64_t>& addresses) {
             memory_.table != 0 ? table_.signals : comm_.signals);
 }
 
-void DeviceBackend::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
+void DeviceBackend::set_dispatch(DispatchVariant variant, const DeviceKernel& kernel) {
+  variant.is_short = kernel.max_tokens > 0;
   dispatch_kernels_[variant] = kernel;
 }
 
-void DeviceBackend::set_combine(const CombineVariant& variant, const DeviceKernel& kernel) {
+void DeviceBackend::set_combine(CombineVariant variant, const DeviceKernel& kernel) {
+  variant.is_short = kernel.max_tokens > 0;
   combine_kernels_[variant] = kernel;
 }
 
@@ -341,12 +343,12 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
   const DeviceKernel& kernel =
-      find_kernel(dispatch_kernels_, call.variant, is_plain(p), "dispatch");
+      find_kernel(dispatch_kernels_, call.variant, is_plain(p), call.num_slots, "dispatch");
   MOE_P2P_CHECK(call.parts.slot_bytes <= kernel.max_slot_bytes, Code::kInvalidArgument,
                 "a token of this call takes ", call.parts.slot_bytes,
                 " bytes with its scales and extras, a kernel of so few multiprocessors holds ",
                 kernel.max_slot_bytes, "; raise extra_bytes of the configuration");
-  const int64_t chunk = plan_.shape.chunk_tokens;
+  const int64_t chunk = tokens_of(kernel, call);
   p.grid = grid_of(
       kernel,
       {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
@@ -446,8 +448,9 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   if (recv) fill(p, *recv);
   auto wanted = call.sum;
   wanted.ready = send && send->ready.counters;
-  const DeviceKernel& kernel = find_kernel(combine_kernels_, wanted, is_plain(p), "combine");
-  const int64_t chunk = plan_.shape.chunk_tokens;
+  const DeviceKernel& kernel =
+      find_kernel(combine_kernels_, wanted, is_plain(p), call.num_slots, "combine");
+  const int64_t chunk = tokens_of(kernel, call);
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size * kMostShares : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .num_sms = send ? send->ready.num_sms : 0,
@@ -462,11 +465,12 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
 
 // Receives a dispatch without outputs: self-flagging slots must be read.
 void DeviceBackend::discard(const OpenCall& call, const Place& place) {
-  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, false, "dispatch");
+  const DeviceKernel& kernel =
+      find_kernel(dispatch_kernels_, call.variant, false, call.num_slots, "dispatch");
   abi::DispatchParams p = params_of(call);
   p.grouped = 1;
   p.alignment = 1;
-  p.grid = grid_of(kernel, {.recv_items = plan_.shape.chunk_tokens * plan_.shape.world_size});
+  p.grid = grid_of(kernel, {.recv_items = tokens_of(kernel, call) * plan_.shape.world_size});
   launch(kernel, p, place);
 }
 

@@ -47,8 +47,8 @@ class DeviceBackend final : public Backend {
   // [L] signal memory of the node's ranks, as the device sees it; called before the first call.
   void set_signals(const std::vector<uint64_t>& addresses);
 
-  void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
-  void set_combine(const CombineVariant& variant, const DeviceKernel& kernel);
+  void set_dispatch(DispatchVariant variant, const DeviceKernel& kernel);
+  void set_combine(CombineVariant variant, const DeviceKernel& kernel);
   void set_clean(const DeviceKernel& kernel) { clean_kernel_ = kernel; }
   void set_enter(const DeviceKernel& kernel) { enter_kernel_ = kernel; }
 
@@ -111,6 +111,10 @@ class DeviceBackend final : public Backend {
   int32_t relay_blocks(bool with_weights) const noexcept {
     return plan_.shape.num_nodes() > 1 &&
            (comm_.flag_words == 0 || plan_.shape.ranks_per_node > 1 || with_weights);
+  }
+  // Tokens of a chunk that a grid is made for.
+  int64_t tokens_of(const DeviceKernel& kernel, const OpenCall& call) const noexcept {
+    return kernel.max_tokens > 0 ? call.num_slots : plan_.shape.chunk_tokens;
   }
   abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
   template <typename Params>

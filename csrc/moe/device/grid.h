@@ -20,6 +20,7 @@ struct DeviceKernel {
   int max_away_blocks = 1;      // replaces it where own rows stay in place, too
   int max_resident_blocks = 0;  // blocks that fit on the device at once
   uint64_t max_slot_bytes = 0;  // of a dispatch: capacity of its buffers
+  int max_tokens = 0;           // of a call: it is for short ones; 0: for all
 };
 
 struct GridInput {

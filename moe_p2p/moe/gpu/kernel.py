@@ -10,6 +10,7 @@ class Kernel(NamedTuple):
 
     max_copy_blocks: replaces max_send_blocks when combine only copies rows (nothing to add).
     max_away_blocks: replaces it where rows to the own rank may stay in place, too.
+    max_tokens: of the calls that it is for; 0: for all. short: what takes short calls instead.
     """
 
     source: str
@@ -18,6 +19,8 @@ class Kernel(NamedTuple):
     max_recv_blocks: int
     max_copy_blocks: int
     max_away_blocks: int
+    max_tokens: int = 0
+    short: Kernel | None = None
 
     @property
     def entry(self) -> str:

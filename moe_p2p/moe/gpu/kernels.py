@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.library import call, settings_text
 from moe_p2p.machine import driver, jit
-from moe_p2p.machine.launches import TunedLaunch
+from moe_p2p.machine.launches import BulkSteps, TunedLaunch
 from moe_p2p.moe.counts import OnDevice
 from moe_p2p.moe.gpu.epoch_memory import EpochMemory, Sharers
 from moe_p2p.moe.gpu.kernel import Kernel
@@ -35,6 +35,7 @@ from moe_p2p.moe.gpu.launch_shape import (
     dispatch_shared_bytes,
     goes_in_bulk,
     job_of,
+    most_in_registers,
 )
 from moe_p2p.moe.gpu.lookout import Lookout
 from moe_p2p.moe.gpu.memory import PinnedPages, share_memory, share_node_memory
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from moe_p2p.moe.config import AllToAllConfig
 
 _ops = torch.ops.moe_p2p
+_Given = ParamSpec("_Given")
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 # Macros of measurements, in communicators that are made while they are set.
@@ -75,6 +77,24 @@ _PHASES = 3
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
+def _with_short(
+    make: Callable[Concatenate[dict[str, int], _Given], Kernel],
+) -> Callable[Concatenate[dict[str, int], _Given], Kernel]:
+    """Adds to a kernel that goes in bulk the one that short calls take."""
+
+    @functools.wraps(make)
+    def made(shape: dict[str, int], /, *given: _Given.args, **named: _Given.kwargs) -> Kernel:
+        kernel = make(shape, *given, **named)
+        most = most_in_registers(named.get("steps"))  # type: ignore[arg-type]
+        if most == 0 or not kernel.macros["MOE_P2P_BULK"]:
+            return kernel
+        short = make(shape | {"MOE_P2P_CHUNK_TOKENS": most}, *given, **named)
+        return kernel._replace(short=short._replace(max_tokens=most))
+
+    return made
+
+
+@_with_short
 def dispatch_kernel(
     shape: dict[str, int],
     x_dtype: torch.dtype,
@@ -85,13 +105,14 @@ def dispatch_kernel(
     x_bytes: int = 0,
     num_sms: int | None = None,
     tuned: Sequence[TunedLaunch] = (),
+    steps: BulkSteps | None = None,
 ) -> Kernel:
     """Returns the dispatch kernel, which sends tokens and receives slots.
 
     x_dtype: type of the caller's x. x_bytes: of a row of x that is bytes; 0: H values.
     scale_format: of the scales when `quantize` (kernels/abi/shape.h, ScaleFormat).
     layout: LayoutFacts.kernel.
-    tuned: shapes that go before the shipped ones.
+    tuned: shapes that go before the shipped ones. steps: which go in bulk; None: as shipped.
     """
     if x_bytes:
         shape, x_dtype = shape | {"MOE_P2P_HIDDEN_DIM": x_bytes}, torch.float8_e4m3fn
@@ -99,7 +120,7 @@ def dispatch_kernel(
     row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
     per_token = LAYOUTS[layout].per_token
     bulk = None
-    if goes_in_bulk(shape, num_sms):
+    if goes_in_bulk(shape, num_sms, steps):
         bulk = bulk_dispatch(
             shape,
             per_token=per_token,
@@ -127,6 +148,7 @@ def dispatch_kernel(
     return Kernel("dispatch.cu", shape | macros, launch.token_blocks, launch.slot_blocks, 1, 1)
 
 
+@_with_short
 def combine_kernel(
     shape: dict[str, int],
     y_dtype: torch.dtype,
@@ -136,15 +158,17 @@ def combine_kernel(
     *,
     num_sms: int | None = None,
     tuned: Sequence[TunedLaunch] = (),
+    steps: BulkSteps | None = None,
 ) -> Kernel:
     """Returns the combine kernel, which sends slots and receives tokens.
 
     by_topk: it adds in the order of top-k. partials: what travels (kernels/abi/shape.h, Partials).
+    tuned, steps: as above.
     """
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
     bulk = None
     ready = "MOE_P2P_READY" in shape
-    if goes_in_bulk(shape, num_sms) and not (by_topk or partials or ready):
+    if goes_in_bulk(shape, num_sms, steps) and not (by_topk or partials or ready):
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
         shape = of_any_length(shape)
@@ -211,6 +235,7 @@ class DeviceSide:
     """
 
     _tuned: Sequence[TunedLaunch] = ()
+    _steps: BulkSteps | None = None
     _watch: Watch | None = None
 
     def __init__(
@@ -232,7 +257,7 @@ class DeviceSide:
         partners = sharers.partners
         self._copy_blocks = 0 if partners is None else partners.copy_blocks
         self._in_place = partners is not None and partners.in_place
-        self._tuned = chosen.launches
+        self._tuned, self._steps = chosen.launches, chosen.bulk
         self._shape = shape_macros(
             config, world_size=world_size, ranks_per_node=ranks_per_node, bulk=chosen.bulk
         )
@@ -510,7 +535,7 @@ class DeviceSide:
         if key in self._ready:
             return
         errors.require(
-            partials > 0 or not goes_in_bulk(self._shape, self._num_sms),
+            partials > 0 or not goes_in_bulk(self._shape, self._num_sms, self._steps),
             "ready: with num_sms in the configuration rows of such steps go in bulk, which waits "
             "for all of y; leave it out, and give num_sms in `ready`",
         )
@@ -537,6 +562,7 @@ class DeviceSide:
             x_bytes=x_bytes,
             num_sms=self._num_sms,
             tuned=self._tuned,
+            steps=self._steps,
         )
 
     def _combine_kernel(
@@ -549,6 +575,7 @@ class DeviceSide:
     ) -> Kernel:
         partials = partials_among(self._shape, by_topk, partials)
         more: dict[str, Any] = {"num_sms": self._num_sms, "tuned": self._tuned}
+        more["steps"] = self._steps
         return combine_kernel(self._shape | macros, y_dtype, out_dtype, by_topk, partials, **more)
 
     def use_launches(self, tuned: Sequence[TunedLaunch]) -> None:

@@ -194,6 +194,14 @@ class Bulk(NamedTuple):
 NO_BULK = {"MOE_P2P_BULK": 0}
 
 
+def most_in_registers(steps: BulkSteps | None = None) -> int:
+    """Most tokens of a step, or of a call, whose rows do not go in bulk on few multiprocessors.
+
+    steps: as measured; None: shipped.
+    """
+    return min(BULK_STEP, FEW_BULK_STEP if steps is None else steps.few)
+
+
 def flags_itself(
     step_tokens: int, *, masks: bool, bulk: bool, steps: BulkSteps | None = None
 ) -> bool:
@@ -203,8 +211,7 @@ def flags_itself(
     where a step is short. Masked ranks could leave half a row behind. bulk: longer steps can go in
     bulk, where rows cannot.
     """
-    few_steps = FEW_BULK_STEP if steps is None else steps.few
-    longest = min(BULK_STEP, few_steps) if bulk else BULK_STEP
+    longest = most_in_registers(steps) if bulk else BULK_STEP
     return step_tokens <= longest and not masks
 
 
@@ -213,9 +220,13 @@ def can_go_in_bulk(world_size: int, ranks_per_node: int, num_sms: int | None) ->
     return few(num_sms) and world_size == ranks_per_node <= _MAX_BULK_RANKS
 
 
-def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
-    """True for long steps without masks, when can_go_in_bulk() holds."""
+def goes_in_bulk(
+    macros: dict[str, int], num_sms: int | None, steps: BulkSteps | None = None
+) -> bool:
+    """True for long steps without masks, when can_go_in_bulk() holds. steps: as measured."""
     if macros["MOE_P2P_MASKS"] or macros["MOE_P2P_SELF_FLAGGED"]:
+        return False
+    if macros["MOE_P2P_CHUNK_TOKENS"] <= most_in_registers(steps):  # of short calls
         return False
     ranks, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     return can_go_in_bulk(ranks, local, num_sms)

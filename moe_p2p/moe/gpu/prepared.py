@@ -142,14 +142,16 @@ def missing_combine(
 
 
 def variants_of(kernel: Kernel) -> list[Kernel]:
-    """Returns the kernel, which takes every call, and the shorter one for plain calls.
+    """Returns the kernel, which takes every call, and those that take some calls instead: plain
+    ones, short ones, and those that are both.
 
     The op finds out which calls are plain: csrc/moe/device/plain.h. No call with x of bytes is, nor
     one whose y is still being written.
     """
+    short = [] if kernel.short is None else variants_of(kernel.short)
     if kernel.macros.get("MOE_P2P_OPAQUE_X") or "MOE_P2P_READY" in kernel.macros:
-        return [kernel]
-    return [kernel, kernel._replace(macros=kernel.macros | {"MOE_P2P_PLAIN": 1})]
+        return [kernel, *short]
+    return [kernel, kernel._replace(macros=kernel.macros | {"MOE_P2P_PLAIN": 1}), *short]
 
 
 def fields_of(kernel: Kernel, function: int, resident_blocks: int) -> str:
@@ -167,6 +169,7 @@ def fields_of(kernel: Kernel, function: int, resident_blocks: int) -> str:
         max_away_blocks=kernel.max_away_blocks,
         max_resident_blocks=resident_blocks,
         max_slot_bytes=macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
+        max_tokens=kernel.max_tokens,
     )
 
 
