@@ -88,15 +88,16 @@ def _to_rows_kernel(
         y = x
         if weights_ptr is not None:
             y = _rounded(x.to(ACC) * tl.load(weights_ptr + pair).to(ACC), rows_ptr.dtype.element_ty)
-        tl.store(rows_ptr + row * hidden_dim + column, y, mask=inside & (row < num_rows))
+        width = tl.where(row < num_rows, hidden_dim, 0)  # values to write; 0: no such row
+        tl.store(rows_ptr + row * hidden_dim + column, y, mask=column < width)
         if probs_ptr is not None:
-            mine = (row < num_rows) & (tl.program_id(1) == 0)
+            mine = tl.program_id(1) < tl.where(row < num_rows, 1, 0)
             tl.store(row_probs_ptr + row, tl.load(probs_ptr + pair), mask=mine)
     nothing = tl.zeros((COLUMNS,), rows_ptr.dtype.element_ty)
-    for row in range(tl.load(list_ptr + 1) + token, num_rows, num_tokens):
-        tl.store(rows_ptr + row.to(tl.int64) * hidden_dim + column, nothing, mask=inside)
+    for row in range(tl.load(list_ptr + 1).to(tl.int64) + token, num_rows, num_tokens):
+        tl.store(rows_ptr + row * hidden_dim + column, nothing, mask=inside)
         if probs_ptr is not None:
-            tl.store(row_probs_ptr + row, 0.0, mask=tl.program_id(1) == 0)
+            tl.store(row_probs_ptr + row, 0.0, mask=tl.program_id(1) < 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -131,7 +132,7 @@ def _sum_kernel(
             x *= tl.load(weights_ptr + pair).to(ACC)
         total += x
         if row_probs_ptr is not None:
-            mine = (row < num_rows) & (tl.program_id(1) == 0)
+            mine = tl.program_id(1) < tl.where(row < num_rows, 1, 0)
             tl.store(probs_ptr + pair, tl.load(row_probs_ptr + row, mask=mine), mask=mine)
     total = _rounded(total, out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * hidden_dim + column, total, mask=column < hidden_dim)
