@@ -33,17 +33,15 @@ def to_rows(
     probs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     token, expert = _pairs(places, num_rows)
-    y = x[token]
+    rows = x.index_select(0, token)
     if weights is not None:
         wide = _wider(x, weights)
-        y = (y.to(wide) * weights[token, expert].to(wide)[:, None]).to(x.dtype)
-    rows = x.new_zeros((num_rows, x.shape[1]))
-    rows[: len(token)] = y
+        rows = (rows.to(wide) * weights[token, expert].to(wide)[:, None]).to(x.dtype)
+    more = num_rows - len(token)
+    rows = torch.cat((rows, rows.new_zeros((more, x.shape[1])))) if more else rows
     if probs is None:
         return rows, None
-    row_probs = probs.new_zeros(num_rows)
-    row_probs[: len(token)] = probs[token, expert]
-    return rows, row_probs
+    return rows, torch.cat((probs[token, expert], probs.new_zeros(more)))
 
 
 def sum_rows(
@@ -57,7 +55,9 @@ def sum_rows(
     terms = rows[: len(token)].to(_wider(rows, weights))
     if weights is not None:
         terms = terms * weights[token, expert].to(terms.dtype)[:, None]
-    out = terms.new_zeros((len(places), rows.shape[1])).index_add_(0, token, terms)
+    # Threads of scatter_add_ divide the tokens: a token's rows are added in their order.
+    out = terms.new_zeros((len(places), rows.shape[1]))
+    out.scatter_add_(0, token[:, None].expand(terms.shape), terms)
     if row_probs is None:
         return out.to(rows.dtype), None
     probs = row_probs.new_zeros((len(places), (places.shape[1] - 2) // 2))
