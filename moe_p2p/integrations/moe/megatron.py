@@ -202,4 +202,5 @@ def install() -> None:
     provide_deep_ep()  # before the module below, which imports it
     put({_DISPATCHER: required(_DISPATCHER, "megatron")}, {"_DeepepManager": manager_class()})
     fused = "moe_p2p's" if offer_permutation() else "Transformer Engine's"
-    log.info(f"Megatron: what DeepEP does is moe_p2p's; the fused permutation is {fused}")
+    log.info("Megatron: what DeepEP does is moe_p2p's")
+    log.info(f"Megatron: the fused permutation is {fused}")
