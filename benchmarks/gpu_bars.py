@@ -233,6 +233,9 @@ BARS: tuple[Bar, ...] = (
     *(Bar(f"Megatron without experts, {system} {way}", f"megatron-{system}",
           megatron(system, f"without experts {way}", "alltoall"), most, "x")
       for system, most in (("shim", 0.8), ("integration", 0.5)) for way in ("forward", "backward")),
+    *(Bar(f"Megatron without experts, shim_fused {way}", "megatron-shim_fused",
+          megatron("shim_fused", f"without experts {way}", "alltoall"), most, "x")
+      for way, most in (("forward", 0.8), ("backward", 0.9))),
     *(Bar(f"Megatron, first step, {system}", f"megatron-{system}",
           megatron(system, "first step"), 5000, "ms") for system in ("shim", "integration")),
     *(Bar(f"KV {k} tokens, {system}, pages of {page} KiB: more", f"kv-{k}",

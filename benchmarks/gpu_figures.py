@@ -143,7 +143,7 @@ def _turns(base: str, first: str) -> Iterator[Step]:
     waiting = "normal_counted 512,normal_counted 4096,v2_counted 128,v2_counted 4096"
     yield Step("span", f"{host}/span.json --only span --rounds 4 --cases "
                + f"'{waiting}'", 160, needs=first or base)  # fmt: skip
-    for system in ("shim", "integration"):  # systems of one process share kernels
+    for system in ("shim", "shim_fused", "integration"):  # systems of one process share kernels
         yield Step(f"megatron-{system}", f"{BENCH} --api megatron --empty-cache --systems "
                    f"alltoall,{system} --json {{out}}/megatron-{system}.json", 90)  # fmt: skip
     yield Step("nodes-2x1", f"{BENCH} --transport timed --preset cx7 --ranks-per-node 1 --tokens "

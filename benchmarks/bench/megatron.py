@@ -223,7 +223,7 @@ def _difference(mine: list[Tensor], other: list[Tensor]) -> float:
 
 
 def _parse(arguments: list[str]) -> Options:
-    about = "Training steps of Megatron-Core's MoE layer with three dispatchers."
+    about = "Training steps of Megatron-Core's MoE layer with each dispatcher."
     parser = parser_of(Options, "megatron", about, "Defaults in parentheses: CPU, then GPUs.")
     base, given = parsed(parser, Options, arguments)
     if given["device"] == "cuda":
@@ -247,6 +247,8 @@ def _report(options: Options, figures: list[Figure], wrong: list[str]) -> int:
         text.append(
             "ranks share a GPU: times are of its slices, and alltoall passes through the host"
         )
+    if any(system.endswith("_fused") for system in options.systems):
+        text.append(f"fused permutation: {megatron_layer.permutation()}")
     lines = [["", *options.systems]]
     for what in WHAT:
         of = {figure.system: figure.median_ms for figure in figures if figure.what == what}
@@ -260,7 +262,7 @@ def _report(options: Options, figures: list[Figure], wrong: list[str]) -> int:
         rows,
         wrong,
         lambda axis: _paint(axis, options, figures),
-        figsize=(8, 5),
+        figsize=(10, 5),
     )
 
 
@@ -283,9 +285,10 @@ def _paint(axis: Any, options: Options, figures: list[Figure]) -> None:
     shown = [what for what in WHAT[1:] if any(figure.what == what for figure in figures)]
     for i, system in enumerate(options.systems):
         of = {figure.what: figure.median_ms for figure in figures if figure.system == system}
-        shift = 0.21 * (i - (len(options.systems) - 1) / 2)
+        width = 0.84 / len(options.systems)
+        shift = width * (i - (len(options.systems) - 1) / 2)
         places = [place + shift for place in range(len(shown))]
-        bars = axis.bar(places, [of[what] for what in shown], width=0.2, label=system)
+        bars = axis.bar(places, [of[what] for what in shown], width=0.95 * width, label=system)
         axis.bar_label(bars, fmt=_number, fontsize=9)
     axis.set_xticks(range(len(shown)), shown)
     axis.set(ylabel="median, ms", yscale="log")

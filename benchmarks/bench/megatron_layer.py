@@ -1,11 +1,14 @@
 """A MoE layer of Megatron-Core with each of the dispatchers that are compared, on GPUs or CPUs.
 
-    alltoall      Megatron's own, over torch.distributed.all_to_all_single
-    shim          Megatron's flex dispatcher and its manager for DeepEP, over moe_p2p.deep_ep
-    hybridep      Megatron's manager for HybridEP, over HybridEPBuffer of moe_p2p.deep_ep
-    integration   the flex dispatcher with the manager of moe_p2p.integrations.moe.megatron
+    alltoall        Megatron's own, over torch.distributed.all_to_all_single
+    alltoall_fused  the same with --moe-permute-fusion
+    shim            Megatron's flex dispatcher and its manager for DeepEP, over moe_p2p.deep_ep
+    shim_fused      the same with --moe-permute-fusion
+    hybridep        Megatron's manager for HybridEP, over HybridEPBuffer of moe_p2p.deep_ep
+    integration     the flex dispatcher with the manager of moe_p2p.integrations.moe.megatron
 
-All have the same weights and inputs. Megatron is imported from the environment, or else from where
+The fused permutation is ours, or Transformer Engine's where it is installed (`permutation`). All
+have the same weights and inputs. Megatron is imported from the environment, or else from where
 `make test-engines` puts it.
 
 Symbols: S sequence, B batch, H hidden size; T = S * B tokens of a rank.
@@ -27,7 +30,7 @@ from torch import Tensor
 from moe_p2p import deep_ep, env, errors
 from moe_p2p.tools import launch
 
-SYSTEMS = ("alltoall", "shim", "hybridep", "integration")
+SYSTEMS = ("alltoall", "alltoall_fused", "shim", "shim_fused", "hybridep", "integration")
 _RNG_SEED = 1234
 
 
@@ -134,13 +137,15 @@ def _stand_in_for_cuda() -> None:
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = lambda *_: _Stream()
     cuda.stream = lambda stream: stream if stream is not None else _Stream()
-    zeros = torch.zeros
 
-    def zeros_on_host(*given: Any, **options: Any) -> Tensor:
-        on_gpu = str(options.get("device", "")).startswith("cuda")
-        return zeros(*given, **(options | {"device": "cpu"} if on_gpu else options))
+    def on_host(factory: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Tensor:
+            on_gpu = str(options.get("device", "")).startswith("cuda")
+            return factory(*given, **(options | {"device": "cpu"} if on_gpu else options))  # type: ignore[no-any-return]
 
-    torch.zeros = zeros_on_host
+        return call
+
+    torch.zeros, torch.arange = on_host(torch.zeros), on_host(torch.arange)
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda *_: None
     exchange = dist.all_to_all_single
@@ -193,6 +198,8 @@ def make(system: str, layer: Layer, device: str) -> Any:
     token_dispatcher._DeepepManager = token_dispatcher._manager_for_deep_ep
     if system == "integration":
         megatron.install()
+    if system.endswith("_fused"):
+        megatron.offer_permutation()
     spec = get_gpt_layer_local_spec(num_experts=layer.experts, moe_grouped_gemm=False)
     made = spec.submodules.mlp(config=_config(system, layer, device), layer_number=1)
     made = made.to(device)
@@ -201,10 +208,17 @@ def make(system: str, layer: Layer, device: str) -> Any:
     return made.train()
 
 
+def permutation() -> str:
+    """Returns whose fused permutation it is."""
+    from moe_p2p.integrations.moe import megatron
+
+    return "moe_p2p's" if megatron.offer_permutation() else "Transformer Engine's"
+
+
 def _config(system: str, layer: Layer, device: str) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    flex = system != "alltoall"
+    flex = not system.startswith("alltoall")
     options: dict[str, Any] = {
         "num_layers": 1,
         "hidden_size": layer.hidden,
@@ -216,6 +230,7 @@ def _config(system: str, layer: Layer, device: str) -> Any:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "flex" if flex else "alltoall",
+        "moe_permute_fusion": system.endswith("_fused"),
         "moe_grouped_gemm": False,
         "add_bias_linear": False,
         "gated_linear_unit": True,

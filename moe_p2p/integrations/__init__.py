@@ -52,8 +52,8 @@ def derived(ours: type, base: Any) -> Any:
     return type(base)(ours.__name__, (ours, base), {"__doc__": ours.__doc__})
 
 
-def put(modules: dict[str, Any], classes: dict[str, Any]) -> None:
-    """Binds each class under its name in each module that exists."""
+def put(modules: dict[str, Any], values: dict[str, Any]) -> None:
+    """Binds each value under its name in each module that exists."""
     for module in modules.values():
-        for name, value in classes.items():
+        for name, value in values.items():
             setattr(module, name, value)

@@ -43,6 +43,7 @@ def test_all_dispatchers_are_timed_and_compared(
     out = capfd.readouterr().out
     assert "Megatron-Core" in out
     assert "EP2 on CPU ranks: 8 tokens, hidden 32, top-2 of 4, empty kernel cache" in out
+    assert "fused permutation: moe_p2p's" in out
     assert "first step" in out
     assert out.count("kernels: ours") == 2 * len(SYSTEMS)
     assert "alltoall, without experts forward" in out
@@ -91,7 +92,7 @@ def test_what_megatron_imports_and_is_not_there_is_named(
 NONSENSE = {
     "--tokens 7": "--tokens 7 must be even",
     "--experts 5": "--experts 5 is not a multiple of --ranks 2",
-    "--systems alltoall,deepep": "--systems: deepep is none of alltoall, shim",
+    "--systems alltoall,deepep": "--systems: deepep is none of alltoall, alltoall_fused, shim",
     "--topk 9": "--topk 9 is more than --experts 4",
 }
 

@@ -70,7 +70,7 @@ def test_megatron_layer_replays_but_for_its_experts() -> None:
 
 def replay_megatron_router(rank: Rank) -> None:
     test_megatron.begin(rank, "cuda")
-    for system in test_megatron.SYSTEMS[1:]:
+    for system in test_megatron.FLEX:
         test_megatron.replay_router(system, "cuda")
 
 

@@ -24,8 +24,12 @@ _NAMES = {  # of types, as Triton writes them
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float64: "fp64",
 }
-CASES = tuple(f"tests/support/triton_{which}cases.py" for which in ("", "number_", "layer_"))
+CASES = (
+    *(f"tests/support/triton_{which}cases.py" for which in ("", "number_", "layer_")),
+    "tests/support/expert_rows_cases.py",
+)
 _SHARED_BYTES = 227 << 10  # what a block may have on sm_90 and sm_100
 
 
@@ -163,6 +167,21 @@ def small_kernels(dtype: torch.dtype) -> None:
         quantize.quantize(x, num_rows=num_rows)
 
 
+def grouped_by_expert(dtype: torch.dtype, probs: torch.dtype) -> None:
+    """Of Megatron's fused permutation, with and without probabilities."""
+    from moe_p2p.kernels.triton import expert_rows
+
+    places = expert_rows.list_places(empty(64, 16, dtype=torch.bool))
+    x, rows = empty(64, 7168, dtype=dtype), empty(512, 7168, dtype=dtype)
+    for given in (None, empty(64, 16, dtype=probs)):
+        expert_rows.to_rows(x, places, 512, weights=given, probs=given)
+        of_rows = None if given is None else empty(512, dtype=probs)
+        expert_rows.sum_rows(rows, places, weights=given, row_probs=of_rows)
+    expert_rows.dots(x, rows, places, probs)
+    sizes = empty(32, dtype=torch.int64)
+    expert_rows.chunk_index(sizes, sizes, 512)
+
+
 def weights_in_blocks(dtype: torch.dtype, columns: int) -> None:
     """A shard of an expert in blocks of 128 x 128."""
     from moe_p2p.weights import Blocks, Param, Shard, WeightLayout, dtype_name, weight_plan
@@ -287,6 +306,30 @@ def test_small_kernels_compile(dtype: torch.dtype, capability: int) -> None:
         assert "div.full" not in made.asm["ptx"]
         if "permute" in launch.kernel.fn.__name__:
             assert not re.search(r"\b(mul|add|fma\.rn)\.f32", made.asm["ptx"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("dtype", "probs", "capability"),
+    cells.few(
+        itertools.product(
+            [torch.float32, torch.bfloat16], [torch.float32, torch.float64], [90, 100]
+        ),
+        keep=[
+            (torch.bfloat16, torch.float32, 90),
+            (torch.float32, torch.float64, 100),
+        ],
+    ),
+)
+def test_rows_of_experts_compile(dtype: torch.dtype, probs: torch.dtype, capability: int) -> None:
+    for launch in launches(grouped_by_expert, dtype, probs):
+        made = compile_for(launch, capability)
+        assert made.asm["cubin"]
+        name = launch.kernel.fn.__name__
+        if name in ("_to_rows_kernel", "_sum_kernel"):
+            # Products are rounded before they are added; rows move 16 bytes at a time.
+            assert not re.search(r"\bfma\.rn\.f(32|64)", made.asm["ptx"])
+            assert "st.global.v4" in made.asm["ptx"]
 
 
 @pytest.mark.timeout(600)

@@ -69,6 +69,7 @@ GIVEN = {
     },
     "moe/gpu/prepared.py": {"function": "torch.compile's mark"},
     "moe/ops.py": {"ctx": "torch.autograd's context"},
+    "integrations/moe/megatron_permute.py": {"ctx": "torch.autograd's context"},
     "tools/forked.py": {"sys": "Python has no other way to say what becomes of an exception"},
 }
 

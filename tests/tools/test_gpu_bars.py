@@ -54,6 +54,9 @@ def row(
     ).as_json()  # fmt: skip
 
 
+OTHERS = ("shim", "shim_fused", "integration")  # systems of Megatron beside its own
+
+
 def written(folder: Path) -> None:
     """What the tools would write, all figures 40 or a ratio of a half but where it says so."""
     turns = importlib.import_module("turns")
@@ -65,7 +68,7 @@ def written(folder: Path) -> None:
     ]  # fmt: skip
     steps = [
         made(megatron.Figure, system=system, what=what, median_ms=ms)
-        for system, ms in (("alltoall", 10.0), ("shim", 5.0), ("integration", 5.0))
+        for system, ms in (("alltoall", 10.0), *((name, 5.0) for name in OTHERS))
         for what in megatron.WHAT
     ]
     moved = made(weights.Figures, percent_of_peer_copy=90.0, times_faster=4.0, wrong=[], above=[])
@@ -86,7 +89,8 @@ def written(folder: Path) -> None:
     ]  # fmt: skip
     bodies: dict[str, Any] = {
         **{f"kv-{size}": {"figures": [asdict(f) for f in pages]} for size in ("4k", "16k", "post")},
-        **{f"megatron-{name}": [asdict(f) for f in steps] for name in ("shim", "integration")},
+        **{f"megatron-{name}": [asdict(f) for f in steps]
+           for name in OTHERS},
         **{f"weights{mode}": {"figures": asdict(moved)} for mode in ("", "-in-place")},
         "weights-decode": {"ways": [asdict(way) for way in ways]},
         "experts": moves,

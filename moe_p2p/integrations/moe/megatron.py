@@ -8,6 +8,10 @@ Rows arrive grouped by expert, so there is nothing to permute, and without spare
 tokens and probabilities travel back the same way; Megatron's experts apply the probabilities. For
 Megatron-Core 0.16 and newer.
 
+install() also offers the fused permutation of --moe-permute-fusion, which Megatron takes from
+Transformer Engine: to its all-to-all dispatcher and its own manager for DeepEP. Where Transformer
+Engine has it, Transformer Engine's stays.
+
 Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
 """
 
@@ -22,6 +26,7 @@ from torch import Tensor
 from moe_p2p import log
 from moe_p2p.integrations import derived, provide_deep_ep, put, required
 from moe_p2p.integrations.moe import pool_of
+from moe_p2p.integrations.moe.megatron_permute import FUSED
 from moe_p2p.moe.all_to_all import AllToAll
 from moe_p2p.moe.dispatched import Dispatched
 from moe_p2p.moe.options import DispatchOptions
@@ -29,6 +34,7 @@ from moe_p2p.moe.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.moe.row_counts import SizeExchange
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
 _MAX_TOKENS = 1 << 20  # per call; calls are cut into steps, so a large bound costs nothing
 
 
@@ -145,7 +151,7 @@ class Manager:
         """Rows that each expert's rows are padded to, for quantized GEMMs."""
         if not getattr(self._config, "moe_router_padding_for_quantization", False):
             return 1
-        utils = required("megatron.core.transformer.moe.moe_utils", "megatron")
+        utils = required(_UTILS, "megatron")
         return int(utils.get_align_size_for_quantization(self._config))
 
     def _all_to_all(self, x: Tensor) -> AllToAll:
@@ -169,9 +175,32 @@ def manager_class() -> Any:
     return derived(Manager, dispatcher._DispatchManager)
 
 
+def offer_permutation() -> bool:
+    """Makes --moe-permute-fusion work without Transformer Engine. Returns whether it is ours.
+
+    All or none: Transformer Engine's unpermute cannot read the places of our permute. Call it
+    before the model's configuration is made, which asks for these functions.
+    """
+    utils = required(_UTILS, "megatron")
+    found = [getattr(utils, name, None) for name in FUSED]
+    if found == list(FUSED.values()):
+        return True
+    if any(each is not None for each in found):
+        return False
+    # moe_utils asks HAVE_TE before each function of Transformer Engine, and then the function for
+    # None: the others are still refused.
+    put({_UTILS: utils}, {**FUSED, "HAVE_TE": True})
+    return True
+
+
 def install() -> None:
-    """Replaces Megatron's manager for DeepEP. Also makes `deep_ep` importable."""
+    """Replaces Megatron's manager for DeepEP, and offers the fused permutation if there is none.
+
+    Also makes `deep_ep` importable.
+    """
     required("megatron", "megatron")
     provide_deep_ep()  # before the module below, which imports it
     put({_DISPATCHER: required(_DISPATCHER, "megatron")}, {"_DeepepManager": manager_class()})
+    fused = "moe_p2p's" if offer_permutation() else "Transformer Engine's"
     log.info("Megatron: what DeepEP does is moe_p2p's")
+    log.info(f"Megatron: the fused permutation is {fused}")
