@@ -12,10 +12,6 @@
 #ifndef MOE_P2P_ROUTE_WARPS
 #define MOE_P2P_ROUTE_WARPS 0
 #endif
-// An experiment: 1: fences of the warp that raises flags are further apart (FencePace).
-#ifndef MOE_P2P_FENCE_PACING
-#define MOE_P2P_FENCE_PACING 0
-#endif
 
 namespace moe_p2p::device {
 
@@ -79,11 +75,10 @@ struct Turn {
 // one.
 template <i32 kFlags>  // of an item
 struct Progress {
-  // Whose flags are noted; a power of two.
-  static constexpr i32 kItems = MOE_P2P_FENCE_PACING && kFlags == 1 ? 32 : 16;
-  u32* flag[kItems][kFlags];    // null: none
-  u32 num_written, num_raised;  // items, in their order
-  u32 num_ended;                // chunks that are written to their end
+  static constexpr i32 kItems = 16;  // whose flags are noted; a power of two
+  u32* flag[kItems][kFlags];         // null: none
+  u32 num_written, num_raised;       // items, in their order
+  u32 num_ended;                     // chunks that are written to their end
 
   __device__ void init() { num_written = num_raised = num_ended = 0; }
   // Called by the storing warp; waits until there is room for the flags of item number `num`. Waits
@@ -99,29 +94,11 @@ struct Progress {
   }
 };
 
-// When the warp may fence: once a number of rows is written since the last fence, or some time has
-// passed, but not at once when a chunk begins.
-struct FencePace {
-  static constexpr u32 kRows = 48;
-  static constexpr u64 kApartNs = 6000, kFirstNs = 2000;
-  u64 begin, last;
-
-  __device__ FencePace() : begin(globaltimer_ns()), last(begin - (kApartNs - kFirstNs)) {}
-  __device__ bool waits(u32 num_rows) const {
-    const u64 now = globaltimer_ns();
-    return now - begin < kFirstNs || (num_rows < kRows && now - last < kApartNs);
-  }
-  __device__ void fenced() { last = globaltimer_ns(); }
-};
-
 // Called by all lanes of the warp, for one chunk. progress(w): the Progress of worker w.
 template <i32 kWorkers, i32 kFlags, typename ProgressOf>
 __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chunk, u32 word) {
   static_assert(kFlags <= 32);
   constexpr i32 kAtOnce = 32 / kFlags;  // items
-#if MOE_P2P_FENCE_PACING
-  FencePace pace;
-#endif
   for (bool ended = false; !ended;) {
     ended = true;
     u32 num[kWorkers];
@@ -138,18 +115,6 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
 #pragma unroll
     for (i32 w = 0; w < kWorkers; ++w) num[w] = __shfl_sync(~0u, num[w], 0);
     if (!__shfl_sync(~0u, any, 0)) continue;
-#if MOE_P2P_FENCE_PACING
-    // An item has at most kFlags rows. A worker that has noted nearly all that it can would wait.
-    u32 num_items = 0;
-    bool is_full = false;
-#pragma unroll
-    for (i32 w = 0; w < kWorkers; ++w) {
-      const u32 left = num[w] - progress(w).num_raised;
-      num_items += left;
-      is_full = is_full || left >= 3 * Progress<kFlags>::kItems / 4;
-    }
-    if (__shfl_sync(~0u, !ended && !is_full && pace.waits(num_items * kFlags), 0)) continue;
-#endif
     __syncwarp();  // all lanes have what the first has acquired
     fence_acq_rel_sys();
 #pragma unroll
@@ -163,9 +128,6 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
       if (lane == 0 && num[w] != first) st_release_cta_u32(&progress(w).num_raised, num[w]);
     }
     __syncwarp();
-#if MOE_P2P_FENCE_PACING
-    pace.fenced();
-#endif
   }
 }
 
