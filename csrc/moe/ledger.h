@@ -30,6 +30,7 @@ struct DispatchVariant {
   abi::RowLayout layout{};  // LayoutFacts::kernel
   uint64_t x_bytes = 0;     // DispatchSend's
   bool plain = false;       // is_plain() (moe/device/plain.h)
+  bool ready = false;       // of a receiving half that raises counters
 
   auto operator<=>(const DispatchVariant&) const = default;
 };

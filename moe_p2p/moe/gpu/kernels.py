@@ -262,7 +262,7 @@ class DeviceSide:
         room = stamped if "MOE_P2P_STAMPS" in self._shape else 0
         self.stamps = torch.zeros(room, dtype=torch.int64, device=on_device)
         self._state[numbers().stamps_word] = self.stamps.data_ptr()
-        pinned = on_device.type == "cuda"
+        self.pinned = pinned = on_device.type == "cuda"  # memory of the host that kernels access
         self._fault = torch.zeros(
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
@@ -521,7 +521,30 @@ class DeviceSide:
         call(op, self._comm, y_dtype, out_dtype, loaded, False, partials, False, True)
         self._ready.add(key)
 
-    def _dispatch_kernel(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> Kernel:
+    def prepare_arriving(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
+        """The same for the receiving halves of dispatches that raise counters (moe/ready.py)."""
+        variant = variant_of(options)
+        key = x_dtype, variant, x_bytes, "arriving"
+        if key in self._ready:
+            return
+        errors.require(
+            not goes_in_bulk(self._shape, self._num_sms),
+            "num_sms: with num_sms in the configuration rows of such steps go in bulk, which does "
+            "not count them; leave it out there",
+        )
+        refuse_capture(missing_dispatch(x_dtype, variant))
+        kernel = self._dispatch_kernel(x_dtype, options, x_bytes, READY)
+        op = _ops.all_to_all_set_dispatch_kernel.default
+        call(op, self._comm, x_dtype, variant, self._load(kernel), x_bytes, False, True)
+        self._ready.add(key)
+
+    def _dispatch_kernel(
+        self,
+        x_dtype: torch.dtype,
+        options: int,
+        x_bytes: int = 0,
+        macros: dict[str, int] = NO_MACROS,
+    ) -> Kernel:
         variant = variant_of(options)
         hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
         errors.require(
@@ -529,7 +552,7 @@ class DeviceSide:
             f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
         )
         return dispatch_kernel(
-            self._shape,
+            self._shape | macros,
             x_dtype,
             quantize=quantize,
             scale_format=scale_format_of(variant),
