@@ -57,6 +57,7 @@ SCALES = "test_gpu_layouts.py::test_scales_beside_powers_of_two"
 PATIENCE = "test_gpu_masks.py::test_a_rank_that_waits_for_a_lost_one_is_not_masked"
 
 READY = "test_gpu_ready.py::test_rows_are_sent_once_their_counters_are_up[4ranks-2pernode]"
+ARRIVING = "test_gpu_arriving.py::test_rows_are_taken_once_their_counters_are_up[2ranks-2pernode]"
 FLAGS = "test_gpu_arrival_flags.py::test_a_hostile_network_changes_nothing[1-write]"
 
 NAMED = {
@@ -82,6 +83,7 @@ ORDERED_BY = {
     "bulk": [BULK_MANY, BULK, BULK_QUANTIZED],
     "combine/weights": [LATE],
     "dispatch/place": [MASKS],
+    "dispatch/ready": [ARRIVING],
     "dispatch/recv": [LONG_CHUNKS, CHUNKS],
     "dispatch/route": [PLAIN_SLOT, SOLO_SLOT, LONG_STEPS, CHUNKS],
     "clean": [CLEAN],
@@ -92,7 +94,7 @@ ORDERED_BY = {
 }
 ORDERS = re.compile(
     r"\b(?:fence_acq_rel_sys|fence_(?:shared|global)_for_bulk|st_release_\w+|ld_acquire_\w+|"
-    r"atom_inc_acq_rel\w+|bulk_wait(?:_read)?<\w+>|griddepcontrol_wait)\("
+    r"atom_inc_acq_rel\w+|red_add_release\w+|bulk_wait(?:_read)?<\w+>|griddepcontrol_wait)\("
 )
 # Lines whose removal no test can catch, by file and a part of their text, and why. The cases above
 # are of `make test` (tests/gpu/test_emulated_gpu.py), so that it misses these and no others.

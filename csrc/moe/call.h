@@ -74,6 +74,9 @@ struct DispatchRecv {
   int32_t* source = nullptr;  // [rows, 2] source rank and its token
   int64_t* ranges = nullptr;  // [E_local, W] first row of the source there << 32 | number of rows
   int64_t* wait_ticks = nullptr;  // [W] wait for each source: ns, on a GPU clock cycles
+  // [E_local, abi::arrival_counters(capacity)], padded: raised as rows arrive.
+  uint32_t* ready = nullptr;
+  int32_t num_sms = 0;  // with `ready`, on a GPU: most blocks
   platform::Stream stream{};
 };
 

@@ -31,6 +31,7 @@ struct DispatchVariant {
   uint64_t x_bytes = 0;     // DispatchSend's
   bool plain = false;       // is_plain() (moe/device/plain.h)
   bool is_short = false;    // for short calls, where others go in bulk (DeviceKernel::max_tokens)
+  bool ready = false;       // of a receiving half that raises counters
 
   auto operator<=>(const DispatchVariant&) const = default;
 };

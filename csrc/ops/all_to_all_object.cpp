@@ -248,6 +248,27 @@ static void check_counters(const Tensor& tensor, const char* name) {
   check_placed(tensor, name);
 }
 
+static int32_t checked_sms(const AllToAllObject& comm, int64_t num_sms, const char* who) {
+  MOE_P2P_CHECK(comm.device < 0 || (num_sms >= 1 && num_sms <= INT32_MAX), Code::kInvalidArgument,
+                "num_sms is ", num_sms, ", must be at least 1: ", who,
+                " may hold as many multiprocessors, which the product must not need");
+  return static_cast<int32_t>(num_sms);
+}
+
+void fill_ready(const AllToAllObject& comm, const Layout& layout, const Tensor& counters,
+                int64_t num_sms, moe::DispatchRecv& recv) {
+  MOE_P2P_CHECK(layout.options.rows().apart && !layout.options.zero_padding, Code::kInvalidArgument,
+                "ready: counters are of rows in layout 'padded', without zero_padding: no counter "
+                "says that padding is zero");
+  check_counters(counters, "ready");
+  const int64_t each = abi::arrival_counters(layout.capacity);
+  MOE_P2P_CHECK(counters.numel() == layout.experts * each, Code::kInvalidArgument, "ready is ",
+                describe(counters), ", must be [", layout.experts, ", ", each,
+                "]: a counter for each ", abi::kArrivalRows, " of ", layout.capacity, " rows");
+  recv.ready = static_cast<uint32_t*>(mutable_data_of(counters));
+  recv.num_sms = checked_sms(comm, num_sms, "dispatch_recv");
+}
+
 // Rows of y that are written meanwhile.
 static void fill_ready(const AllToAllObject& comm, const CombineArguments& in,
                        moe::CombineSend& send) {
@@ -272,12 +293,8 @@ static void fill_ready(const AllToAllObject& comm, const CombineArguments& in,
   to.want = static_cast<uint32_t>(in.ready_want);
   to.rows = static_cast<int32_t>(in.ready_rows);
   to.per_expert = static_cast<int32_t>(per_expert);
-  to.num_sms = static_cast<int32_t>(in.num_sms);
+  to.num_sms = checked_sms(comm, in.num_sms, "combine_send");
   send.capacity = capacity;
-  MOE_P2P_CHECK(comm.device < 0 || (in.num_sms >= 1 && in.num_sms <= INT32_MAX),
-                Code::kInvalidArgument, "num_sms is ", in.num_sms,
-                ", must be at least 1: as many multiprocessors may wait for rows of y, which the "
-                "product must not need");
 }
 
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& in,

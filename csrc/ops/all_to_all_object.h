@@ -132,6 +132,10 @@ void check_outputs(const AllToAllObject& comm, const Layout& layout,
 moe::DispatchRecv dispatch_recv_from(const AllToAllObject& comm, const Layout& layout,
                                      const DispatchOutputs& outputs, const moe::Handle& handle);
 
+// Counters that it raises as rows arrive, held by at most num_sms multiprocessors meanwhile.
+void fill_ready(const AllToAllObject& comm, const Layout& layout, const Tensor& counters,
+                int64_t num_sms, moe::DispatchRecv& recv);
+
 inline const std::optional<Tensor> kNoTensor;
 struct CombineArguments {
   const Tensor& y;

@@ -49,7 +49,8 @@ std::string layout(int64_t topk) {
       offsetof(abi::DeviceState, launches) / sizeof(uint64_t), "\nlaunch_blocks ", abi::kLaunch,
       "\nnext_step_word ", offsetof(abi::DeviceState, next_step) / sizeof(uint64_t),
       "\nstamps_word ", offsetof(abi::DeviceState, stamps) / sizeof(uint64_t), "\nstamped_steps ",
-      abi::kStampedSteps, "\nnum_stamps ", abi::kStamps, "\n");
+      abi::kStampedSteps, "\nnum_stamps ", abi::kStamps, "\narrival_rows ", abi::kArrivalRows,
+      "\narrival_want ", abi::kArrivalWant, "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, const std::string& settings,
@@ -112,7 +113,8 @@ void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses)
 }
 
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t options_number,
-                                    const std::string& kernel, int64_t x_bytes, bool plain) {
+                                    const std::string& kernel, int64_t x_bytes, bool plain,
+                                    bool ready) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
@@ -122,7 +124,8 @@ void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t op
       .scale_format = options.scale_format,
       .layout = options.rows().kernel,
       .x_bytes = static_cast<uint64_t>(x_bytes),
-      .plain = plain};
+      .plain = plain,
+      .ready = ready};
   caller->all_to_all.device().set_dispatch(variant, made);
 }
 
@@ -317,14 +320,15 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
                    const Tensor& row_weights, const Tensor& counts, const Tensor& offsets,
                    std::optional<Tensor> source, std::optional<Tensor> ranges,
                    std::optional<Tensor> wait_ticks, std::optional<Tensor> row_topk,
-                   int64_t capacity) {
+                   int64_t capacity, std::optional<Tensor> ready, int64_t num_sms) {
   const Caller caller(comm);
   const Layout layout(*caller, moe::dispatch_options_from(options), capacity);
   const moe::Handle words = handle_from(handle);
   const DispatchOutputs to{x,       scales, extras, row_weights, counts,
                            offsets, source, ranges, wait_ticks,  row_topk};
   check_outputs(*caller, layout, to);
-  const auto recv = dispatch_recv_from(*caller, layout, to, words);
+  auto recv = dispatch_recv_from(*caller, layout, to, words);
+  if (ready) fill_ready(*caller, layout, *ready, num_sms, recv);
   caller->all_to_all.dispatch(nullptr, &recv);
 }
 

@@ -144,7 +144,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
       "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, str kernel, "
-      "int x_bytes=0, bool plain=False) -> ()");
+      "int x_bytes=0, bool plain=False, bool ready=False) -> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
       "str kernel, bool by_topk=False, int partials=0, bool plain=False, bool ready=False) -> ()");
@@ -208,7 +208,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "dispatch_recv(int comm, int options, Tensor(a!) handle, Tensor(b!) x, Tensor(c!)? scales, "
       "Tensor(d!)[] extras, Tensor(e!) row_weights, Tensor(f!) counts, Tensor(g!) offsets, "
       "Tensor(h!)? source, Tensor(i!)? ranges, Tensor(j!)? wait_ticks, Tensor(k!)? row_topk, "
-      "int capacity) -> ()");
+      "int capacity, Tensor(l!)? ready=None, int num_sms=0) -> ()");
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
       "Tensor? row_scalars, Tensor? topk_weights, ScalarType out_dtype, int max_tokens, "

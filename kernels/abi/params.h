@@ -212,7 +212,24 @@ struct DispatchParams {
   i32 opaque;  // RegionFlags::kOpaque
   Grid grid;
   i32 drop;  // rows past the capacity are no fault; the last offset says how many would be enough
+  // u32 [E_local, arrival_counters(capacity)], padded, or 0: a product begins before all rows are
+  // here (kernels/dispatch/ready.cuh).
+  DevicePtr<u32> ready;
 };
+
+// A counter of rows that arrive is for kArrivalRows of an expert, and rises by kArrivalWant in each
+// dispatch: by 1 for a row, and by the rest, which is more than all of its rows, for the count of
+// its expert.
+inline constexpr i32 kArrivalRows = 128;
+inline constexpr u32 kArrivalWant = 512;
+MOE_P2P_HD constexpr i32 arrival_counters(i64 capacity) {
+  return static_cast<i32>((capacity + kArrivalRows - 1) / kArrivalRows);
+}
+MOE_P2P_HD constexpr u32 arrival_rest(i64 num_rows, i32 counter) {
+  const i64 rows = num_rows - i64{counter} * kArrivalRows;
+  const i64 here = rows < 0 ? 0 : rows < kArrivalRows ? rows : kArrivalRows;
+  return kArrivalWant - static_cast<u32>(here);
+}
 
 // Counters that the caller's kernel raises when rows of y are written (kernels/combine/send.cuh).
 // Row r of local expert e is, once counter e * per_expert + r / rows is at `want` or beyond, where

@@ -69,6 +69,9 @@ __device__ __forceinline__ void fence_sc_sys() { asm volatile("fence.sc.sys;" ::
 __device__ __forceinline__ void red_add_relaxed_gpu_u64(u64* p, u64 v) {
   asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+__device__ __forceinline__ void red_add_release_gpu_u32(u32* p, u32 v) {
+  asm volatile("red.add.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ __forceinline__ u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
   u32 old;
   asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"

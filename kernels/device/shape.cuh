@@ -22,7 +22,8 @@
 #ifndef MOE_P2P_ELASTIC
 #define MOE_P2P_ELASTIC 0
 #endif
-// 1: rows of y are written while combine runs (kernels/combine/send.cuh).
+// 1: rows of y are written while combine runs (kernels/combine/send.cuh); dispatch counts rows that
+// have arrived (kernels/dispatch/ready.cuh).
 #ifndef MOE_P2P_READY
 #define MOE_P2P_READY 0
 #endif

@@ -4,7 +4,7 @@
 // and the position in the slot.
 #pragma once
 
-#include "kernels/dispatch/place.cuh"
+#include "kernels/dispatch/ready.cuh"
 
 namespace moe_p2p::device {
 
@@ -209,6 +209,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     copy_extras(p, worker, row, from);
   }
   if (takes && is_opaque(p)) clear_opaque(p, worker, from);
+  if constexpr (kReady) raise_rows(a, worker, buffer);
 }
 
 // Finds the own-node ranks that the slot of another node's source is for; the handle keeps them for
@@ -309,6 +310,8 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
     placed = good && read_and_place(a, step);
   } else {
     placed = good && read_headers(a, step, chunk) && (chunk > 0 || place_rows(a, step));
+    if constexpr (kReady)
+      if (placed && chunk == 0 && a.reports) raise_counts(a);
   }
   if (!placed) {
     report_lost(a.p, a.reports);

@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from moe_p2p.kernels.triton.precision import dot, dot_fp8, to_nearest
 from moe_p2p.kernels.triton.quantize import quantize_block
 
+WINDOW = tl.constexpr(8)  # tiles among which a program takes first what is here
 _FEW_ROWS = 256  # up to this capacity per expert, reading weights takes most of the time
 
 
@@ -58,15 +60,17 @@ def grad_tiles(dtype: torch.dtype) -> Tiles:
 
 
 @functools.cache
-def num_programs(device: torch.device, others: int = 0) -> int:
+def num_programs(device: torch.device, others: int = 0, *, waits: bool = False) -> int:
     """Programs that take tiles in turn: as many as the GPU runs at once (few when interpreted).
 
     others: multiprocessors that something else holds.
+    waits: it is what programs wait for. They are at most as many as the other multiprocessors then,
+        so wherever they run, `others` of all have none of them.
     """
     if device.type != "cuda":
         return 3
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return 2 * max(1, count - others)
+    count = torch.cuda.get_device_properties(device).multi_processor_count - others
+    return max(1, count) if waits else 2 * max(1, count)
 
 
 @triton.jit
@@ -97,7 +101,92 @@ def _count_rows(starts_ptr, counts_ptr, expert, mask, num_rows):
     return tl.maximum(tl.minimum(count, num_rows - start), 0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# --- rows that are still arriving (moe_p2p/moe/ready.py) ---
+
+
+@triton.jit
+def _now(looks, CLOCK: tl.constexpr):
+    """Nanoseconds; where there is no clock (interpreted), a look counts a millisecond."""
+    return globaltimer() if CLOCK else looks.to(tl.int64) * 1000000
+
+
+@triton.jit
+def _note(late_ptr, counter, value):
+    """Says which counter did not come in time, and where it stands."""
+    tl.store(late_ptr, (counter.to(tl.int64) + 1 << 32) | value.to(tl.int64))
+
+
+@triton.jit
+def _await_counts(
+    pointers, mask, want, PER_EXPERT: tl.constexpr, late_ptr, timeout_ns, CLOCK: tl.constexpr
+):
+    """Waits until all these counters are at `want`; returns 1 where they are late, else 0."""
+    looks = tl.zeros((), tl.int32)
+    end = _now(looks, CLOCK) + timeout_ns
+    value = tl.load(pointers, mask=mask, other=want, volatile=True)
+    late = tl.zeros((), tl.int32)
+    while (tl.min(value, axis=0) < want) & (late == 0):
+        looks += 1
+        late = (_now(looks, CLOCK) >= end).to(tl.int32)
+        value = tl.load(pointers, mask=mask, other=want, volatile=True)
+    if late > 0:
+        expert = tl.argmin(value, axis=0)
+        _note(late_ptr, expert * PER_EXPERT, tl.min(value, axis=0))
+    tl.atomic_add(pointers, 0, mask=mask, sem="acquire")  # pairs with the release of dispatch
+    tl.debug_barrier()  # all threads read behind it
+    return late
+
+
+@triton.jit
+def _counters_of(
+    tiles,
+    experts,
+    ends,
+    counts,
+    BLOCK_M: tl.constexpr,
+    PER_EXPERT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Which counter the rows of each of these tiles have."""
+    before = ends[None, :] <= tiles[:, None]
+    expert = tl.sum(before.to(tl.int32), axis=1)
+    in_expert = tiles - tl.max(tl.where(before, ends[None, :], 0), axis=1)
+    own = experts[None, :] == expert[:, None]
+    num_row_tiles = tl.maximum(
+        tl.cdiv(tl.max(tl.where(own, counts[None, :], 0), axis=1), BLOCK_M), 1
+    )
+    return expert * PER_EXPERT + (in_expert % num_row_tiles) * BLOCK_M // ROWS
+
+
+@triton.jit
+def _next_place(arrived_ptr, counter, left, want, late, late_ptr, timeout_ns, CLOCK: tl.constexpr):
+    """Waits until a counter of those that are left is at `want`; returns its place, and whether it
+    is late: then, and where something was late before, the first place that is left."""
+    places = tl.arange(0, WINDOW)
+    pointers = arrived_ptr + counter
+    looks = tl.zeros((), tl.int32)
+    end = _now(looks, CLOCK) + timeout_ns
+    value = tl.load(pointers, mask=left, other=0, volatile=True)
+    place = tl.min(tl.where(left & (value >= want), places, WINDOW), axis=0)
+    while (place == WINDOW) & (late == 0):
+        looks += 1
+        value = tl.load(pointers, mask=left, other=0, volatile=True)
+        place = tl.min(tl.where(left & (value >= want), places, WINDOW), axis=0)
+        if (place == WINDOW) & (_now(looks, CLOCK) >= end):
+            late += 1
+            first = tl.min(tl.where(left, places, WINDOW), axis=0)
+            this = places == first
+            _note(late_ptr, tl.sum(tl.where(this, counter, 0)), tl.sum(tl.where(this, value, 0)))
+    if late > 0:
+        place = tl.min(tl.where(left, places, WINDOW), axis=0)
+    tl.atomic_add(
+        pointers, 0, mask=places == place, sem="acquire"
+    )  # pairs with the release of dispatch
+    tl.debug_barrier()  # all threads read behind it
+    return place, late
+
+
+@triton.jit(do_not_specialize=["num_rows", "timeout_ns"])
 def grouped_gemm_kernel(
     a_ptr,
     a_scales_ptr,
@@ -108,6 +197,9 @@ def grouped_gemm_kernel(
     c_ptr,
     c_scales_ptr,
     ready_ptr,
+    arrived_ptr,
+    late_ptr,
+    timeout_ns,
     starts_ptr,
     counts_ptr,
     num_rows,
@@ -123,6 +215,10 @@ def grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     PER_EXPERT: tl.constexpr,
+    ARRIVED_PER_EXPERT: tl.constexpr,
+    ARRIVED_ROWS: tl.constexpr,
+    ARRIVED_WANT: tl.constexpr,
+    CLOCK: tl.constexpr,
 ):
     """C = A @ B[e], or silu(A @ B[e]) * (A @ up[e]) with `up`, for the rows of each expert e.
 
@@ -131,17 +227,51 @@ def grouped_gemm_kernel(
     its rows once it is stored (moe_p2p/moe/ready.py). A tile of C belongs to one expert; tiles of
     an expert with the same columns of B are consecutive, so that B is read once.
 
+    With `arrived`, [E, ARRIVED_PER_EXPERT], rows of A are still arriving, in any order: a program
+    takes next, of WINDOW of its tiles, the first whose rows are here. What is not here in time is
+    noted in `late`, and C is NaN from there on.
+
     Example: counts [3, 0, 70], BLOCK_M 64, N two tiles wide: tiles 0..1 are expert 0, tiles 2..5
     expert 2: its rows 0..63 and 64..69 by the first block of columns, then by the second.
     """
     experts = tl.arange(0, EXPERTS)
     here = experts < num_experts
+    if arrived_ptr is not None:
+        # Counts are written once the first counter of each expert is above its rows.
+        late = _await_counts(
+            arrived_ptr + experts * ARRIVED_PER_EXPERT,
+            here,
+            ARRIVED_ROWS + 1,
+            ARRIVED_PER_EXPERT,
+            late_ptr,
+            timeout_ns,
+            CLOCK,
+        )
+        taken = tl.zeros((WINDOW,), tl.int32)
     counts = _count_rows(starts_ptr, counts_ptr, experts, here, num_rows)
+    if arrived_ptr is not None:
+        capacity = (num_rows // num_experts).to(tl.int32)
+        counts = tl.where(here, tl.where(late > 0, capacity, tl.minimum(counts, capacity)), 0)
     tiles = tl.cdiv(counts, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     ends = tl.cumsum(tiles, axis=0)
     num_tiles = tl.sum(tiles, axis=0)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for turn in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         # --- which tile
+        tile = turn
+        if arrived_ptr is not None:
+            at = (turn // tl.num_programs(0)) % WINDOW
+            places = tl.arange(0, WINDOW)
+            window = turn + (places - at) * tl.num_programs(0)
+            taken = tl.where(at == 0, 0, taken)
+            counter = _counters_of(
+                window, experts, ends, counts, BLOCK_M, ARRIVED_PER_EXPERT, ARRIVED_ROWS
+            )
+            open_tiles = (taken == 0) & (window < num_tiles)
+            place, late = _next_place(
+                arrived_ptr, counter, open_tiles, ARRIVED_WANT, late, late_ptr, timeout_ns, CLOCK
+            )
+            taken = tl.where(places == place, 1, taken)
+            tile = turn + (place - at) * tl.num_programs(0)
         expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
         in_expert = tile - tl.max(tl.where(ends <= tile, ends, 0), axis=0)
         count = tl.max(tl.where(experts == expert, counts, 0), axis=0)
@@ -168,7 +298,10 @@ def grouped_gemm_kernel(
         scale_at = expert * num_blocks * num_columns + column_tile
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for block in range(num_blocks):
+        steps = num_blocks
+        if arrived_ptr is not None:
+            steps = tl.where(late > 0, 0, num_blocks)
+        for block in range(steps):
             left = k - block * BLOCK_K
             b_mask = (inner < left)[:, None] & (column < n)[None, :]
             a = _load(a_tile_ptr + a_at, (inner < left)[None, :], EVEN)
@@ -192,6 +325,8 @@ def grouped_gemm_kernel(
         # --- out
         if up_ptr is not None:
             total = total * tl.sigmoid(total) * total_up
+        if arrived_ptr is not None:
+            total = tl.where(late > 0, float("nan"), total)
         if c_scales_ptr is not None:
             total, scale = quantize_block(total)  # BLOCK_N is 128: a row of the tile is a block
             c_scale_at = first_row * num_columns + row * num_columns + column_tile

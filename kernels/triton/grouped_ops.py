@@ -130,12 +130,27 @@ def grouped_swiglu(
     counts: Tensor,
     *,
     offsets: Tensor | None = None,
+    ready: ReadyRows | None = None,
 ) -> Tensor | Fp8:
     """silu(x @ gate[e]) * (x @ up[e]) for the rows of each expert e, [..., N], of the type of x.
 
     All operands have one type; Fp8 gives Fp8, quantized from the fp32 sums. Rows of no expert are
     undefined. No gradient: to train, use grouped_gemm twice. Otherwise like grouped_gemm.
+
+    ready: received.ready, for x and counts of the same dispatch, whose rows are still arriving. A
+        tile is computed once its rows are here. On a stream of its own:
+
+            into = all_to_all.make_outputs(pending, num_sms=16)
+            side.wait_stream(torch.cuda.current_stream())
+            received = all_to_all.dispatch_recv(pending, into)
+            with torch.cuda.stream(side):
+                h = grouped_swiglu(into.x, gate, up, into.counts, ready=into.ready)
+
+        It leaves ready.num_sms multiprocessors to dispatch_recv. Rows that do not come within
+        ready.timeout_s give NaN, and all_to_all.check() raises TimeoutError.
     """
+    if ready is not None:
+        _check_arriving(x, counts, offsets, ready)
     rows, row_scales, gates, gate_scales = *_parts(x), *_parts(gate)
     ups, up_scales = _parts(up)
     for weights, scales in ((gates, gate_scales), (ups, up_scales)):
@@ -145,10 +160,19 @@ def grouped_swiglu(
         f"gate {tuple(gates.shape)} {gates.stride()} and up {tuple(ups.shape)} {ups.stride()} must "
         "be of one shape and order in memory",
     )
-    counts = _bounded(rows, counts)
+    if ready is None:  # else the kernel reads and bounds them, once they are written
+        counts = _bounded(rows, counts)
     starts = _starts(rows, counts, offsets)
     flat = rows.flatten(0, -2)
-    made = _swiglu(flat, row_scales, gates, gate_scales, ups, up_scales, starts, counts)
+    given = flat, row_scales, gates, gate_scales, ups, up_scales, starts, counts
+    if ready is None:
+        made = _swiglu(*given)
+    else:
+        timeout_ns = int(ready.timeout_s * 1e9)
+        counters = ready.counters, ready.late
+        made = _swiglu_arriving(
+            *counters, *given, ready.rows, ready.want, ready.num_sms, timeout_ns
+        )
     out, out_scales = (part.unflatten(0, rows.shape[:-1]) for part in made)
     return out if row_scales is None else Fp8(out, out_scales)
 
@@ -212,6 +236,31 @@ def _swiglu(
     return out, out_scales
 
 
+@torch.library.custom_op("moe_p2p::grouped_swiglu_arriving", mutates_args=("late",))
+def _swiglu_arriving(
+    counters: Tensor,
+    late: Tensor,
+    x: Tensor,
+    x_scales: Tensor | None,
+    gate: Tensor,
+    gate_scales: Tensor | None,
+    up: Tensor,
+    up_scales: Tensor | None,
+    starts: Tensor,
+    counts: Tensor,
+    rows: int,
+    want: int,
+    num_sms: int,
+    timeout_ns: int,
+) -> tuple[Tensor, Tensor]:
+    out, out_scales = _swiglu_like(x, x_scales, gate)
+    to = (out, None if x_scales is None else out_scales)
+    arriving = Arriving(counters, late, rows, want, timeout_ns)
+    weights = (gate, gate_scales), (up, up_scales)
+    _launch(x, x_scales, *weights, to, starts, counts, others=num_sms, arriving=arriving)
+    return out, out_scales
+
+
 @_swiglu.register_fake
 def _swiglu_like(
     x: Tensor, x_scales: Tensor | None, gate: Tensor, *args: Any
@@ -219,6 +268,14 @@ def _swiglu_like(
     num_rows, n = x.shape[0], gate.shape[2]
     width = 0 if x_scales is None else num_scales(n)
     return x.new_empty((num_rows, n)), x.new_empty((num_rows, width), dtype=torch.float32)
+
+
+@_swiglu_arriving.register_fake
+def _swiglu_arriving_like(
+    counters: Tensor, late: Tensor, x: Tensor, x_scales: Tensor | None, gate: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    made: tuple[Tensor, Tensor] = _swiglu_like(x, x_scales, gate)
+    return made
 
 
 @torch.library.custom_op("moe_p2p::grouped_weight_grad", mutates_args=())
@@ -335,6 +392,44 @@ def _check(
     )
 
 
+def _check_arriving(
+    x: Tensor | Fp8, counts: Tensor, offsets: Tensor | None, ready: ReadyRows
+) -> None:
+    """Raises InvalidArgumentError unless a product may begin before rows of x are here."""
+    errors.require_type("ready", ready, ReadyRows, "received.ready")
+    rows, scales = (x, None) if isinstance(x, Tensor) else x
+    text = "ready: must be received.ready, of make_outputs(pending, num_sms=...)"
+    errors.require(ready.late is not None and ready.rows is not None, text)
+    errors.require(
+        rows.dim() == 3 and offsets is None,
+        f"x is {tuple(rows.shape)}, must be padded with `ready`, [E, capacity, K], without offsets",
+    )
+    shape = rows.shape[0], triton.cdiv(rows.shape[1], ready.rows)
+    errors.require(
+        tuple(ready.counters.shape) == shape,
+        f"ready has counters {tuple(ready.counters.shape)}, must be {shape}: of the same dispatch",
+    )
+    whole = all(each is None or each.is_contiguous() for each in (rows, scales, counts))
+    errors.require(
+        whole,
+        "x, its scales and counts must be contiguous with `ready`: a copy would read what is not "
+        "here yet; leave out column_scales",
+    )
+
+
+class Arriving(NamedTuple):
+    """Counters of rows that are still arriving (ReadyRows)."""
+
+    counters: Tensor | None = None
+    late: Tensor | None = None
+    rows: int = 1
+    want: int = 0
+    timeout_ns: int = 0
+
+
+_ALL_HERE = Arriving()
+
+
 def _launch(
     x: Tensor,
     x_scales: Tensor | None,
@@ -346,6 +441,7 @@ def _launch(
     *,
     ready: Tensor | None = None,
     others: int = 0,
+    arriving: Arriving = _ALL_HERE,
 ) -> None:
     """others: multiprocessors that something else holds."""
     num_experts, k, n = weight[0].shape
@@ -353,8 +449,10 @@ def _launch(
         return
     gated = up[0] is not None
     tiles = kernels.choose_tiles(x.dtype, x.shape[0] // num_experts, gated=gated)
+    arrived = arriving.counters
+    programs = kernels.num_programs(x.device, others, waits=arrived is not None)
     with torch.cuda.device_of(x):
-        kernels.grouped_gemm_kernel[(kernels.num_programs(x.device, others),)](
+        kernels.grouped_gemm_kernel[(programs,)](
             x.contiguous(),
             x_scales,
             weight[0],
@@ -362,6 +460,9 @@ def _launch(
             *up,
             *out,
             ready,
+            arrived,
+            arriving.late,
+            arriving.timeout_ns,
             starts,
             counts,
             x.shape[0],
@@ -375,6 +476,10 @@ def _launch(
             BLOCK_K=tiles.block_k,
             EVEN=k % tiles.block_k == 0 and n % tiles.block_n == 0,
             PER_EXPERT=0 if ready is None else ready.shape[1],
+            ARRIVED_PER_EXPERT=0 if arrived is None else arrived.shape[1],
+            ARRIVED_ROWS=arriving.rows,
+            ARRIVED_WANT=arriving.want,
+            CLOCK=not triton.knobs.runtime.interpret,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )

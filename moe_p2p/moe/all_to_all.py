@@ -48,7 +48,8 @@ from moe_p2p.moe.dispatched import (
     PendingDispatch,
     beside_sums,
     dispatched_of,
-    new_outputs,
+    outputs_for,
+    recv_arguments,
     with_more,
 )
 from moe_p2p.moe.elastic import Joining
@@ -422,16 +423,20 @@ class AllToAll(Owner):
         return PendingDispatch(
             Call(handle, options | merges, max_tokens, capacity),
             topk_idx.clone() if options & COPY_TOPK else topk_idx,
-            torch.float8_e4m3fn if given.quantize else x.dtype,
+            x.dtype,
             arguments.bytes_of_rows(x) or self.config.hidden_dim,
             self._shape.scales_of(scales, options) if has_scales else None,
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
 
-    def make_outputs(self, pending: PendingDispatch) -> Dispatched:
-        """Returns what dispatch_recv fills, before it is filled."""
+    def make_outputs(self, pending: PendingDispatch, *, num_sms: int | None = None) -> Dispatched:
+        """Returns what dispatch_recv fills, before it is filled.
+
+        num_sms: also counters that it raises as rows arrive (`ready`, a ReadyRows); it then holds
+            at most so many multiprocessors, at least 1 on a GPU.
+        """
         self._communicator.require_open()
-        return new_outputs(pending.call.handle, self._shape, pending)
+        return outputs_for(pending, self._communicator, num_sms)
 
     @unaffected
     def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
@@ -440,15 +445,10 @@ class AllToAll(Owner):
         out: an earlier result of the same options, to receive into. None: new tensors.
         """
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
-        handle, options, _, capacity = pending.call
-        into = new_outputs(handle, self._shape, pending) if out is None else out
+        into = outputs_for(pending, self._communicator) if out is None else out
         if out is not None:
             arguments.refuse_lazy_rows(out)
-        options &= ~MERGE_DUPLICATES
-        rows = (into.x, into.scales, list(into.extras), into.row_weights)
-        beside = (into.source, into.ranges, into.wait_ticks, into.row_topk)
-        outputs = (*rows, into.counts, into.offsets, *beside)
-        call(_ops.dispatch_recv.default, self._comm, options, handle, *outputs, capacity)
+        call(_ops.dispatch_recv.default, self._comm, *recv_arguments(into, pending))
         if out is None or out.call is pending.call:
             return into  # made for this dispatch
         arguments.count_versions(into.x, into.scales, into.row_weights, *into.extras)

@@ -97,6 +97,7 @@ class Communicator:
         self._changes: Changes | None = None
         self.device: DeviceSide | None = None
         self.num_refused = 0
+        self.late: Tensor | None = None  # ReadyRows.late of all its calls
         self._engine, self._own_engine = engine, engine is None
         if joining is not None:
             self._join(group_or_store, rank, world_size, joining, masked, gone)
@@ -300,9 +301,19 @@ class Communicator:
         return self._changes
 
     def check_member(self) -> None:
-        """Raises where the world goes on without this rank."""
+        """Raises where the world goes on without this rank, and where a product has waited in vain
+        for rows (ready.py)."""
         if self._changes is not None:
             self._changes.world.check()
+        if self.late is not None and (late := int(self.late)):
+            counter, value = (late >> 32) - 1, late & 0xFFFFFFFF
+            text = (
+                f"rank {self.rank}: counter {counter} of `received.ready` stands at {value}, less "
+                f"than is awaited: rows did not arrive in {self.config.timeout_s} s at the product "
+                "that waits for them, whose results are NaN. Is dispatch_recv called before the "
+                "product, which is on another stream, and are its multiprocessors left to it?"
+            )
+            raise errors.make(errors.TimeoutError, text)
 
     def poisons(self) -> bool:
         """Whether sums that lack what a lost rank had to send are NaN."""
@@ -580,6 +591,19 @@ class Communicator:
         )
         if self.device is not None:
             self.device.prepare_ready(y_dtype, out_dtype, partials)
+
+    def prepare_arriving(self, x_dtype: torch.dtype, options: int, x_bytes: int) -> None:
+        """Of the receiving halves of dispatches that raise counters (ready.py)."""
+        errors.require(
+            not self.config.mask_lost_ranks and self._changes is None,
+            "num_sms: dispatch_recv counts rows that arrive only where no rank is masked and the "
+            "world does not change",
+        )
+        if self.device is not None:
+            self.device.prepare_arriving(x_dtype, options, x_bytes)
+        if self.late is None:
+            pinned = self.device is not None and self.device.pinned
+            self.late = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     @when_traced
     def prepare_combine(

@@ -6,22 +6,30 @@ E_local * capacity, else capacity); [rows] stands for [E_local, capacity] or [R]
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_p2p import errors
 from moe_p2p.moe.layouts import LAYOUTS
 from moe_p2p.moe.options import (
     COLUMN_SCALES,
     COPY_TOPK,
     LAYOUT_MASK,
+    MERGE_DUPLICATES,
+    QUANTIZE,
     WITH_RANGES,
     WITH_SOURCE,
     WITH_WAIT_TICKS,
+    ZERO_PADDING,
     rows_of,
 )
+from moe_p2p.moe.ready import ReadyRows, arriving_rows
 from moe_p2p.moe.shape import CommunicatorShape
+
+if TYPE_CHECKING:
+    from moe_p2p.moe.communicator import Communicator
 
 new_tuple = tuple.__new__  # a named tuple of all its fields, in less time than its own way
 
@@ -56,6 +64,7 @@ class Dispatched(NamedTuple):
     # without what repeats
     topk_idx: Tensor
     call: Call  # for combine and release; not for users
+    ready: ReadyRows | None = None  # of make_outputs(num_sms=): which rows are here already
 
 
 # Replaces x and its scales in a handle, which would keep them alive.
@@ -80,10 +89,15 @@ class PendingDispatch(NamedTuple):
 
     call: Call
     topk_idx: Tensor  # [T, K]
-    dtype: torch.dtype  # type of the rows
+    x_dtype: torch.dtype  # as it was given
     width: int  # values of a row, or bytes
     scales: tuple[int, torch.dtype] | None  # number of scales of a row, and their type
     extras: tuple[tuple[int, torch.dtype], ...]  # width and type of each
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the rows."""
+        return torch.float8_e4m3fn if self.call.options & QUANTIZE else self.x_dtype
 
 
 class PendingCombine(NamedTuple):
@@ -124,6 +138,47 @@ def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch
     )
 
 
+def outputs_for(
+    pending: PendingDispatch, communicator: Communicator, num_sms: int | None = None
+) -> Dispatched:
+    """Makes what dispatch_recv fills.
+
+    num_sms: with counters, zero in the order of the stream, and a kernel that raises them, which is
+        compiled if it has to; most multiprocessors that it may hold.
+    """
+    made = new_outputs(pending.call.handle, communicator.shape, pending)
+    if num_sms is None:
+        return made
+    options = pending.call.options
+    rows = rows_of(options)
+    errors.require(
+        rows.apart and not options & ZERO_PADDING,
+        f"num_sms: counters are of rows in layout 'padded' without zero_padding (no counter says "
+        f"that padding is zero), and this dispatch has layout {rows.name!r}",
+    )
+    row_bytes = pending.width if pending.x_dtype == torch.uint8 else 0
+    communicator.prepare_arriving(pending.x_dtype, options, row_bytes)
+    ready = arriving_rows(made.counts, pending.call.capacity, communicator, num_sms)
+    return made._replace(ready=ready)
+
+
+def recv_arguments(into: Dispatched, pending: PendingDispatch) -> tuple[Any, ...]:
+    """Returns what the op dispatch_recv takes behind the communicator."""
+    handle, options, _, capacity = pending.call
+    rows = (into.x, into.scales, list(into.extras), into.row_weights)
+    beside = (into.source, into.ranges, into.wait_ticks, into.row_topk)
+    outputs = (*rows, into.counts, into.offsets, *beside, capacity)
+    given = options & ~MERGE_DUPLICATES, handle, *outputs
+    if into.ready is None:
+        return given
+    errors.require(
+        into.call is pending.call,
+        "out.ready counts rows of another dispatch: receive into what make_outputs(pending, "
+        "num_sms=...) has made for this one",
+    )
+    return *given, into.ready.counters, into.ready.num_sms
+
+
 def _new_scales(
     like: Tensor, lead: tuple[int, ...], width: int, dtype: torch.dtype, options: int
 ) -> Tensor:
@@ -158,7 +213,7 @@ def dispatched_of(
     call = new_tuple(Call, (handle, options, max_tokens, capacity))
     first = (rows, row_scales if has_scales else None, extras, row_weights, row_topk)
     return new_tuple(
-        Dispatched, (*first, counts, offsets, source, ranges, wait_ticks, topk_idx, call)
+        Dispatched, (*first, counts, offsets, source, ranges, wait_ticks, topk_idx, call, None)
     )
 
 

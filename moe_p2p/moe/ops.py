@@ -60,7 +60,7 @@ def _fake_dispatch(
     pending = PendingDispatch(
         Call(handle, options, max_tokens, capacity),
         topk_idx,
-        torch.float8_e4m3fn if quantize else x.dtype,
+        x.dtype,
         x.shape[1] if x.dtype == torch.uint8 else shape.hidden_dim,
         shape.scales_of(scales, options) if has_scales else None,
         tuple((extra.shape[1], extra.dtype) for extra in extras or ()),

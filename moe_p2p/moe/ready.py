@@ -1,4 +1,5 @@
-"""Rows of y that are written while combine sends: which are complete, by counters.
+"""Rows that are complete while others are not, by counters: of y while combine sends, and of x
+while dispatch receives.
 
 Symbols: E_local experts of this rank, C rows of an expert (capacity).
 """
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.moe.shape import layout
 
 if TYPE_CHECKING:
     from moe_p2p.moe.communicator import Communicator
@@ -19,12 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyRows:
-    """Counters that a product raises, on another stream, behind rows of y that it has written.
+    """Counters that a product raises, on another stream, behind rows of y that it has written; or
+    that dispatch_recv raises behind rows that have arrived, for a product on another stream.
 
     Row r of expert e may be read once counter [e, r // rows] is at `want` or beyond. Who raises it
     writes the rows, then adds with a release (red.release.gpu.global.add). Counters may pass 2^32:
     the difference to what is awaited counts, as a signed number. The product's kernels have run
     before: CUDA loads a kernel at its first launch, and a load waits for kernels that run.
+
+    Those of dispatch_recv (received.ready) are made and cleared by make_outputs(), in the order of
+    its stream. Each of them comes to `want`, also where its expert has fewer rows, or none, and
+    with it all of a row: x, scales, extras, row_weights, source. counts[e], and the ranges of e,
+    may be read once counter [e, 0] is above `rows`. After a failed dispatch some stay below: who
+    waits has a deadline.
 
     counters: int32 or uint32, contiguous, on y's device: at least [E_local, ceil(C / rows)],
         expert by expert. All start below what is awaited, zero for instance, each time.
@@ -32,8 +41,12 @@ class ReadyRows:
     rows: of a counter. None: C, one counter for each expert.
     base: [1] int32 or uint32 on the same device, added to `want`: where counters are not cleared
         between replays of a graph, the value that they had before this one.
-    num_sms: most multiprocessors that combine's sending half may hold while it waits, which the
-        product must not need. At least 1 on a GPU; on CPUs it means nothing.
+    num_sms: most multiprocessors that combine's sending half may hold while it waits, or dispatch's
+        receiving half, which the product must not need. At least 1 on a GPU; on CPUs it means
+        nothing.
+    timeout_s: deadline of a product that waits.
+    late: [1] int64 in pinned memory, where such a product notes what did not come in time:
+        1 + the number of a counter, times 2^32, and what that stood at. AllToAll.check() raises it.
     """
 
     counters: Tensor
@@ -41,6 +54,8 @@ class ReadyRows:
     rows: int | None = None
     base: Tensor | None = None
     num_sms: int = 0
+    timeout_s: float = 30.0
+    late: Tensor | None = None
 
 
 def arguments_of(
@@ -63,3 +78,24 @@ def arguments_of(
     communicator.prepare_ready(y.dtype, out_dtype, partials)
     rows = max(y.shape[1], 1) if ready.rows is None and y.dim() == 3 else ready.rows
     return ready.counters, ready.base, 0 if rows is None else rows, ready.want, ready.num_sms
+
+
+def arriving_rows(
+    like: Tensor, capacity: int, communicator: Communicator, num_sms: int
+) -> ReadyRows:
+    """Makes the counters of a dispatch, of zero. like: [E_local]."""
+    at = layout()
+    errors.require(
+        isinstance(num_sms, int) and (num_sms > 0 or communicator.device is None),
+        f"num_sms is {num_sms!r}, must be an integer of at least 1: dispatch_recv may hold as many "
+        "multiprocessors, which the product must not need",
+    )
+    shape = like.shape[0], -(-capacity // at.arrival_rows)
+    return ReadyRows(
+        counters=like.new_zeros(shape, dtype=torch.int32),
+        want=at.arrival_want,
+        rows=at.arrival_rows,
+        num_sms=num_sms,
+        timeout_s=float(communicator.config.timeout_s),
+        late=communicator.late,
+    )

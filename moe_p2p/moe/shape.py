@@ -27,6 +27,7 @@ class Layout(NamedTuple):
     stamps_word: of the address of time stamps, which stamped_steps steps have, num_stamps for each
     phase.
     scale_block: values that share one fp8 scale.
+    arrival_rows, arrival_want: of a counter of rows that arrive, and what a dispatch raises it by.
     """
 
     slot_head_bytes: int
@@ -42,6 +43,8 @@ class Layout(NamedTuple):
     stamps_word: int
     stamped_steps: int
     num_stamps: int
+    arrival_rows: int
+    arrival_want: int
 
 
 @functools.cache

@@ -56,6 +56,7 @@ const Fault kFaults[] = {
     FAULT("ld_acquire_sys_u64", "are not aligned", keep(ld_acquire_sys_u64(at<u64>(4)))),
     FAULT("st_release_sys_u64", "are not aligned", st_release_sys_u64(at<u64>(4), 1)),
     FAULT("red_add_relaxed_gpu_u64", "are not aligned", red_add_relaxed_gpu_u64(at<u64>(4), 1)),
+    FAULT("red_add_release_gpu_u32", "are not aligned", red_add_release_gpu_u32(at<u32>(2), 1)),
     FAULT("atom_inc_acq_rel_gpu_u32", "are not aligned", keep(atom_inc_acq_rel_gpu_u32(at<u32>(2), 1))),
     FAULT("atomicAdd", "are not aligned", atomicAdd(at<u32>(2), 1)),
     FAULT("atomicMax", "are not aligned", atomicMax(at<u64>(4), 1)),

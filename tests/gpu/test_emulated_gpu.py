@@ -48,6 +48,8 @@ CASES = {
         "test_gpu_int10.py::test_sums_are_those_of_the_reference[dtype1-block16-4ranks-2pernode]",
         "test_gpu_int10.py::test_however_rows_arrive[flags-4ranks-2pernode-block16]",
         "test_gpu_int10.py::test_no_word_of_a_block_is_all_ones[2ranks-2pernode]",
+        "test_gpu_arriving.py::test_rows_are_taken_once_their_counters_are_up[2ranks-2pernode]",
+        "test_gpu_arriving.py::test_rows_of_long_steps_in_chunks[4ranks-2pernode]",
         "test_gpu_ready.py::test_rows_are_sent_once_their_counters_are_up[4ranks-2pernode]",
         "test_gpu_ready.py::test_rows_with_flags_of_their_own[4ranks-2pernode]",
         "test_gpu_ready.py::test_a_counter_that_is_never_raised_is_named",

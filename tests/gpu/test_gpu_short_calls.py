@@ -23,7 +23,7 @@ from tests.support.ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
-CHUNK, HIDDEN_DIM, LONGEST_SHORT = 1024, 16, 128
+CHUNK, HIDDEN_DIM, LONGEST_SHORT = 1024, 16, 32
 CONFIG: dict[str, Any] = {
     "hidden_dim": HIDDEN_DIM,
     "max_tokens": 2 * CHUNK,

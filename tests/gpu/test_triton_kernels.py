@@ -121,6 +121,7 @@ def rows_and_weights(dtype: torch.dtype, num_rows: int, k: int, n: int) -> tuple
 
 def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     """Forward, and backward where there is one."""
+    from moe_p2p import ReadyRows
     from moe_p2p.kernels.triton import grouped_ops
     from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
 
@@ -135,6 +136,10 @@ def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
     )
     y, ready = grouped_ops.make_unready(padded, weight, num_sms=1)
     grouped_ops.grouped_gemm_into(y, padded, weight, counts, ready)
+    counters = empty(4, -(-num_rows // 128), dtype=torch.int32)
+    late = empty(1, dtype=torch.int64)
+    arriving = ReadyRows(counters=counters, want=512, rows=128, num_sms=8, late=late)
+    grouped_swiglu(padded, weight, weight, counts, ready=arriving)
     if isinstance(x, Tensor):
         x.requires_grad_()
         weight.requires_grad_()

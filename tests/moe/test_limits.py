@@ -160,7 +160,7 @@ def short_of(
 
 
 @pytest.mark.parametrize(
-    ("steps", "most"), [(None, 128), (BulkSteps(64), 64), (BulkSteps(999), 256)]
+    ("steps", "most"), [(None, 32), (BulkSteps(16), 16), (BulkSteps(999), 32)]
 )
 def test_short_calls_of_long_steps_have_kernels_of_their_own(
     steps: BulkSteps | None, most: int

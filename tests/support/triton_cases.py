@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moe_p2p import AllToAll, AllToAllConfig, InvalidArgumentError
+from moe_p2p import AllToAll, AllToAllConfig, InvalidArgumentError, ReadyRows
 from moe_p2p.layer import Experts, Fp8Experts, MoELayer
 from moe_p2p.moe import reference
 from tests.support import cells
@@ -278,6 +280,111 @@ def test_combine_sends_what_a_product_writes(dtype: torch.dtype) -> None:
                     product()
                 torch.cuda.current_stream().wait_stream(side)
             assert same_bits(all_to_all.combine_recv(pending), expected)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_product_takes_rows_while_they_arrive(quantized: bool) -> None:
+    """The product begins first; results are those of one that begins when all is here."""
+    fields = {"num_experts": 4, "hidden_dim": 128, "topk": 2, "max_tokens": 200}
+    config = AllToAllConfig(**fields, device=DEVICE, timeout_s=60.0)  # type: ignore[arg-type]
+    gate, up = (rand(4, 128, 256, dtype=torch.bfloat16) / 11 for _ in range(2))
+    if quantized:
+        gate, up = (Fp8(*quantize.quantize_weights(each)) for each in (gate, up))
+    with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as all_to_all:
+        for tokens in (200, 1, 0):
+            x = rand(tokens, 128, dtype=torch.bfloat16)
+            routing = torch.rand(tokens, 4).topk(2).indices.to(DEVICE)
+            pending = all_to_all.dispatch_send(x, routing, quantize=quantized)
+            into = all_to_all.make_outputs(pending, num_sms=2)
+            rows = into.x if into.scales is None else Fp8(into.x, into.scales)
+            product = functools.partial(grouped_swiglu, rows, gate, up, into.counts)
+            got = beside(
+                functools.partial(product, ready=into.ready),
+                functools.partial(all_to_all.dispatch_recv, pending, into),
+            )
+            all_to_all.check()
+            for mine, want in zip(_parts(got), _parts(product()), strict=True):
+                for expert, count in enumerate(into.counts.tolist()):
+                    assert same_bits(mine[expert, :count], want[expert, :count])
+            all_to_all.release(into)
+
+
+def beside(product: Callable[[], Tensor | Fp8], receive: Callable[[], object]) -> Tensor | Fp8:
+    """What the product makes; it begins first where that is a thread, else behind the launch."""
+    if DEVICE == "cpu":
+        with ThreadPoolExecutor(1) as other:
+            made = other.submit(product)
+            receive()
+            return made.result()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    receive()
+    with torch.cuda.stream(side):
+        got = product()
+    torch.cuda.current_stream().wait_stream(side)
+    return got
+
+
+def _parts(each: Tensor | Fp8) -> tuple[Tensor, ...]:
+    return (each,) if isinstance(each, Tensor) else tuple(each)
+
+
+def arriving(capacity: int, counts: list[int], here: list[int]) -> tuple[Tensor, ReadyRows]:
+    """Counts and counters of a dispatch of which so many rows are here; -1: not even the count."""
+    blocks = -(-capacity // 128)
+    counters = torch.zeros(len(counts), blocks, dtype=torch.int32)
+    for expert, (count, rows) in enumerate(zip(counts, here, strict=True)):
+        for block in range(blocks if rows >= 0 else 0):
+            most, got = (min(max(n - 128 * block, 0), 128) for n in (count, rows))
+            counters[expert, block] = 512 - most + got
+    late = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=DEVICE == "cuda")
+    ready = ReadyRows(counters=counters.to(DEVICE), want=512, rows=128, timeout_s=0.05, late=late)
+    return ints(*counts), ready
+
+
+@pytest.mark.parametrize(
+    ("here", "late"),
+    [
+        ([3, 130, 0, 7, 200], None),
+        ([3, 130, 0, 6, 200], (3 * 2, 511)),
+        ([3, 130, 0, 7, 130], (4 * 2 + 1, 512 - 72 + 2)),
+        ([3, 130, 0, -1, 200], (3 * 2, 0)),
+    ],
+    ids=["all", "a row is missing", "rows of a second block", "not even a count"],
+)
+def test_rows_that_do_not_come_are_noted(here: list[int], late: tuple[int, int] | None) -> None:
+    counts, capacity = [3, 130, 0, 7, 200], 200
+    x = rand(NUM_EXPERTS, capacity, 32)
+    gate, up = (rand(NUM_EXPERTS, 32, 64) / 8 for _ in range(2))
+    want = grouped_swiglu(x, gate, up, ints(*counts))
+    given, ready = arriving(capacity, counts, here)
+    got = grouped_swiglu(x, gate, up, given, ready=ready)
+    assert isinstance(got, Tensor)
+    assert isinstance(want, Tensor)
+    assert ready.late is not None
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    noted = int(ready.late)
+    assert ((noted >> 32) - 1, noted & 0xFFFFFFFF) == (late or (-1, 0))
+    rows = torch.arange(capacity, device=DEVICE)[None] < given[:, None]
+    absent = got[rows].isnan()
+    assert same_bits(got[rows][~absent], want[rows][~absent])
+    assert bool(absent.any()) == (late is not None)
+
+
+def test_a_product_of_arriving_rows_refuses_what_it_cannot_wait_for() -> None:
+    x, gate = rand(NUM_EXPERTS, 200, 64), rand(NUM_EXPERTS, 64, 128)
+    counts, ready = arriving(200, [3, 130, 0, 7, 200], [3, 130, 0, 7, 200])
+    product = functools.partial(grouped_swiglu, gate=gate, up=gate)
+    bare = ReadyRows(counters=ready.counters, want=512)
+    with pytest.raises(InvalidArgumentError, match=r"must be received\.ready"):
+        product(x, counts=counts, ready=bare)
+    with pytest.raises(InvalidArgumentError, match="must be padded with `ready`"):
+        product(x[0], counts=counts, ready=ready)
+    with pytest.raises(InvalidArgumentError, match=r"has counters \(5, 2\), must be \(5, 1\)"):
+        product(x[:, :100].contiguous(), counts=counts, ready=ready)
+    with pytest.raises(InvalidArgumentError, match="must be contiguous with `ready`"):
+        product(x.mT.contiguous().mT, counts=counts, ready=ready)
 
 
 def test_counts_past_the_end_read_and_write_no_other_row() -> None:

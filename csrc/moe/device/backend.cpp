@@ -305,6 +305,7 @@ void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.capacity = recv.capacity;
   p.alignment = recv.options.alignment;
   p.drop = recv.options.drop;
+  p.ready = on_device(recv.ready);
 }
 
 abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {
@@ -342,8 +343,10 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
   abi::DispatchParams p = params_of(call);
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
+  auto wanted = call.variant;
+  wanted.ready = recv && recv->ready;
   const DeviceKernel& kernel =
-      find_kernel(dispatch_kernels_, call.variant, is_plain(p), call.num_slots, "dispatch");
+      find_kernel(dispatch_kernels_, wanted, is_plain(p), call.num_slots, "dispatch");
   MOE_P2P_CHECK(call.parts.slot_bytes <= kernel.max_slot_bytes, Code::kInvalidArgument,
                 "a token of this call takes ", call.parts.slot_bytes,
                 " bytes with its scales and extras, a kernel of so few multiprocessors holds ",
@@ -353,7 +356,12 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
       kernel,
       {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
                           : 0,
-       .recv_items = recv ? chunk * plan_.shape.world_size : 0});
+       .recv_items = recv ? chunk * plan_.shape.world_size : 0,
+       .num_sms = recv ? recv->num_sms : 0});
+  // A product that waits may hold all other multiprocessors (docs/protocol.md, section 9).
+  MOE_P2P_CHECK(!wanted.ready || p.grid.num_relay_blocks + p.grid.num_recv_blocks <= recv->num_sms,
+                Code::kInvalidArgument, "num_sms is ", recv->num_sms,
+                ", must be at least 2: one block relays what arrives from other nodes");
   if (send) make_room(call.num_steps, place);
   launch(kernel, p, place);
   if (recv) call.stage = Stage::kDispatched;

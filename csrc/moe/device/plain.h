@@ -12,7 +12,7 @@ namespace moe_p2p::moe {
 
 inline bool is_plain(const abi::DispatchParams& p) noexcept {
   return p.num_chunks == 1 && !p.solo && !p.opaque && p.num_extras == 0 && !p.num_tokens &&
-         !p.topk_copy && !p.zero_padding && !p.wait_ticks;
+         !p.topk_copy && !p.zero_padding && !p.wait_ticks && !p.ready;
 }
 
 inline bool is_plain(const abi::CombineParams& p) noexcept {

@@ -1,6 +1,7 @@
 // Dispatch on the host: tokens into slots at the source, slots into expert-major rows at the
 // experts.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "moe/host/kernels.h"
@@ -22,6 +23,11 @@ void store_id(const DispatchRecv& call, uint64_t at, int32_t id) noexcept {
   } else {
     static_cast<int32_t*>(call.row_topk)[at] = id;
   }
+}
+
+// Pairs with the acquire of another thread of the caller, which then reads what was written before.
+void raise(uint32_t& counter, uint32_t by) noexcept {
+  std::atomic_ref(counter).fetch_add(by, std::memory_order_release);
 }
 
 }  // namespace
@@ -292,6 +298,10 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
         call.source[2 * row] = source;
         call.source[2 * row + 1] = static_cast<int32_t>(abi::slot_head(slot)->token);
       }
+      if (call.ready) {
+        const int64_t at = rows[k] % call.capacity / abi::kArrivalRows;
+        raise(call.ready[rows[k] / call.capacity * abi::arrival_counters(call.capacity) + at], 1);
+      }
     }
   });
 }
@@ -307,6 +317,14 @@ void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
     store_id(call, row * topk + k, mine ? plan_.expert_local[ids[k]] : -1);
     call.row_weights[row * topk + k] = mine ? weights[k] : 0.0f;
   }
+}
+
+// Once the counts of all experts are written.
+void HostKernels::raise_counts(const DispatchRecv& call) const noexcept {
+  const int32_t each = abi::arrival_counters(call.capacity);
+  for (int e = 0; e < plan_.num_local_experts(memory_.rank()); ++e)
+    for (int32_t i = 0; i < each; ++i)
+      raise(call.ready[e * each + i], abi::arrival_rest(call.counts[e], i));
 }
 
 // Clears rows without a token: weight 0, source and experts -1 always, zero values when asked for.
@@ -350,6 +368,7 @@ void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const OpenC
     call.options.rows().per_token ? place_tokens(step, call, placement)
                                   : place(step, call, placement);
     clear_padding(call);
+    if (call.ready) raise_counts(call);
   }
   read_heads(step, call, parts, handle, chunk, placement);
   copy_rows(step, call, parts, handle, chunk, placement);

@@ -125,6 +125,7 @@ class HostKernels {
   void copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                  const HandleView& handle, int64_t chunk, const Placement& placement);
   void fill_topk(const DispatchRecv& call, const std::byte* slot, uint64_t row) const noexcept;
+  void raise_counts(const DispatchRecv& call) const noexcept;
   void clear_padding(const DispatchRecv& call) const noexcept;
   struct Addends;
   void find_in_rank_order(Step step, const CombineRecv& call, const int32_t* slots,

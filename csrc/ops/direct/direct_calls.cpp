@@ -204,7 +204,7 @@ Object* dispatch(Object* self, Object* const* given, ptrdiff_t num) {
               {parts == kApart ? kept(kPy.in_tuple(self, kNoRows)) : x,
                parts == kApart ? kept(kPy.none) : row_scales, kPy.new_tuple(0),
                object_of(row_weights), row_topk, object_of(counts), object_of(offsets), source,
-               ranges, wait_ticks, topk_idx, call});
+               ranges, wait_ticks, topk_idx, call, kept(kPy.none)});
     if (parts != kApart) return dispatched;
     return filled(kPy.new_tuple(3), {x, row_scales, dispatched});
   });

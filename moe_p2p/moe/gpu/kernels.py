@@ -35,7 +35,7 @@ from moe_p2p.moe.gpu.launch_shape import (
     dispatch_shared_bytes,
     goes_in_bulk,
     job_of,
-    most_in_registers,
+    most_of_short_calls,
 )
 from moe_p2p.moe.gpu.lookout import Lookout
 from moe_p2p.moe.gpu.memory import PinnedPages, share_memory, share_node_memory
@@ -85,7 +85,7 @@ def _with_short(
     @functools.wraps(make)
     def made(shape: dict[str, int], /, *given: _Given.args, **named: _Given.kwargs) -> Kernel:
         kernel = make(shape, *given, **named)
-        most = most_in_registers(named.get("steps"))  # type: ignore[arg-type]
+        most = most_of_short_calls(named.get("steps"))  # type: ignore[arg-type]
         if most == 0 or not kernel.macros["MOE_P2P_BULK"]:
             return kernel
         short = make(shape | {"MOE_P2P_CHUNK_TOKENS": most}, *given, **named)
@@ -287,7 +287,7 @@ class DeviceSide:
         room = stamped if "MOE_P2P_STAMPS" in self._shape else 0
         self.stamps = torch.zeros(room, dtype=torch.int64, device=on_device)
         self._state[numbers().stamps_word] = self.stamps.data_ptr()
-        pinned = on_device.type == "cuda"
+        self.pinned = pinned = on_device.type == "cuda"  # memory of the host that kernels access
         self._fault = torch.zeros(
             numbers().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
         )
@@ -546,7 +546,30 @@ class DeviceSide:
         call(op, self._comm, y_dtype, out_dtype, loaded, False, partials, False, True)
         self._ready.add(key)
 
-    def _dispatch_kernel(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> Kernel:
+    def prepare_arriving(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
+        """The same for the receiving halves of dispatches that raise counters (moe/ready.py)."""
+        variant = variant_of(options)
+        key = x_dtype, variant, x_bytes, "arriving"
+        if key in self._ready:
+            return
+        errors.require(
+            not goes_in_bulk(self._shape, self._num_sms),
+            "num_sms: with num_sms in the configuration rows of such steps go in bulk, which does "
+            "not count them; leave it out there",
+        )
+        refuse_capture(missing_dispatch(x_dtype, variant))
+        kernel = self._dispatch_kernel(x_dtype, options, x_bytes, READY)
+        op = _ops.all_to_all_set_dispatch_kernel.default
+        call(op, self._comm, x_dtype, variant, self._load(kernel), x_bytes, False, True)
+        self._ready.add(key)
+
+    def _dispatch_kernel(
+        self,
+        x_dtype: torch.dtype,
+        options: int,
+        x_bytes: int = 0,
+        macros: dict[str, int] = NO_MACROS,
+    ) -> Kernel:
         variant = variant_of(options)
         hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
         errors.require(
@@ -554,7 +577,7 @@ class DeviceSide:
             f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
         )
         return dispatch_kernel(
-            self._shape,
+            self._shape | macros,
             x_dtype,
             quantize=quantize,
             scale_format=scale_format_of(variant),

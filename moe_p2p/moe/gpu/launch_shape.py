@@ -28,6 +28,7 @@ _MOST_THREADS = 1024  # of a block that is alone on its multiprocessor
 _SPARE_THREADS = 768  # of such a block whose threads need more registers
 _SMS = 132  # of an H200; other GPUs leave multiprocessors idle or run blocks one after the other
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
+_SHORT_CALL = 32  # tokens; of 64 both ways take the same time, of 128 this one 22% more
 _QUICK_STEP = 128  # most tokens of a step whose dispatch has workers of few warps
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 # Threads that load and store for a worker, that compute, and that raise flags: device/bulk.cuh
@@ -195,11 +196,19 @@ NO_BULK = {"MOE_P2P_BULK": 0}
 
 
 def most_in_registers(steps: BulkSteps | None = None) -> int:
-    """Most tokens of a step, or of a call, whose rows do not go in bulk on few multiprocessors.
+    """Most tokens of a step whose rows do not go in bulk on few multiprocessors.
 
     steps: as measured; None: shipped.
     """
     return min(BULK_STEP, FEW_BULK_STEP if steps is None else steps.few)
+
+
+def most_of_short_calls(steps: BulkSteps | None = None) -> int:
+    """Most tokens of a call that goes through registers where its communicator's steps go in bulk.
+
+    Rows have flags there, which short steps of a communicator of their own need not.
+    """
+    return min(_SHORT_CALL, most_in_registers(steps))
 
 
 def flags_itself(

@@ -38,6 +38,9 @@ def _of_unready_rows() -> Iterator[Kernel]:
         config = AllToAllConfig(**JOB | more)
         shape = shape_macros(config, world_size=8, ranks_per_node=local) | READY
         yield combine_kernel(shape, torch.bfloat16, torch.bfloat16, partials=partials)
+        if not partials:
+            yield dispatch_kernel(shape, torch.bfloat16, quantize=True)
+        yield dispatch_kernel(shape, torch.bfloat16, quantize=False)
 
 
 def _of_changing_worlds() -> Iterator[Kernel]:

@@ -111,6 +111,10 @@ inline u32 ld_acquire_cta_u32(const u32* p, Site site = Site::current()) {
   return v;
 }
 inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+inline void red_add_release_gpu_u32(u32* p, u32 v, Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_release_too(p);
+  __atomic_fetch_add(aligned<4>(p), v, __ATOMIC_SEQ_CST);
+}
 inline u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
   return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
