@@ -51,6 +51,8 @@ class TransferEngine {
   bool writes_in_place() const noexcept;
   bool orders_writes() const noexcept;  // Domain::orders_writes of all NICs
   EngineAddress address() const;
+  // Addresses that are asked for from now on name the inbox (inbox.h).
+  void show_inbox(const InboxPlace& inbox);
   // The polling thread's event count: notify it after ringing a doorbell. In shared memory, so that
   // other processes of the host can open it by waker_name().
   platform::EventCount& waker() noexcept;
