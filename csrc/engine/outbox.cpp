@@ -250,7 +250,8 @@ void Outbox::end(Deadline deadline) noexcept {
   ending_.store(true, std::memory_order_release);
   const std::lock_guard lock(mutex_);
   try {
-    if (target_ != nullptr && !failure_ && all_arrived(deadline)) {
+    if (target_ != nullptr && !failure_ && all_arrived(deadline) &&
+        engine_.may_write_to_departed()) {
       const MessageImm bye{MessageImm::Kind::kBye, ring_, static_cast<uint32_t>(generation_),
                            static_cast<uint32_t>(sent_)};
       submit_own(Imm{peer_, bye.pack()});

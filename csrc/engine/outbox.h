@@ -39,7 +39,8 @@ class Outbox {
   //   kClosed             end() was called, or the receiver has forgotten this sender
   // and what an earlier message failed with: one that is lost leaves a hole, so none follows it.
   void send(std::span<const std::byte> data, platform::Deadline deadline, const Submit& submit);
-  // Gives the ring back where all was sent by the deadline; later messages fail with kClosed.
+  // Gives the ring back where all was sent by the deadline, but for NICs that must not write to a
+  // peer that may have left; later messages fail with kClosed.
   void end(platform::Deadline deadline) noexcept;
   // After end(), when the peer is gone too: it may be destroyed, or with the engine.
   bool settled() const noexcept { return !own_.active(); }

@@ -147,6 +147,9 @@ TransferEngine::~TransferEngine() {
 
 int TransferEngine::num_nics() const noexcept { return state_->options.num_nics; }
 bool TransferEngine::orders_writes() const noexcept { return state_->group.orders_writes(); }
+bool TransferEngine::may_write_to_departed() const noexcept {
+  return state_->group[0].may_write_to_departed();
+}
 bool TransferEngine::writes_in_place() const noexcept { return state_->group[0].writes_in_place(); }
 EngineAddress TransferEngine::address() const {
   EngineAddress address = state_->group.address();

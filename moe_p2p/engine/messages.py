@@ -151,9 +151,9 @@ class Messages:
     def forget(self, sender_id: int) -> bool:
         """Gives the place of a sender that has died to others; False where it has none.
 
-        A sender gives it back itself when it disconnects or closes. What it has sent and nobody has
-        taken is lost; if it lives on, its next messages fail there. Raises TimeoutError as
-        `Memory.unregister` does; call it again.
+        A sender gives it back itself when it disconnects or closes, but not over libfabric's shm.
+        What it has sent and nobody has taken is lost; if it lives on, its next messages fail there.
+        Raises TimeoutError as `Memory.unregister` does; call it again.
         """
         errors.require_int("sender_id", sender_id)
         op = _ops.engine_forget_sender.default

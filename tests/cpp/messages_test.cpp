@@ -289,7 +289,6 @@ TEST_CASE("messages: sizes that cannot be are refused by name") {
 }
 
 TEST_CASE("messages: an address says where the inbox is, and is still of the same engine") {
-  const ProviderUnderTest on{"loopback", ""};
   TransferEngine engine(engine_options("loopback", "", 2));
   const EngineAddress before = engine.address();
   proxy::ProxyThread proxy(engine, {});

@@ -83,7 +83,13 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 def test_messages_arrive_before_anybody_asks(config: EngineConfig) -> None:
     with Engine(config, label="decode") as sender, Engine(config) as receiver:
         inbox, peer = connected(sender, receiver)
-        sent = [b"first", b"", os.urandom(4096), bytearray(b"third"), memoryview(b"fourth")]
+        sent: list[bytes | bytearray | memoryview] = [
+            b"first",
+            b"",
+            os.urandom(4096),
+            bytearray(b"third"),
+            memoryview(b"fourth"),
+        ]
         for data in sent:
             sender.send(peer, data).wait()
         arrived = [inbox.wait() for _ in sent]
@@ -123,10 +129,12 @@ def test_thousands_both_ways_at_once(config: EngineConfig) -> None:
 def test_threads_share_a_peer_and_an_inbox() -> None:
     with Engine(DEFAULT) as sender, Engine(DEFAULT) as receiver:
         inbox, peer = connected(sender, receiver, max_messages=8)
-        talkers = [
-            lambda t=t: [send_when_room(sender, peer, bytes([t, i])) for i in range(100)]
-            for t in range(3)
-        ]
+
+        def talk(thread: int) -> None:
+            for i in range(100):
+                send_when_room(sender, peer, bytes([thread, i]))
+
+        talkers = [lambda t=t: talk(t) for t in range(3)]
         listeners = [lambda: [inbox.wait(60).data for _ in range(150)]] * 2
         *_, one, other = in_threads(*talkers, *listeners)
         assert sorted(one + other) == [bytes([t, i]) for t in range(3) for i in range(100)]
@@ -228,7 +236,7 @@ def test_places_come_back_from_senders_that_leave_or_are_forgotten() -> None:
         for i in range(3):
             with Engine(DEFAULT, label=f"worker {i}") as sender:
                 peer = sender.connect(receiver.address)
-                sender.send(peer, b"hello").wait()
+                send_when_room_after(lambda: inbox.poll() is None, sender, peer)
                 other = sender.connect(receiver.address)
                 with pytest.raises(moe_p2p.ResourceExhaustedError, match="room for 1 senders"):
                     sender.send(other, b"hello")
