@@ -21,8 +21,9 @@ using provider_test::text_of_error;
 
 constexpr InboxPlace kSmall{.num_rings = 4, .num_slots = 8, .max_bytes = 300};
 
-// Threads that poll may not run for half a second on a machine with much to do.
+// The settings that a row's engines are opened with. Threads that poll may not run for half a second on a machine with much to do.
 std::string patient(const std::string& settings) {
+  FakeFabric::use_for(settings.c_str());
   return contains(settings, "shm") ? "provider=shm,timeout_ms=30000" : settings;
 }
 
@@ -310,12 +311,15 @@ TEST_CASE("messages: an address says where the inbox is, and is still of the sam
 
 TEST_CASE("messages: immediates of an earlier owner of a ring count for nobody") {
   using Kind = MessageImm::Kind;
+  std::unique_ptr<Inbox> opened;  // lives longer than the engine
   TransferEngine engine(engine_options("loopback", "", 1));
-  Inbox inbox(engine, kSmall, "rank 0");
+  proxy::ProxyThread proxy(engine, {});
+  opened = std::make_unique<Inbox>(engine, kSmall, "rank 0");
+  Inbox& inbox = *opened;
   const auto deliver = [&](MessageImm imm) {
     const MessageImm same = MessageImm::unpack(imm.pack());
     CHECK(same.pack() == imm.pack());
-    engine.imm_table().deliver(imm.pack());
+    engine.run_on_poller([&] { engine.imm_table().deliver(imm.pack()); }, soon());
   };
   deliver({Kind::kMessage, 2, 0, 0});  // of a ring without an owner
   deliver({Kind::kBye, 2, 0, 0});
