@@ -50,7 +50,10 @@ class TransferEngine {
   // True when senders store into mapped regions by themselves (Domain::writes_in_place).
   bool writes_in_place() const noexcept;
   bool orders_writes() const noexcept;  // Domain::orders_writes of all NICs
+  bool may_write_to_departed() const noexcept;  // Domain::may_write_to_departed
   EngineAddress address() const;
+  // Addresses that are asked for from now on name the inbox (inbox.h).
+  void show_inbox(const InboxPlace& inbox);
   // The polling thread's event count: notify it after ringing a doorbell. In shared memory, so that
   // other processes of the host can open it by waker_name().
   platform::EventCount& waker() noexcept;

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
+from moe_p2p.engine.communicators import MOST
 from moe_p2p.kv import footer
 from moe_p2p.machine import transport
 from moe_p2p.moe import votes
@@ -220,7 +221,8 @@ def test_immediates_are_divided_as_the_table_says() -> None:
     sent = [attempt.immediate(attempt.Keys(job, 1)) for job in range(5)]
     merged = [maxima.immediate(n, phase) for n in (0, -1) for phase in (maxima.UP, maxima.DOWN)]
     assert spaces == {
-        "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
+        "csrc/engine/message_ring.h:MessageImm": (keyed + MOST * 2**22, 2 * keyed),
+        "csrc/engine/imm_counter.h:ImmKey": (keyed, keyed + MOST * 2**22),
         "moe_p2p/kv/footer.py:immediate": (kv_bit, last + 1),
         "moe_p2p/moe/votes.py:FIRST_IMM": (max(merged) + 1, kv_bit),
         "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),
