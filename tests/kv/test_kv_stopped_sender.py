@@ -57,8 +57,8 @@ with kv.LeaseKeeper(sender, leases):
             sending.commit()
             sending.wait(30)
             print("done", flush=True)
-        except Exception:
-            print("failed", flush=True)
+        except Exception as error:
+            print(f"failed: {error!r}", flush=True)
 """
 
 
@@ -142,7 +142,7 @@ class Stops:
         some = self.memory[:: 1 << 18]
         deadline = time.monotonic() + 30
         while not some.any():
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, "no byte has come"
         os.kill(child, signal.SIGSTOP)
         deadline = time.monotonic() + 0.2  # what is in the sockets
         while time.monotonic() < deadline and not some.all():
