@@ -24,21 +24,11 @@ constexpr auto kControlTimeout = std::chrono::seconds(10);
 }
 
 const InboxPlace& checked(const InboxPlace& inbox, const std::string& label) {
-  check_inbox(inbox, label.c_str());
+  inbox.check(label.c_str());
   return inbox;
 }
 
 }  // namespace
-
-void check_inbox(const InboxPlace& inbox, const char* what) {
-  const auto check = [&](const char* name, uint32_t value, uint32_t most) {
-    MOE_P2P_CHECK(value >= 1 && value <= most, Code::kInvalidArgument, what, ": ", name, " is ",
-                  value, ", must be 1 to ", most);
-  };
-  check("number of senders", inbox.num_rings, MessageImm::kMaxRings);
-  check("number of messages of a sender", inbox.num_slots, MessageImm::kMaxSlots);
-  check("bytes of a message", inbox.max_bytes, kMaxMessageBytes);
-}
 
 Inbox::Inbox(TransferEngine& engine, const InboxPlace& size, std::string label)
     : engine_(engine),

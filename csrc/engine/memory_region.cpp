@@ -1,7 +1,6 @@
 #include "engine/memory_region.h"
 
 #include "base/letter.h"
-#include "engine/message_ring.h"
 
 namespace moe_p2p::engine {
 
@@ -62,11 +61,21 @@ EngineAddress EngineAddress::parse(std::span<const std::byte> bytes) {
   if (inbox.num_rings > 0) {
     inbox.num_slots = in.get<uint32_t>();
     inbox.max_bytes = in.get<uint32_t>();
-    check_inbox(inbox, "engine address");
+    inbox.check("engine address");
     inbox.rails = get_keys(in, num_nics);
   }
   in.expect_end();
   return address;
+}
+
+void InboxPlace::check(const char* what) const {
+  const auto check = [&](const char* name, uint32_t value, uint32_t most) {
+    MOE_P2P_CHECK(value >= 1 && value <= most, Code::kInvalidArgument, what, ": ", name, " is ",
+                  value, ", must be 1 to ", most);
+  };
+  check("number of senders", num_rings, kMaxRings);
+  check("number of messages of a sender", num_slots, kMaxSlots);
+  check("bytes of a message", max_bytes, kMaxBytes);
 }
 
 base::Bytes MemoryDescriptor::serialize() const {

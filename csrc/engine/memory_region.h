@@ -23,10 +23,17 @@ struct RemoteKey {
 
 // Where senders find an inbox (message_ring.h), and how large it is.
 struct InboxPlace {
+  static constexpr uint32_t kMaxRings = 1u << 8;
+  static constexpr uint32_t kMaxSlots = 1u << 7;
+  static constexpr uint32_t kMaxBytes = 1u << 16;
+
   uint32_t num_rings = 0;             // 0: there is none
   uint32_t num_slots = 0;             // of each ring
   uint32_t max_bytes = 0;             // of a message
   std::vector<RemoteKey> rails = {};  // of its directory, one per NIC of the owner
+
+  // Throws Error{kInvalidArgument} where one of its numbers cannot be. what: begins the text.
+  void check(const char* what) const;
 };
 
 // Address of an engine: one provider address per NIC, in rail order, and its inbox.

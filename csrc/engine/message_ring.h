@@ -28,9 +28,7 @@ inline constexpr size_t kNumPurposes = 2;
 struct MessageImm {
   // The last number of communicators: they do not take it (moe_p2p/engine/communicators.py).
   static constexpr uint32_t kCommunicator = ImmKey::kMaxCommunicators - 1;
-  static constexpr uint32_t kMaxRings = 1u << 8;
   static constexpr uint32_t kGenerations = 1u << 4;
-  static constexpr uint32_t kMaxSlots = 1u << 7;
   enum class Kind : uint32_t { kClaim, kMessage, kBye };
 
   Kind kind;
@@ -49,7 +47,8 @@ struct MessageImm {
             .value = imm & 0xff};
   }
 };
-static_assert(2 * MessageImm::kMaxSlots <= 256, "a bye names one number of messages only");
+static_assert(InboxPlace::kMaxRings <= 256 && 2 * InboxPlace::kMaxSlots <= 256,
+              "an immediate has 8 bits for a ring, and a bye names one number of messages only");
 
 // One ring in the directory. `claim` is written by senders, the rest by the receiver.
 struct RingEntry {
@@ -71,8 +70,6 @@ struct SlotHead {
 };
 static_assert(sizeof(SlotHead) == 64);
 
-inline constexpr uint32_t kMaxMessageBytes = 1u << 16;
-
 constexpr uint64_t slot_bytes(const InboxPlace& inbox) noexcept {
   return sizeof(SlotHead) + (uint64_t{inbox.max_bytes} + 63) / 64 * 64;
 }
@@ -82,7 +79,5 @@ constexpr uint64_t ring_bytes(const InboxPlace& inbox) noexcept {
 constexpr uint64_t directory_bytes(const InboxPlace& inbox) noexcept {
   return inbox.num_rings * sizeof(RingEntry);
 }
-// Throws Error{kInvalidArgument} where one of its numbers cannot be. what: begins the text.
-void check_inbox(const InboxPlace& inbox, const char* what);
 
 }  // namespace moe_p2p::engine

@@ -49,7 +49,7 @@ class TransferEngine {
   int num_nics() const noexcept;
   // True when senders store into mapped regions by themselves (Domain::writes_in_place).
   bool writes_in_place() const noexcept;
-  bool orders_writes() const noexcept;  // Domain::orders_writes of all NICs
+  bool orders_writes() const noexcept;          // Domain::orders_writes of all NICs
   bool may_write_to_departed() const noexcept;  // Domain::may_write_to_departed
   EngineAddress address() const;
   // Addresses that are asked for from now on name the inbox (inbox.h).

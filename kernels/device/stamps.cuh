@@ -19,8 +19,8 @@
 namespace moe_p2p::device {
 
 // In the order of a phase; several threads store each, and the last one counts. begun: the kernel
-// before it had ended. sent: a sending worker has nothing left to do. rings, rung: a bell's fence is
-// ahead, its words are stored. arrived: the relaying block has passed on an arrival. ended: a
+// before it had ended. sent: a sending worker has nothing left to do. rings, rung: a bell's fence
+// is ahead, its words are stored. arrived: the relaying block has passed on an arrival. ended: a
 // receiving worker has nothing left to do.
 enum class Stamp : i32 { kBegun, kSent, kRings, kRung, kArrived, kEnded };
 

@@ -314,5 +314,4 @@ def _of_peer(index: int, function: Callable[..., _Result], *args: Any) -> _Resul
     try:
         return function(*args)
     except errors.MoeP2pError as error:
-        error.args = (f"{error.args[0]} (peers[{index}] of a barrier)",)
-        raise
+        raise type(error)(f"{error} (peers[{index}] of a barrier)") from None

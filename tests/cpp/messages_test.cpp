@@ -1,5 +1,6 @@
 // Inboxes and outboxes over every provider that carries bytes: each message arrives once and in
-// its sender's order, whatever the network does; what is full, gone or forgotten is refused by name.
+// its sender's order, whatever the network does; what is full, gone or forgotten is refused by
+// name.
 #include <list>
 #include <map>
 #include <thread>
@@ -21,7 +22,8 @@ using provider_test::text_of_error;
 
 constexpr InboxPlace kSmall{.num_rings = 4, .num_slots = 8, .max_bytes = 300};
 
-// The settings that a row's engines are opened with. Threads that poll may not run for half a second on a machine with much to do.
+// The settings that a row's engines are opened with. Threads that poll may not run for half a
+// second on a machine with much to do.
 std::string patient(const std::string& settings) {
   FakeFabric::use_for(settings.c_str());
   return contains(settings, "shm") ? "provider=shm,timeout_ms=30000" : settings;

@@ -159,9 +159,7 @@ def short_of(
     return [made.short, kernels.combine_kernel(shape, bf16, bf16, **few).short]
 
 
-@pytest.mark.parametrize(
-    ("steps", "most"), [(None, 32), (BulkSteps(16), 16), (BulkSteps(999), 32)]
-)
+@pytest.mark.parametrize(("steps", "most"), [(None, 32), (BulkSteps(16), 16), (BulkSteps(999), 32)])
 def test_short_calls_of_long_steps_have_kernels_of_their_own(
     steps: BulkSteps | None, most: int
 ) -> None:

@@ -76,6 +76,11 @@ FOREIGN = {
     *("cudaFree", "ibv_post_send", "ib_write_bw", "ib_write_lat"),
     *("update_memory_buffers", "connect_ranks", "disconnect_ranks", "update_mask_buffer"),
     *("clean_mask_buffer", "num_experts_per_rank"),
+    # fabric-lib's, docs/transfer_engine.md
+    *("main_address", "DomainAddress", "register_tensor", "submit_send", "submit_bouncing_recvs"),
+    *("on_recv", "submit_write", "num_shards", "submit_paged_writes", "PageIndices", "submit_imm"),
+    *("set_imm_count_expected", "wait_for_imm_count", "remove_imm_count", "set_imm_callback"),
+    *("alloc_scalar_watcher", "on_done", "on_error"),
 }
 VERBS, FABRIC = "csrc/provider/verbs/", "csrc/provider/libfabric/"
 PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
