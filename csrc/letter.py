@@ -24,7 +24,6 @@ FILES = (
     "csrc/base/letter.cpp",
     "csrc/base/wire.h",
     "csrc/engine/memory_region.cpp",
-    "csrc/engine/message_ring.h",
     "csrc/moe/node/exchange*.cpp",
     "csrc/moe/plan/plan.cpp",
     "csrc/provider/loopback/channel.h",

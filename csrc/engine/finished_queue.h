@@ -3,7 +3,6 @@
 // it, emptied by the user. A Request is in one of these at most (Request::watch).
 #pragma once
 
-#include "engine/event_fd.h"
 #include "engine/mailbox.h"
 
 namespace moe_p2p::engine {
@@ -12,14 +11,19 @@ class Request;  // request.h
 
 class FinishedQueue {
  public:
+  FinishedQueue();  // throws Error{kResourceExhausted} when there are no descriptors left
+  ~FinishedQueue();
+  FinishedQueue(const FinishedQueue&) = delete;
+  FinishedQueue& operator=(const FinishedQueue&) = delete;
+
   // Readable when a watched Request has ended, and sometimes when none has. Nonblocking.
-  int fd() const noexcept { return event_.fd(); }
+  int fd() const noexcept { return fd_; }
 
   // One thread at a time. Calls taken(Request&) for each Request that has ended since the last
   // call; it is done, not watched any more, and may be destroyed.
   template <typename Ended = Request, typename Taken>
   void take(Taken&& taken) {
-    event_.clear();  // before the list is taken: what is pushed afterwards signals again
+    clear();
     for (MailboxNode* node = ended_.take_all(); node != nullptr;) {
       auto& request = static_cast<Ended&>(*node);
       node = node->next;  // before `taken`, which may destroy the Request
@@ -28,14 +32,15 @@ class FinishedQueue {
     }
   }
   // Makes the descriptor readable. Any thread.
-  void signal() noexcept { event_.signal(); }
+  void signal() noexcept;
 
  private:
   friend class Request;
 
   void push(MailboxNode& request) noexcept;
+  void clear() noexcept;
 
-  EventFd event_{"finished requests"};
+  const int fd_;
   Mailbox ended_;
 };
 

@@ -13,22 +13,6 @@ namespace {
 constexpr uint32_t kAddressTag = 0x31415045;     // "EPA1"
 constexpr uint32_t kDescriptorTag = 0x31445045;  // "EPD1"
 
-void put_keys(base::WireWriter& out, const std::vector<RemoteKey>& rails) {
-  for (const RemoteKey& rail : rails) {
-    out.put(rail.remote_addr);
-    out.put(rail.remote_key);
-  }
-}
-
-std::vector<RemoteKey> get_keys(base::WireReader& in, size_t num) {
-  std::vector<RemoteKey> rails;
-  for (size_t i = 0; i < num; ++i) {
-    const auto remote_addr = in.get<uint64_t>();
-    rails.push_back({remote_addr, in.get<uint64_t>()});
-  }
-  return rails;
-}
-
 }  // namespace
 
 base::Bytes EngineAddress::serialize() const {
@@ -36,12 +20,6 @@ base::Bytes EngineAddress::serialize() const {
   base::put_letter(out, kAddressTag);
   out.put(static_cast<uint32_t>(nics.size()));
   for (const auto& nic : nics) out.put_bytes(nic);
-  out.put(inbox.num_rings);
-  if (inbox.num_rings > 0) {
-    out.put(inbox.num_slots);
-    out.put(inbox.max_bytes);
-    put_keys(out, inbox.rails);
-  }
   return out.take();
 }
 
@@ -56,26 +34,8 @@ EngineAddress EngineAddress::parse(std::span<const std::byte> bytes) {
     const auto nic = in.get_bytes();
     address.nics.emplace_back(nic.begin(), nic.end());
   }
-  InboxPlace& inbox = address.inbox;
-  inbox.num_rings = in.get<uint32_t>();
-  if (inbox.num_rings > 0) {
-    inbox.num_slots = in.get<uint32_t>();
-    inbox.max_bytes = in.get<uint32_t>();
-    inbox.check("engine address");
-    inbox.rails = get_keys(in, num_nics);
-  }
   in.expect_end();
   return address;
-}
-
-void InboxPlace::check(const char* what) const {
-  const auto check = [&](const char* name, uint32_t value, uint32_t most) {
-    MOE_P2P_CHECK(value >= 1 && value <= most, Code::kInvalidArgument, what, ": ", name, " is ",
-                  value, ", must be 1 to ", most);
-  };
-  check("number of senders", num_rings, kMaxRings);
-  check("number of messages of a sender", num_slots, kMaxSlots);
-  check("bytes of a message", max_bytes, kMaxBytes);
 }
 
 base::Bytes MemoryDescriptor::serialize() const {
@@ -84,7 +44,10 @@ base::Bytes MemoryDescriptor::serialize() const {
   out.put_bytes(owner.serialize());
   out.put(bytes);
   out.put(static_cast<int32_t>(kind));
-  put_keys(out, rails);
+  for (const auto& rail : rails) {
+    out.put(rail.remote_addr);
+    out.put(rail.remote_key);
+  }
   out.put_bytes(shared);
   return out.take();
 }
@@ -100,7 +63,10 @@ MemoryDescriptor MemoryDescriptor::parse(std::span<const std::byte> bytes) {
                     kind == static_cast<int32_t>(provider::MemoryKind::kCuda),
                 Code::kInvalidArgument, "memory descriptor: unknown kind of memory ", kind);
   descriptor.kind = static_cast<provider::MemoryKind>(kind);
-  descriptor.rails = get_keys(in, descriptor.owner.nics.size());
+  for (size_t i = 0; i < descriptor.owner.nics.size(); ++i) {
+    const auto remote_addr = in.get<uint64_t>();
+    descriptor.rails.push_back({remote_addr, in.get<uint64_t>()});
+  }
   const auto shared = in.get_bytes();
   descriptor.shared.assign(shared.begin(), shared.end());
   in.expect_end();

@@ -120,8 +120,7 @@ struct TransferEngine::State {
   std::mutex unpolled_mutex;   // between control calls that stand in for the polling thread
   std::mutex loop_back_mutex;  // guards loop_back, and is held while it reads
   std::unique_ptr<LoopBack> loop_back;  // made for the first memory that is registered in_order
-  std::mutex mutex;  // guards what follows; never held while a provider is called
-  InboxPlace inbox;
+  std::mutex mutex;  // guards the two tables; never held while a provider is called
   std::unordered_map<const Peer*, PeerEntry> peers;
   std::unordered_map<const MemoryHandle*, HandleEntry> handles;
 };
@@ -147,20 +146,8 @@ TransferEngine::~TransferEngine() {
 
 int TransferEngine::num_nics() const noexcept { return state_->options.num_nics; }
 bool TransferEngine::orders_writes() const noexcept { return state_->group.orders_writes(); }
-bool TransferEngine::may_write_to_departed() const noexcept {
-  return state_->group[0].may_write_to_departed();
-}
 bool TransferEngine::writes_in_place() const noexcept { return state_->group[0].writes_in_place(); }
-EngineAddress TransferEngine::address() const {
-  EngineAddress address = state_->group.address();
-  const std::lock_guard lock(state_->mutex);
-  address.inbox = state_->inbox;
-  return address;
-}
-void TransferEngine::show_inbox(const InboxPlace& inbox) {
-  const std::lock_guard lock(state_->mutex);
-  state_->inbox = inbox;
-}
+EngineAddress TransferEngine::address() const { return state_->group.address(); }
 platform::EventCount& TransferEngine::waker() noexcept { return *state_->waker; }
 const std::string& TransferEngine::waker_name() const noexcept {
   return state_->waker_memory.name();
@@ -218,7 +205,7 @@ MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
   const auto found = state_->handles.find(handle);
   MOE_P2P_CHECK(found != state_->handles.end(), Code::kInvalidArgument, state_->options.label,
                 ": describing memory that is not registered here");
-  MemoryDescriptor descriptor{.owner = state_->group.address(),
+  MemoryDescriptor descriptor{.owner = address(),
                               .bytes = handle->span.bytes,
                               .kind = handle->span.kind,
                               .rails = {},

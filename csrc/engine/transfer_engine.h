@@ -49,11 +49,8 @@ class TransferEngine {
   int num_nics() const noexcept;
   // True when senders store into mapped regions by themselves (Domain::writes_in_place).
   bool writes_in_place() const noexcept;
-  bool orders_writes() const noexcept;          // Domain::orders_writes of all NICs
-  bool may_write_to_departed() const noexcept;  // Domain::may_write_to_departed
+  bool orders_writes() const noexcept;  // Domain::orders_writes of all NICs
   EngineAddress address() const;
-  // Addresses that are asked for from now on name the inbox (inbox.h).
-  void show_inbox(const InboxPlace& inbox);
   // The polling thread's event count: notify it after ringing a doorbell. In shared memory, so that
   // other processes of the host can open it by waker_name().
   platform::EventCount& waker() noexcept;

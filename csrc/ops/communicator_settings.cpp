@@ -84,7 +84,7 @@ moe::AllToAllOptions communicator_options_from(const std::string& text) {
   MOE_P2P_CHECK(rank < plan.world_size, Code::kInvalidArgument, "rank is ", rank,
                 ", must be from 0 to ", plan.world_size - 1);
   const auto communicator = settings.integer("communicator", 0, 0, kMost);
-  MOE_P2P_CHECK(communicator < engine::MessageImm::kCommunicator, Code::kResourceExhausted,
+  MOE_P2P_CHECK(communicator < engine::ImmKey::kMaxCommunicators, Code::kResourceExhausted,
                 "this engine has no communicator number left after ", communicator,
                 "; make another engine");
   constexpr double kAny = std::numeric_limits<double>::max();  // timeout_from() checks the range

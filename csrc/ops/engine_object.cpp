@@ -1,7 +1,5 @@
 #include "ops/engine_object.h"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <cmath>
 #include <thread>
@@ -24,10 +22,6 @@ constexpr milliseconds kSlice{50};
 // How long an error text waits for what the polling thread knows. Too small: a busy one is called
 // one that does not answer.
 constexpr milliseconds kAnswer{100};
-
-// How long the end of a connection waits for messages that are under way. Too small: a busy
-// receiver keeps room for a sender that is gone.
-constexpr milliseconds kFarewell{200};
 
 constexpr int64_t kMaxEvents = int64_t{1} << 24;  // 640 MiB
 
@@ -95,13 +89,8 @@ EngineObject::EngineObject(const engine::EngineOptions& options,
       proxy_(engine_, proxy_options) {}
 
 void EngineObject::close() noexcept {
-  end_outboxes(nullptr);
   closed_.store(true);
   finished_.wake_all();
-  {
-    const std::lock_guard lock(mutex_);
-    if (inbox_) inbox_->wake();
-  }
   // At the end of a program its other threads may not come back from here later than this one.
   const auto deadline = platform::Clock::now() + 4 * kSlice;
   while (num_waiting_.load() != 0 && platform::Clock::now() < deadline)
@@ -204,7 +193,6 @@ void EngineObject::disconnect(int64_t peer) {
   std::erase_if(regions_, [&](const auto& region) { return region.second->owner == removed; });
   lock.unlock();
   named.unlock();
-  end_outboxes(removed);
   engine_.disconnect(removed);
 }
 
@@ -285,8 +273,6 @@ std::optional<engine::Cancellation> EngineObject::cancel_request(int64_t request
     if (found == requests_.end()) return std::nullopt;
     record = found->second;
   }
-  MOE_P2P_CHECK(!record->is_message, Code::kInvalidArgument, label_, ": ", record->what,
-                " cannot be taken back: those after it would never be taken");
   return engine_.cancel(record->request);
 }
 
@@ -377,79 +363,6 @@ uint64_t EngineObject::free_imm(uint32_t imm) {
   MOE_P2P_CHECK(count, Code::kInvalidArgument, label_, ": immediate ", imm,
                 " is being waited for by another thread, so it cannot be given back");
   return *count;
-}
-
-// --- messages ---
-
-void EngineObject::open_inbox(const engine::InboxPlace& size) {
-  check_open();
-  const auto named = naming();
-  MOE_P2P_CHECK(!inbox_, Code::kInvalidArgument, label_, ": it has an inbox");
-  auto made = std::make_unique<engine::Inbox>(engine_, size, label_);
-  const std::lock_guard lock(mutex_);
-  inbox_ = std::move(made);
-}
-
-engine::Inbox& EngineObject::inbox() {
-  check_open();
-  const std::lock_guard lock(mutex_);
-  MOE_P2P_CHECK(inbox_, Code::kInvalidArgument, label_, ": it has no inbox");
-  return *inbox_;
-}
-
-bool EngineObject::wait_message(engine::Purpose purpose, double timeout_s) {
-  const engine::Inbox& from = inbox();
-  return wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
-    const auto left = std::chrono::ceil<milliseconds>(until - platform::Clock::now());
-    pollfd readable{.fd = from.fd(purpose), .events = POLLIN, .revents = 0};
-    return poll(&readable, 1, static_cast<int>(std::max<int64_t>(left.count(), 0))) > 0;
-  });
-}
-
-std::shared_ptr<engine::Outbox> EngineObject::outbox(int64_t peer, engine::Purpose purpose) {
-  const auto named = naming();
-  const std::lock_guard lock(mutex_);
-  const engine::Peer* to = find(peers_, peer, "peer", label_);
-  auto& found = outboxes_[{to, purpose}];
-  if (!found) found = std::make_shared<engine::Outbox>(engine_, to, purpose, label_);
-  return found;
-}
-
-int64_t EngineObject::send(int64_t peer, engine::Purpose purpose, std::span<const std::byte> data,
-                           std::shared_ptr<RequestRecord> record, int64_t priority,
-                           double timeout_s) {
-  check_open();
-  check_priority(priority);
-  const auto timeout = timeout_from(timeout_s);
-  const Waiting counted(num_waiting_);
-  int64_t number = 0;
-  const auto submit_it = [&](const engine::MessageWrite& write) {
-    record->slices = {write.slice};
-    record->request.operation = engine::Scatter{.source = write.source,
-                                                .slices = record->slices,
-                                                .sharding = engine::Scatter::Sharding::kByPeer,
-                                                .imm = write.imm};
-    number = submit(record, priority);
-    return std::shared_ptr<engine::Request>(record, &record->request);
-  };
-  outbox(peer, purpose)->send(data, platform::Clock::now() + timeout, submit_it);
-  return number;
-}
-
-void EngineObject::end_outboxes(const engine::Peer* peer) noexcept {
-  std::vector<std::shared_ptr<engine::Outbox>> ending;
-  {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(ended_outboxes_, [](const auto& ended) { return ended->settled(); });
-    std::erase_if(outboxes_, [&](const auto& one) {
-      if (peer != nullptr && one.first.first != peer) return false;
-      ending.push_back(one.second);
-      return true;
-    });
-    ended_outboxes_.insert(ended_outboxes_.end(), ending.begin(), ending.end());
-  }
-  const auto deadline = platform::Clock::now() + kFarewell;
-  for (const auto& each : ending) each->end(deadline);
 }
 
 }  // namespace moe_p2p::ops

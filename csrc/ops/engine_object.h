@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,11 +11,8 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
-#include "engine/inbox.h"
-#include "engine/outbox.h"
 #include "engine/transfer_engine.h"
 #include "ops/finished_requests.h"
 #include "ops/registry.h"
@@ -82,15 +78,6 @@ class EngineObject {
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
   uint64_t free_imm(uint32_t imm);  // returns how often it was counted
 
-  // Once: throws Error{kInvalidArgument} when there is an inbox.
-  void open_inbox(const engine::InboxPlace& size);
-  engine::Inbox& inbox();
-  // Sends a message; the record is the request of it. Returns the request's number.
-  int64_t send(int64_t peer, engine::Purpose purpose, std::span<const std::byte> data,
-               std::shared_ptr<RequestRecord> record, int64_t priority, double timeout_s);
-  // True once the inbox may have a message, false at the deadline.
-  bool wait_message(engine::Purpose purpose, double timeout_s);
-
   // Later calls and running waits throw Error{kClosed}; waits until these have, for a while.
   void close() noexcept;
 
@@ -113,10 +100,6 @@ class EngineObject {
   void check_priority(int64_t priority) const;
   std::vector<int64_t> grants_of(int64_t memory);
   void drop_forgotten();  // under mutex_
-  using OutboxKey = std::pair<const engine::Peer*, engine::Purpose>;
-  std::shared_ptr<engine::Outbox> outbox(int64_t peer, engine::Purpose purpose);
-  // Ends the outboxes to a peer, or to all; they are kept until nothing of them is in flight.
-  void end_outboxes(const engine::Peer* peer) noexcept;
 
   const std::string label_;
   const platform::WaitPolicy wait_;
@@ -134,9 +117,6 @@ class EngineObject {
   std::vector<int64_t> forgotten_;  // in requests_, removed by a later submit() once done
 
   FinishedRequests finished_;
-  std::map<OutboxKey, std::shared_ptr<engine::Outbox>> outboxes_;
-  std::vector<std::shared_ptr<engine::Outbox>> ended_outboxes_;
-  std::unique_ptr<engine::Inbox> inbox_;
   // Destroyed in this order, last member first: the thread, the engine, then what they point to.
   engine::TransferEngine engine_;
   proxy::ProxyThread proxy_;

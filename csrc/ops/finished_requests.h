@@ -30,7 +30,6 @@ struct RequestRecord {
   std::shared_ptr<const Indices> pages;
   std::vector<engine::Slice> slices;
   std::string what;  // "write of 64 bytes", for errors
-  bool is_message = false;
 };
 
 class FinishedRequests {

@@ -108,17 +108,6 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None, "
       "int priority=1) -> SymInt");
   m.def("engine_imm(int engine, int peer, int imm, int priority=1) -> int");
-  m.def("engine_open_inbox(int engine, int max_senders, int max_messages, int max_bytes) -> ()");
-  m.def(
-      "engine_send(int engine, int peer, int purpose, Tensor data, int priority, "
-      "float timeout_s) -> int");
-  m.def(
-      "engine_take_message(int engine, int purpose, Tensor(a!) data) -> "
-      "(int bytes, int sender, str label)");
-  m.def("engine_wait_message(int engine, int purpose, float timeout_s) -> bool");
-  m.def("engine_inbox_fd(int engine, int purpose) -> int");
-  m.def("engine_num_senders(int engine) -> int");
-  m.def("engine_forget_sender(int engine, int sender) -> bool");
   m.def("engine_wait(int engine, int request, float timeout_s, float waited_s=0) -> ()");
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");

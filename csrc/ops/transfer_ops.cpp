@@ -293,60 +293,6 @@ int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm, int64_t priority) 
   return object->submit(std::move(record), priority);
 }
 
-engine::Purpose purpose_from(int64_t purpose) {
-  MOE_P2P_CHECK(purpose >= 0 && purpose < int64_t{engine::kNumPurposes}, Code::kInvalidArgument,
-                "there is no purpose ", purpose, " of messages");
-  return static_cast<engine::Purpose>(purpose);
-}
-
-void engine_open_inbox(int64_t engine, int64_t max_senders, int64_t max_messages,
-                       int64_t max_bytes) {
-  const auto size = [](int64_t value) {  // the inbox itself refuses what is too large for it
-    return static_cast<uint32_t>(std::clamp<int64_t>(value, 0, 1 << 30));
-  };
-  engines().get(engine)->open_inbox({.num_rings = size(max_senders),
-                                     .num_slots = size(max_messages),
-                                     .max_bytes = size(max_bytes)});
-}
-
-// The request of the message.
-int64_t engine_send(int64_t engine, int64_t peer, int64_t purpose, const Tensor& data,
-                    int64_t priority, double timeout_s) {
-  const auto message = bytes_of(data, "data");
-  auto record = std::make_shared<RequestRecord>();
-  record->what = base::concat("message of ", message.size(), " bytes");
-  record->is_message = true;
-  return engines().get(engine)->send(peer, purpose_from(purpose), message, std::move(record),
-                                     priority, timeout_s);
-}
-
-// Bytes of the next message, which lies in `data`, its sender and its label; -1 bytes: there is
-// none.
-std::tuple<int64_t, int64_t, std::string> engine_take_message(int64_t engine, int64_t purpose,
-                                                              Tensor data) {
-  const auto object = engines().get(engine);
-  engine::Inbox& inbox = object->inbox();
-  check_tensor(data, {"data", {ScalarType::Byte}, {inbox.place().max_bytes}});
-  const auto message = inbox.take(purpose_from(purpose));
-  if (!message) return {-1, 0, {}};
-  std::ranges::copy(message->data, static_cast<std::byte*>(data.mutable_data_ptr()));
-  return {std::ssize(message->data), static_cast<int64_t>(message->sender), message->label};
-}
-
-bool engine_wait_message(int64_t engine, int64_t purpose, double timeout_s) {
-  return engines().get(engine)->wait_message(purpose_from(purpose), timeout_s);
-}
-
-int64_t engine_inbox_fd(int64_t engine, int64_t purpose) {
-  return engines().get(engine)->inbox().fd(purpose_from(purpose));
-}
-
-int64_t engine_num_senders(int64_t engine) { return engines().get(engine)->inbox().num_senders(); }
-
-bool engine_forget_sender(int64_t engine, int64_t sender) {
-  return engines().get(engine)->inbox().forget(static_cast<uint64_t>(sender));
-}
-
 // waited_s: what the caller has waited already, for the error text.
 void engine_wait(int64_t engine, int64_t request, double timeout_s, double waited_s) {
   engines().get(engine)->wait_request(request, timeout_s, waited_s);
@@ -444,13 +390,6 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_read_pages", TORCH_BOX(&engine_read_pages));
   m.impl("engine_scatter", TORCH_BOX(&engine_scatter));
   m.impl("engine_imm", TORCH_BOX(&engine_imm));
-  m.impl("engine_open_inbox", TORCH_BOX(&engine_open_inbox));
-  m.impl("engine_send", TORCH_BOX(&engine_send));
-  m.impl("engine_take_message", TORCH_BOX(&engine_take_message));
-  m.impl("engine_wait_message", TORCH_BOX(&engine_wait_message));
-  m.impl("engine_inbox_fd", TORCH_BOX(&engine_inbox_fd));
-  m.impl("engine_num_senders", TORCH_BOX(&engine_num_senders));
-  m.impl("engine_forget_sender", TORCH_BOX(&engine_forget_sender));
   m.impl("engine_wait", TORCH_BOX(&engine_wait));
   m.impl("engine_poll", TORCH_BOX(&engine_poll));
   m.impl("engine_forget", TORCH_BOX(&engine_forget));

@@ -112,9 +112,6 @@ class Domain {
   // True for a NIC that times writes and carries none to a window (map_remote): the sender stores
   // what it writes there into the peer's memory by itself, before it posts the write.
   virtual bool writes_in_place() const noexcept { return false; }
-  // False where a write to a peer that has left may crash: nothing goes to one that nobody asked
-  // for.
-  virtual bool may_write_to_departed() const noexcept { return true; }
   // True for a NIC that stores a flag behind what it writes (sentence 4).
   virtual bool orders_writes() const noexcept { return false; }
   // The bytes that a peer passes to connect(). Valid as long as the Domain lives.

@@ -15,7 +15,7 @@ from functools import partial
 
 from moe_p2p import errors, log
 
-MOST = 511  # ImmKey::kMaxCommunicators, but for the last one: MessageImm::kCommunicator
+MOST = 512  # ImmKey::kMaxCommunicators
 
 
 class Communicators:

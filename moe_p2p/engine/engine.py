@@ -18,7 +18,6 @@ Requests of a lower number go first; docs/transfer_engine.md says how long they 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from moe_p2p.engine.awaiting import Awaiting
 from moe_p2p.engine.communicators import Communicators
 from moe_p2p.engine.config import EngineConfig
 from moe_p2p.engine.lifetime import Closing, Owner, close_and_await
-from moe_p2p.engine.messages import MESSAGES, Barriers, Messages, Size, send
 from moe_p2p.engine.metrics import Family, counter, note, of_nics
 from moe_p2p.engine.recording import Recording
 from moe_p2p.engine.transfers import (
@@ -114,9 +112,6 @@ class Engine(Owner):
         self._awaiting = Awaiting(self.number)
         self._polled: dict[int, Request] = {}
         self._poll_queue: int | None = None
-        self._opening = threading.Lock()  # guards what follows
-        self._messages: Messages | None = None
-        self._barriers: Barriers | None = None
         note(self)
 
     @property
@@ -177,7 +172,7 @@ class Engine(Owner):
         """
         data = tensor_from(address, "address")
         number = call(_ops.engine_connect.default, self.number, data, priority, tag)
-        return Peer(self, int(number), bytes(address))
+        return Peer(self, int(number))
 
     def sever(self, tag: int, memories: Sequence[Memory], *, timeout_s: float = 1.0) -> None:
         """The fence by queue pair, of verbs (docs/providers.md).
@@ -422,68 +417,6 @@ class Engine(Owner):
         """Sends an immediate without bytes; counted once at the peer."""
         to = checked("peer", peer, Peer).number
         return Request(self, call(_ops.engine_imm.default, self.number, to, imm, priority))
-
-    def messages(
-        self,
-        *,
-        max_senders: int | None = None,
-        max_messages: int | None = None,
-        max_bytes: int | None = None,
-    ) -> Messages:
-        """The inbox of small messages that peers `send` here; the first call opens it.
-
-        Open it before `address` is given out: only addresses from then on let peers send. It holds
-        max_messages (64; at most 128) of each sender that nobody has taken, of at most max_bytes
-        (4,096; at most 65,536) each, from max_senders (16; at most 256). A peer that takes part in
-        barriers with this engine is a sender once more. Memory: max_senders * max_messages *
-        (max_bytes + 64) bytes, registered at all NICs until the engine is closed.
-        Raises InvalidArgumentError for other bounds than those that it was opened with or may have,
-        UnavailableError over "timed".
-        """
-        given = (max_senders, max_messages, max_bytes)
-        with self._opening:
-            if self._messages is None:
-                size = Size.of(*given)
-                call(_ops.engine_open_inbox.default, self.number, *size)
-                self._messages = Messages(self, size)
-                self._barriers = Barriers(self, size, self.address)
-            opened = self._messages
-        errors.require(
-            all(new in (None, old) for new, old in zip(given, opened.size, strict=True)),
-            f"{self.label}: its inbox was opened with {opened.size}, not with {given}",
-        )
-        return opened
-
-    def send(
-        self, peer: Peer, data: bytes | bytearray | memoryview, *, priority: int = 1
-    ) -> Request:
-        """Sends a small message to the inbox of a peer (`messages` there); data is copied.
-
-        data: bytes, bytearray or memoryview, also empty. The request is done when the message is in
-        the peer's memory, whether or not it was taken; it cannot be cancelled. The first message
-        waits for a few round trips. Raises ResourceExhaustedError, and sends nothing, while the
-        inbox is full of messages from here, or of senders; InvalidArgumentError for more bytes than
-        it takes, or where the peer's address was given out without an inbox; what an earlier
-        message failed with, PeerDeadError for one, since none follows a lost one: connect again.
-        """
-        return send(self, MESSAGES, peer, data, priority)
-
-    def barrier(
-        self, peers: Sequence[Peer], *, tag: int = 0, timeout_s: float | None = None
-    ) -> None:
-        """Returns once the engines of all peers have called it with the same tag and members.
-
-        All members open their inboxes first (`messages`), give their addresses out and connect to
-        each other; each passes all others, in any order. Calls are counted by pair and tag: it may
-        be called again and again, and one that failed counts too. Groups that overlap, and barriers
-        of several threads, take tags of their own. Raises TimeoutError naming the peers that did
-        not arrive, ProtocolError for a peer at a barrier of other members, InvalidArgumentError
-        while a barrier of this tag is under way here, PeerDeadError.
-        """
-        self.messages()
-        assert self._barriers is not None
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        self._barriers.wait(peers, tag, limit)
 
     def wait_imm(self, imm: int, count: int, timeout_s: float | None = None) -> int:
         """Waits until `imm` was counted `count` times in all; returns how often it was.

@@ -175,7 +175,7 @@ def table_of(slices: Sequence[Slice]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 4)
 
 
-def tensor_from(data: bytes | bytearray | memoryview, name: str) -> Tensor:
+def tensor_from(data: bytes, name: str) -> Tensor:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise errors.wrong_type(name, data, "bytes")
     # frombuffer takes no device: its tensor is the host's, whatever the default device is.
@@ -293,12 +293,11 @@ class Grant:
 
 
 class Peer:
-    """A connected engine. Made by `Engine.connect`, from its `address`."""
+    """A connected engine. Made by `Engine.connect`."""
 
-    def __init__(self, engine: Owner, number: int, address: bytes) -> None:
+    def __init__(self, engine: Owner, number: int) -> None:
         self.engine = engine
         self.number = number
-        self.address = address
 
     def disconnect(self) -> None:
         """Its unfinished requests fail with ClosedError; its regions are gone."""

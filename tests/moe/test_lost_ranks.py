@@ -132,7 +132,7 @@ def test_numbers_that_are_free_at_all_ranks() -> None:
     assert agreed((MOST - 1, last), (0, 1)) == 1
     every = (1 << MOST) - 1
     assert agreed((9, every ^ 1 << 5), (9, 0)) == 5
-    with pytest.raises(moe_p2p.ResourceExhaustedError, match=r"510 of 511 are taken on .* rank 1"):
+    with pytest.raises(moe_p2p.ResourceExhaustedError, match=r"511 of 512 are taken on .* rank 1"):
         agreed((9, 1 << 5), (9, every ^ 1 << 5))
 
 

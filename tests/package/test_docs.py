@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_p2p.__main__ import COMMANDS, main
-from moe_p2p.engine.communicators import MOST
 from moe_p2p.kv import footer
 from moe_p2p.machine import transport
 from moe_p2p.moe import votes
@@ -76,11 +75,6 @@ FOREIGN = {
     *("cudaFree", "ibv_post_send", "ib_write_bw", "ib_write_lat"),
     *("update_memory_buffers", "connect_ranks", "disconnect_ranks", "update_mask_buffer"),
     *("clean_mask_buffer", "num_experts_per_rank"),
-    # fabric-lib's, docs/transfer_engine.md
-    *("main_address", "DomainAddress", "register_tensor", "submit_send", "submit_bouncing_recvs"),
-    *("on_recv", "submit_write", "num_shards", "submit_paged_writes", "PageIndices", "submit_imm"),
-    *("set_imm_count_expected", "wait_for_imm_count", "remove_imm_count", "set_imm_callback"),
-    *("alloc_scalar_watcher", "on_done", "on_error"),
 }
 VERBS, FABRIC = "csrc/provider/verbs/", "csrc/provider/libfabric/"
 PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
@@ -226,8 +220,7 @@ def test_immediates_are_divided_as_the_table_says() -> None:
     sent = [attempt.immediate(attempt.Keys(job, 1)) for job in range(5)]
     merged = [maxima.immediate(n, phase) for n in (0, -1) for phase in (maxima.UP, maxima.DOWN)]
     assert spaces == {
-        "csrc/engine/message_ring.h:MessageImm": (keyed + MOST * 2**22, 2 * keyed),
-        "csrc/engine/imm_counter.h:ImmKey": (keyed, keyed + MOST * 2**22),
+        "csrc/engine/imm_counter.h:ImmKey": (keyed, 2 * keyed),
         "moe_p2p/kv/footer.py:immediate": (kv_bit, last + 1),
         "moe_p2p/moe/votes.py:FIRST_IMM": (max(merged) + 1, kv_bit),
         "moe_p2p/weights/maxima.py:immediate": (min(merged), max(merged) + 1),

@@ -43,8 +43,6 @@ class LibfabricDomain final : public Domain {
 
   const char* provider_name() const noexcept override { return "libfabric"; }
   DomainLimits limits() const noexcept override;
-  // libfabric 1.17's shm looks into the peer's memory, which may be unmapped by then.
-  bool may_write_to_departed() const noexcept override { return config_.provider != "shm"; }
   base::Bytes address() const override { return address_; }
   PeerId connect(std::span<const std::byte> address) override;
   void announce(PeerId peer, uint64_t remote_key) override;
