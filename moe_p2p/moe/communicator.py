@@ -580,25 +580,23 @@ class Communicator:
             self.device.prepare_combine(x_dtype, x_dtype)
         self._prepared.add(key)
 
+    def _require_fixed(self, what: str) -> None:
+        errors.require(
+            not self.config.mask_lost_ranks and self._changes is None,
+            f"{what} only where no rank is masked and the world does not change",
+        )
+
     def prepare_ready(
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, partials: int = 0
     ) -> None:
         """Of combines whose rows are still being written (ready.py)."""
-        errors.require(
-            not self.config.mask_lost_ranks and self._changes is None,
-            "ready: combine begins before y is complete only where no rank is masked and the world "
-            "does not change",
-        )
+        self._require_fixed("ready: combine begins before y is complete")
         if self.device is not None:
             self.device.prepare_ready(y_dtype, out_dtype, partials)
 
     def prepare_arriving(self, x_dtype: torch.dtype, options: int, x_bytes: int) -> None:
         """Of the receiving halves of dispatches that raise counters (ready.py)."""
-        errors.require(
-            not self.config.mask_lost_ranks and self._changes is None,
-            "num_sms: dispatch_recv counts rows that arrive only where no rank is masked and the "
-            "world does not change",
-        )
+        self._require_fixed("num_sms: dispatch_recv counts rows that arrive")
         if self.device is not None:
             self.device.prepare_arriving(x_dtype, options, x_bytes)
         if self.late is None:
