@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, TimeoutError
 from moe_p2p.moe.dispatched import PendingDispatch
-from moe_p2p.moe.reference import Topology
+from tests.moe import test_ready
 from tests.support import cases
 from tests.support.cases import Wanted
 from tests.support.ranks import Rank, run_threads
@@ -28,25 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def steps_of(world_size: int, ranks_per_node: int, options: dict[str, Any]) -> list[Wanted]:
-    topology = Topology(
-        world_size=world_size, ranks_per_node=ranks_per_node, num_experts=NUM_EXPERTS
-    )
-    counts = [[64, 3, 0, 50], [0] * 4, [64] * 4]
-
-    def tokens(seed: int, rank: int) -> Any:
-        return cases.make_tokens(
-            seed, rank, counts[seed][rank], dtype=torch.bfloat16, num_experts=NUM_EXPERTS
-        )
-
-    return [
-        cases.expect(
-            topology,
-            [tokens(seed, r) for r in range(world_size)],
-            max_tokens=MAX_TOKENS,
-            **options,
-        )
-        for seed in range(len(counts))
-    ]
+    sizes: dict[str, Any] = {"most": MAX_TOKENS, "num_experts": NUM_EXPERTS}
+    return test_ready.steps_of(world_size, ranks_per_node, first=(64, 3, 0, 50), **sizes, **options)
 
 
 class Consumer(threading.Thread):

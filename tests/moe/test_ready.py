@@ -23,19 +23,33 @@ GROUPS = [(1, 1), (2, 2), (4, 2)]
 ROWS = {"rows of an expert": None, "5 rows": 5, "64 rows": 64}
 
 
-def steps_of(world_size: int, ranks_per_node: int) -> list[Wanted]:
+def steps_of(
+    world_size: int,
+    ranks_per_node: int,
+    *,
+    first: tuple[int, ...] = (5, 3, 0, 12),
+    most: int = MAX_TOKENS,
+    num_experts: int = NUM_EXPERTS,
+    **options: Any,
+) -> list[Wanted]:
+    """A step with `first` tokens of each rank, one without any, and one with as many as may be."""
     topology = Topology(
-        world_size=world_size, ranks_per_node=ranks_per_node, num_experts=NUM_EXPERTS
+        world_size=world_size, ranks_per_node=ranks_per_node, num_experts=num_experts
     )
-    counts = [[5, 3, 0, 12], [0] * 4, [12] * 4]
+    counts = [first, (0,) * 4, (most,) * 4]
 
     def tokens(seed: int, rank: int) -> Any:
         return cases.make_tokens(
-            seed, rank, counts[seed][rank], dtype=torch.bfloat16, num_experts=NUM_EXPERTS
+            seed, rank, counts[seed][rank], dtype=torch.bfloat16, num_experts=num_experts
         )
 
     return [
-        cases.expect(topology, [tokens(seed, r) for r in range(world_size)], max_tokens=MAX_TOKENS)
+        cases.expect(
+            topology,
+            [tokens(seed, r) for r in range(world_size)],
+            max_tokens=most,
+            **options,
+        )
         for seed in range(len(counts))
     ]
 
