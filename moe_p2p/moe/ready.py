@@ -86,7 +86,7 @@ def arriving_rows(
     """Makes the counters of a dispatch, of zero. like: [E_local]."""
     at = layout()
     errors.require(
-        isinstance(num_sms, int) and (num_sms > 0 or communicator.device is None),
+        type(num_sms) is int and num_sms >= (communicator.device is not None),
         f"num_sms is {num_sms!r}, must be an integer of at least 1: dispatch_recv may hold as many "
         "multiprocessors, which the product must not need",
     )

@@ -161,6 +161,8 @@ BAD: dict[str, tuple[dict[str, Any], object, str]] = {
     "by rank": ({"layout": "by_rank"}, 1, "layout 'padded' .* this dispatch has layout 'by_rank'"),
     "zeros": ({"zero_padding": True}, 1, "without zero_padding"),
     "no number": ({}, 1.5, "num_sms is 1.5, must be an integer"),
+    "a truth": ({}, True, "num_sms is True, must be an integer"),
+    "below zero": ({}, -1, "num_sms is -1, must be an integer of at least 1"),
 }
 
 
